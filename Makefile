@@ -1,0 +1,36 @@
+# Every target does its own set-up: a machine with Python 3.11+ and a package registry is enough.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test lint format bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"fledge needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11 ...")'
+	@echo "setting up $(VENV) (first time: about two minutes) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade pip
+	@$(PIP) install -c constraints.txt torch
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install --no-deps trl==1.16.0  # only its chat templates, as test data; never imported
+	@touch $@
+
+demo: $(READY)  ## the whole story on a real 135M model
+	@$(BIN)/fledge demo
+
+test: $(READY)  ## every test that can run on this machine
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine"
+
+lint: $(READY)  ## ruff and mypy --strict
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: $(READY)  ## let ruff put things in order
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean:  ## remove the environment and every tool's cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

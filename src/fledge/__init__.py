@@ -1,0 +1,27 @@
+"""fledge: train draft models for speculative decoding, and measure honestly what they gain.
+
+This file is the public list. Names load lazily, so that `import fledge` costs nothing and pulls
+in neither torch nor an engine.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it
+_PUBLIC = {
+    "BadInput": "fledge.errors",
+}
+
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fledge' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

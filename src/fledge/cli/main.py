@@ -1,0 +1,70 @@
+"""The `fledge` command: verbs in one file each, errors in one line.
+
+Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
+"""
+
+import sys
+
+import typer
+from rich.console import Console
+
+from fledge import __version__
+from fledge.errors import BadInput
+
+# Typer carries its own copy of click, older ones import it: reach UsageError through the public name.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="fledge",
+    help="Train draft models for speculative decoding, and measure honestly what they gain.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"fledge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Verbs attach themselves below."""
+
+
+def _attach_verbs() -> None:
+    pass
+
+
+_attach_verbs()
+
+
+def run(argv: list[str] | None = None) -> None:
+    """Entry point: bad input is one line and exit code 2, an interrupt 130."""
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    try:
+        code = app(args=argv, standalone_mode=False)
+    except (BadInput, _UsageError) as error:
+        text = str(error) if isinstance(error, BadInput) else error.format_message()  # type: ignore[attr-defined]
+        errors.print("fledge: ", style="bold red", end="")
+        errors.print(" ".join(text.split()))
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        errors.print("fledge: interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # `fledge data preview | head`
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    run()

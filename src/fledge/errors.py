@@ -1,0 +1,27 @@
+"""How fledge says no: one exception whose text is the one line a user reads.
+
+Not for our own broken invariants: those are asserts.
+"""
+
+
+class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads as one)
+    """Bad input: what is wrong, where, and what to do about it, in one line.
+
+    The command line prints the line and exits with code 2; library users catch a `ValueError`.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        line = what if not where else f"{where}: {what}"
+        line = line if not fix else f"{line}; {fix}"
+        super().__init__(" ".join(line.split()))
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """`did you mean 'x'?` for the valid name closest to a mistyped one, else the valid names."""
+    import difflib
+
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"
