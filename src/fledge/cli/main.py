@@ -11,7 +11,7 @@ from rich.console import Console
 from fledge import __version__
 from fledge.errors import BadInput
 
-# Typer carries its own copy of click, older ones import it: reach UsageError through the public name.
+# Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(

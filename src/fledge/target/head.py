@@ -1,0 +1,72 @@
+"""From the target's last hidden state to what a draft learns: the frozen head and one function.
+
+The trainer, the offline cache and the remote server all derive supervision here, so the three
+encodings (logits, draft-vocabulary probabilities, last hidden states) cannot drift apart.
+
+Shapes: N rows (any flattened positions), D target hidden, V target vocabulary, W draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """The target's frozen output head: everything between its last hidden state and its logits."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0  # logits are multiplied by it (Cohere's logit_scale, 1 / Granite's scaling)
+    softcap: float | None = None  # Gemma's final soft-capping: cap * tanh(logits / cap)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Full-vocabulary logits [N, V], in the head's dtype and in the target's own order of ops."""
+        logits_NV = F.linear(hidden_ND.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
+        if self.scale != 1.0:
+            logits_NV = logits_NV * self.scale
+        if self.softcap is not None:
+            logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
+        return logits_NV
+
+    def to(self, device: torch.device | str) -> "TargetHead":
+        bias_V = None if self.bias_V is None else self.bias_V.to(device)
+        return TargetHead(self.weight_VD.to(device), bias_V, self.scale, self.softcap)
+
+
+@torch.no_grad()
+def target_distribution(
+    logits_NV: Tensor, selected_token_ids: Tensor, selected_token_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the draft should say: probabilities [N, W] over its vocabulary, and whether it can.
+
+    `selected_token_ids` [W] are the target ids of the draft vocabulary in draft order,
+    `selected_token_mask` [V] marks them. The second value [N] is True where the target's top token
+    over the *whole* vocabulary is one the draft can say.
+    """
+    probs_NW = torch.softmax(logits_NV[:, selected_token_ids].float(), dim=-1)
+    return probs_NW, selected_token_mask[logits_NV.argmax(dim=-1)]
+
+
+@torch.no_grad()
+def target_distribution_from_hidden(
+    hidden_ND: Tensor,
+    head: TargetHead,
+    selected_token_ids: Tensor,
+    selected_token_mask: Tensor,
+    *,
+    chunk_rows: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """The same from last hidden states; logits exist for `chunk_rows` rows at a time."""
+    parts = [
+        target_distribution(head.logits(rows_CD), selected_token_ids, selected_token_mask)
+        for rows_CD in hidden_ND.split(chunk_rows)
+    ]
+    if not parts:
+        return (
+            hidden_ND.new_zeros((0, len(selected_token_ids)), dtype=torch.float32),
+            torch.zeros(0, dtype=torch.bool, device=hidden_ND.device),
+        )
+    return torch.cat([probs for probs, _ in parts]), torch.cat([covered for _, covered in parts])
