@@ -23,7 +23,7 @@ class TargetHead:
     softcap: float | None = None  # Gemma's final soft-capping: cap * tanh(logits / cap)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Full-vocabulary logits [N, V], in the head's dtype and in the target's own order of ops."""
+        """Full-vocabulary logits [N, V], in the head's dtype, ops in the target's order."""
         logits_NV = F.linear(hidden_ND.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
@@ -62,7 +62,7 @@ def target_distribution_from_hidden(
     """The same from last hidden states; logits exist for `chunk_rows` rows at a time."""
     parts = [
         target_distribution(head.logits(rows_CD), selected_token_ids, selected_token_mask)
-        for rows_CD in hidden_ND.split(chunk_rows)
+        for rows_CD in torch.split(hidden_ND, chunk_rows)
     ]
     if not parts:
         return (
