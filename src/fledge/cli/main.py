@@ -41,7 +41,9 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    pass
+    from fledge.cli import data
+
+    app.add_typer(data.app, name="data")
 
 
 _attach_verbs()

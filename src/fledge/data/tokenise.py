@@ -77,9 +77,7 @@ class Encoder:
 
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
         """Tokenise rows; a token is supervised when its whole text lies in a supervised span."""
-        encodings = self._backend.encode_batch_fast(
-            [t.text for t in texts], add_special_tokens=False
-        )
+        encodings = self._backend.encode_batch([t.text for t in texts], add_special_tokens=False)
         rows = []
         for text, place, encoding in zip(texts, places, encodings, strict=True):
             ids_T = np.asarray(encoding.ids, dtype=np.int32)
@@ -89,6 +87,20 @@ class Encoder:
                 mask_T |= (offsets_T2[:, 0] >= start) & (offsets_T2[:, 1] <= end)
             rows.append(TokenRow(ids_T, mask_T, place, text.truncated))
         return rows
+
+    def token_spans(self, text: MaskedText) -> list[tuple[str, bool]]:
+        """Each token's own text and whether it is supervised, for people to look at.
+
+        A character that takes several tokens is shown with the first of them.
+        """
+        encoding = self._backend.encode(text.text, add_special_tokens=False)
+        [row] = self.encode([text], [""])
+        pieces, at = [], 0
+        for (_, end), supervised in zip(encoding.offsets, row.loss_mask, strict=True):
+            if end > at:
+                pieces.append((text.text[at:end], bool(supervised)))
+                at = end
+        return pieces
 
     def fit(self, row: TokenRow) -> TokenRow:
         """Apply the length limit; a row without a supervised token is of no use."""
