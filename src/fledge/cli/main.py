@@ -41,7 +41,10 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    pass
+    from fledge.cli import doctor, recipe
+
+    app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+    app.add_typer(recipe.app)
 
 
 _attach_verbs()
