@@ -5,7 +5,6 @@ broken part (a torch that does not import, a driver that does not answer) is rep
 """
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fledge.cli.console import out, print_json
 from fledge.files import cache_dir
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
@@ -66,7 +66,7 @@ def doctor(
     """Print versions, devices, disk and cache, and which optional parts can run here."""
     facts = examine()
     if as_json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        print_json(facts)
     else:
         _print_tables(facts)
 
@@ -272,10 +272,8 @@ def _size(directory: Path) -> int:
 
 
 def _print_tables(facts: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
     devices = facts["devices"]
     machine = Table.grid(padding=(0, 2))
     versions = (f"{name} {version or '-'}" for name, version in facts["versions"].items())
@@ -293,11 +291,11 @@ def _print_tables(facts: dict[str, Any]) -> None:
         machine.add_row(name.replace("_", " "), text)
     for entry in facts["cache"] or [{"name": "(empty)", "bytes": 0}]:
         machine.add_row("in the cache", f"{entry['name']}, {entry['bytes'] / 1e6:.0f} MB")
-    console.print(machine)
+    out.print(machine)
     parts = Table(box=None, padding=(0, 2), title="\nWhat can run here", title_justify="left")
     for heading in ("part", "here", "how, or what to do"):
         parts.add_column(heading)
     for part in facts["parts"]:
         here = "[green]yes[/]" if part["works"] else "[yellow]no[/]"
         parts.add_row(part["name"], here, part["note"].replace("[", r"\["))
-    console.print(parts)
+    out.print(parts)

