@@ -68,12 +68,19 @@ def _represent_tuple(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.No
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 
 
+def _represent_str(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    """PyYAML folds rare line breaks (NEL, U+2028) away unless they are escaped."""
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 _Dumper.add_representer(tuple, _represent_tuple)
+_Dumper.add_representer(str, _represent_str)
 
 
 def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
@@ -88,7 +95,10 @@ def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, .
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = where if mark is None else f"{where}, line {mark.line + 1}, column {mark.column + 1}"
-        raise BadInput(f"YAML: {error.problem or error.context}", where=at) from error
+        problem = error.problem or ""
+        if problem.startswith("but ") or not problem:  # the context is half of the sentence
+            problem = f"{error.context} {problem}"
+        raise BadInput(f"YAML: {problem}", where=at) from error
     except yaml.YAMLError as error:  # a byte that no text contains
         raise BadInput(f"YAML: {error}", where=where) from error
     except ValueError as error:  # an absurd number
