@@ -12,6 +12,12 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _PUBLIC = {
     "BadInput": "fledge.errors",
+    "Recipe": "fledge.train.recipe",
+    "load_recipe": "fledge.train.recipe",
+    "load_config": "fledge.models.resolve",
+    "load_model": "fledge.models.resolve",
+    "load_tokenizer": "fledge.models.resolve",
+    "local_model": "fledge.models.resolve",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

