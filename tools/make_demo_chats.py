@@ -19,11 +19,13 @@ def _list(text: str) -> list[str]:
     return [" ".join(item.split()) for item in text.split(";")]
 
 
-ANIMALS = _list("""fox; owl; hedgehog; otter; rabbit; badger; squirrel; beaver; sparrow; turtle;
+ANIMALS = _list("""\
+fox; owl; hedgehog; otter; rabbit; badger; squirrel; beaver; sparrow; turtle;
 kitten; puppy; mouse; frog; duckling; bear; wolf; deer; raccoon; swan; goat; pony; lamb; crow;
 penguin; dolphin; seal; whale; robin; mole; hamster; parrot; lizard; crab; bee; ladybug; snail;
 moth; firefly; donkey""")
-TRAITS = _list("""brave; shy; curious; clever; kind; sleepy; lonely; cheerful; stubborn; gentle;
+TRAITS = _list("""\
+brave; shy; curious; clever; kind; sleepy; lonely; cheerful; stubborn; gentle;
 forgetful; tiny""")
 WISHES = [
     "wanted to learn to sing",
@@ -39,7 +41,8 @@ WISHES = [
     "planted a magic seed",
     "had to cross a wide river",
 ]
-ACTIVITIES = _list("""sleeping better; learning a new language; keeping houseplants alive; saving money
+ACTIVITIES = _list("""\
+sleeping better; learning a new language; keeping houseplants alive; saving money
 every month; cooking rice; staying calm before an exam; packing a suitcase; writing a thank-you
 note; running a first race; making good coffee; keeping a desk tidy; reading more books; growing
 tomatoes; training a puppy; taking better photos; remembering names; drinking more water; waking up
@@ -50,7 +53,8 @@ choosing a gift; camping in the rain; studying with friends; eating more vegetab
 tyre; working from home; keeping a budget; learning to juggle; painting a room; repairing a chair;
 feeding garden birds; making soup; telling a joke; learning chess; writing a poem; cutting hair at
 home; keeping bees; building a sandcastle""")
-THINGS = _list("""a rainbow; gravity; a volcano; photosynthesis; an eclipse; a magnet; the water cycle; a
+THINGS = _list("""\
+a rainbow; gravity; a volcano; photosynthesis; an eclipse; a magnet; the water cycle; a
 computer program; a vaccine; an earthquake; the internet; a battery; an atom; a glacier; a fossil;
 evolution; a telescope; the moon; a hurricane; electricity; a desert; a coral reef; a shadow; an
 echo; friction; a comet; a compass; a lens; salt; steam; a bridge; a library; a budget; a contract;
@@ -67,9 +71,7 @@ def demo_prompts(stories: int, seed: int = 0) -> list[str]:
         for trait, animal, wish in rng.sample(combinations, stories)
     ]
     prompts += [f"Give me three tips for {a}." for a in ACTIVITIES]
-    prompts += [
-        f"Explain what {' '.join(t.split())} is in simple words." for t in THINGS.split(";")
-    ]
+    prompts += [f"Explain what {thing} is in simple words." for thing in THINGS]
     rng.shuffle(prompts)
     return prompts
 
