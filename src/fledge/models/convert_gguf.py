@@ -248,5 +248,6 @@ def _sha256_of(path: Path) -> str:
         return str(noted["sha256"])
     with path.open("rb") as handle:
         sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
-    write_json(note, {"state": state, "sha256": sha256})
+    with contextlib.suppress(OSError):  # only a note: whoever needs the cache will say so
+        write_json(note, {"state": state, "sha256": sha256})
     return sha256
