@@ -80,6 +80,31 @@ def test_other_families_cut_text_their_own_way(tmp_path: Path, pre: str, pieces:
     assert tokenizer.convert_ids_to_tokens(tokenizer("1234 hi")["input_ids"]) == pieces
 
 
+def test_tokens_that_no_merge_leads_to_and_tokens_of_the_user(tmp_path: Path) -> None:
+    pieces = {}
+    for pre in ("smollm", "llama-bpe"):
+        path = write_gguf(tmp_path / f"{pre}.gguf", tiny_llama(), pre=pre)
+        tokenizer = load_tokenizer(str(path))
+        pieces[pre] = tokenizer.convert_ids_to_tokens(tokenizer("zq<tool>")["input_ids"])
+        ids = tokenizer("hi<tool><|im_end|>")["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "hi<tool>"
+    assert pieces == {"smollm": ["z", "q", "<tool>"], "llama-bpe": ["zq", "<tool>"]}
+
+
+def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "bos.gguf", tiny_llama(), add_bos=True)
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == ["<|im_start|>", "hi"]
+    assert (
+        tokenizer("hi", add_special_tokens=False)["input_ids"] == tokenizer("hi")["input_ids"][1:]
+    )
+
+
+def test_qwen_composes_accents(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "q.gguf", tiny_llama(), pre="qwen2")))
+    assert tokenizer.decode(tokenizer("e\u0301")["input_ids"]) == "é"
+
+
 def test_an_unknown_pre_tokenizer_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "odd.gguf", tiny_llama(), pre="martian")
     with pytest.raises(BadInput, match="pre-tokenizer 'martian' is not known"):

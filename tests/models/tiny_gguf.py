@@ -9,6 +9,8 @@ from gguf import GGUFWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+UNMERGED = "zq"  # in the vocabulary, but no merge leads to it
+USER_DEFINED = "<tool>"
 MERGES = [("1", "2"), ("Ġ", "12"), ("12", "3"), ("h", "i"), ("Ġ", "hi")]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -17,11 +19,12 @@ TEMPLATE = (
 
 
 def vocabulary() -> list[str]:
-    """Control tokens, the 256 bytes in GPT-2's alphabet, then the merges."""
+    """Control tokens, the 256 bytes in GPT-2's alphabet, the merges, two odd ones."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     letters = [chr(byte) for byte in visible] + [chr(256 + i) for i in range(len(hidden))]
-    return CONTROL + letters + [left + right for left, right in MERGES]
+    merged = [left + right for left, right in MERGES]
+    return [*CONTROL, *letters, *merged, UNMERGED, USER_DEFINED]
 
 
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
@@ -48,7 +51,9 @@ def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, *, pre: str = "smollm") -> Path:
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, *, pre: str = "smollm", add_bos: bool = False
+) -> Path:
     config = model.config
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -65,13 +70,14 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, pre: str = "smollm") -> P
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(vocabulary())
-    writer.add_token_types([3] * len(CONTROL) + [1] * (config.vocab_size - len(CONTROL)))
+    kinds = {**dict.fromkeys(CONTROL, 3), USER_DEFINED: 4}
+    writer.add_token_types([kinds.get(token, 1) for token in vocabulary()])
     writer.add_token_merges([" ".join(merge) for merge in MERGES])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(add_bos)
     writer.add_chat_template(TEMPLATE)
     for name, tensor in _tensors(model).items():
         writer.add_tensor(name, tensor)
