@@ -91,13 +91,23 @@ def test_tokens_that_no_merge_leads_to_and_tokens_of_the_user(tmp_path: Path) ->
     assert pieces == {"smollm": ["z", "q", "<tool>"], "llama-bpe": ["zq", "<tool>"]}
 
 
-def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "bos.gguf", tiny_llama(), add_bos=True)
+@pytest.mark.parametrize(
+    ("pre", "pieces"), [("smollm", ["<|im_start|>", "hi"]), ("sentencepiece", ["<s>", "▁hi"])]
+)
+def test_bos_is_added_where_the_file_says_so(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    path = write_gguf(tmp_path / "bos.gguf", tiny_llama(), pre=pre, add_bos=True)
     tokenizer = load_tokenizer(str(path))
-    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == ["<|im_start|>", "hi"]
-    assert (
-        tokenizer("hi", add_special_tokens=False)["input_ids"] == tokenizer("hi")["input_ids"][1:]
-    )
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == pieces
+    plain = tokenizer("hi", add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(plain) == pieces[1:]
+
+
+def test_sentencepiece_families_keep_their_rules(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "s.gguf", tiny_llama(), pre="sentencepiece")
+    tokenizer = load_tokenizer(str(path))
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("hi é")["input_ids"])
+    assert pieces == ["▁hi", "▁", "<0xC3>", "<0xA9>"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
 
 
 def test_qwen_composes_accents(tmp_path: Path) -> None:

@@ -67,12 +67,10 @@ def write_gguf(
     writer.add_rope_dimension_count(8)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(vocabulary())
-    kinds = {**dict.fromkeys(CONTROL, 3), USER_DEFINED: 4}
-    writer.add_token_types([kinds.get(token, 1) for token in vocabulary()])
-    writer.add_token_merges([" ".join(merge) for merge in MERGES])
+    if pre == "sentencepiece":
+        _add_sentencepiece(writer)
+    else:
+        _add_byte_level(writer, pre)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
@@ -86,6 +84,26 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_byte_level(writer: GGUFWriter, pre: str) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(vocabulary())
+    kinds = {**dict.fromkeys(CONTROL, 3), USER_DEFINED: 4}
+    writer.add_token_types([kinds.get(token, 1) for token in vocabulary()])
+    writer.add_token_merges([" ".join(merge) for merge in MERGES])
+
+
+def _add_sentencepiece(writer: GGUFWriter) -> None:
+    """As many tokens as the byte-level vocabulary, so that the same model fits."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "h", "i", "hi", "▁hi", *(f"x{i}" for i in range(len(vocabulary())))]
+    tokens = [*tokens, *words][: len(vocabulary())]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(index) for index in range(len(tokens))])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259))
 
 
 def _tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
