@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from fledge.data.conversation import Conversation, Message
 from fledge.data.drops import BadRow
-from fledge.data.template import ChatTemplate, Span
+from fledge.data.template import PROBE, ChatTemplate, Span, shared_prefix
 
 # Opening and closing marks of reasoning, as the templates in use write them.
 _REASONING = [
@@ -116,6 +116,11 @@ def _render_turn(
     else:
         full, tags = template.render(messages, tools), None
     start = _start(prompt, full, messages, tools, template)
+    if start is None:  # gpt-oss: the answer changed the history before it; keep what the model saw
+        start = _start_after_rewrite(full, messages, tools, template)
+        shift = len(prompt) - start
+        full, start = prompt + full[start:], len(prompt)
+        tags = None if tags is None else [(a + shift, b + shift) for a, b in tags]
     turn_end = template.call_end if messages[-1].get("tool_calls") else template.text_end
     if not full.endswith(turn_end.trail):
         raise BadRow("cannot tell where the answer ends", repr(full[-40:]))
@@ -126,17 +131,12 @@ def _render_turn(
         spans = [(max(start, a), min(end, b)) for a, b in tags if a < end and b > start]
     if options.mask_reasoning:
         spans = _subtract(spans, _reasoning_spans(full, start, end))
-    spans = [span for span in spans if span[0] < span[1]]
-    return _Turn(full, start, end, tuple(spans), turn_end.closing)
+    return _Turn(full, start, end, _joined(spans), turn_end.closing)
 
 
 def _start(
-    prompt: str,
-    full: str,
-    messages: Sequence[Message],
-    tools: object,
-    template: ChatTemplate,
-) -> int:
+    prompt: str, full: str, messages: Sequence[Message], tools: object, template: ChatTemplate
+) -> int | None:
     """Where the assistant begins to speak: the end of the prompt, if the full text repeats it.
 
     Some prompts go further than the text does (DeepSeek-R1 prefills `<think>` and then drops the
@@ -154,7 +154,20 @@ def _start(
         for cut in sorted(cuts, reverse=True):
             if full.startswith(opening[:cut], len(plain)):
                 return len(plain) + cut
-    raise BadRow("cannot tell where the answer begins", repr(prompt[-40:]))
+    return None
+
+
+def _start_after_rewrite(
+    full: str, messages: Sequence[Message], tools: object, template: ChatTemplate
+) -> int:
+    """The same where the answer changed the history: another answer changes it in the same way, so
+    the text that both share ends just after the opening of the turn."""
+    other: Message = {"role": "assistant", "content": PROBE}
+    shared = shared_prefix(full, template.render([*messages[:-1], other], tools))
+    at = full.rfind(template.opening, 0, shared) if template.opening else -1
+    if at < 0:
+        raise BadRow("cannot tell where the answer begins", repr(full[-40:]))
+    return at + len(template.opening)
 
 
 def _check_spoken(spoken: str, message: Message) -> None:
@@ -179,6 +192,17 @@ def _reasoning_spans(text: str, start: int, end: int) -> list[Span]:
             found.append((begin, stop))
             begin = text.find(opening, stop, end)
     return found
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Non-empty spans in order, those that touch made one."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif start < end:
+            joined.append((start, end))
+    return tuple(joined)
 
 
 def _subtract(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:

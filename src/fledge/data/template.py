@@ -18,13 +18,13 @@ from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
 from fledge.errors import BadInput
 
-_PROBE = "fledgeprobe"
+PROBE = "fledgeprobe"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _CALL_PROBE: Message = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"k": _PROBE}}}],
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"k": PROBE}}}],
 }
 
 Span = tuple[int, int]  # characters [start, end)
@@ -125,10 +125,10 @@ class ChatTemplate:
 
     def _wants_parts(self) -> bool:
         """Vision templates render nothing at all for plain strings: notice, and give them parts."""
-        messages = [_turn("user", "x"), _turn("assistant", _PROBE)]
+        messages = [_turn("user", "x"), _turn("assistant", PROBE)]
         for self._parts in (False, True):
             try:
-                if _PROBE in self.render(messages):
+                if PROBE in self.render(messages):
                     return self._parts
             except BadRow:
                 continue
@@ -157,7 +157,7 @@ class ChatTemplate:
     @cached_property
     def text_end(self) -> TurnEnd:
         """How a turn of plain words ends."""
-        return self._learn_end(_turn("assistant", _PROBE), _turn("user", "y"))
+        return self._learn_end(_turn("assistant", PROBE), _turn("user", "y"))
 
     @cached_property
     def call_end(self) -> TurnEnd:
@@ -167,15 +167,12 @@ class ChatTemplate:
     def _learn_end(self, answer: Message, follow_up: Message) -> TurnEnd:
         """Compare the text after the answer as the last turn and as a turn in the middle."""
         head = [_turn("user", "x"), answer]
-        last = self.render(head).rpartition(_PROBE)[2]
+        last = self.render(head).rpartition(PROBE)[2]
         try:
-            middle = self.render([*head, follow_up]).rpartition(_PROBE)[2]
+            middle = self.render([*head, follow_up]).rpartition(PROBE)[2]
         except BadRow:  # a template that takes no such follow-up: the last turn is all there is
             middle = last
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(last, middle, strict=False)) if a != b), None
-        )
-        shared = min(len(last), len(middle)) if shared is None else shared
+        shared = shared_prefix(last, middle)
         ends = [match.end() for match in self._special.finditer(last)]
         if not ends:  # GLM: the next turn's role token ends this one; plain text: nothing does
             words = last.rstrip()
@@ -203,3 +200,10 @@ def _stringly(call: dict[str, Any]) -> dict[str, Any]:
     """The same call with its arguments as JSON text."""
     arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def shared_prefix(a: str, b: str) -> int:
+    """Length of the longest common prefix."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
