@@ -7,6 +7,7 @@ known numbers are put in its place; what the model makes of them shows scale and
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,8 +62,9 @@ def learn_head(
             where=where,
             fix="use supervision 'logits'",
         )
-    scale, softcap = _scale_and_cap(wave_V, response_V, where=where)
-    learned = TargetHead(weight_VD, bias_V, scale, softcap)
+    learned = replace(
+        _arithmetic(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
+    )
     hidden_BTD = seen[0]
     plain = TargetHead(weight_VD, bias_V).logits(hidden_BTD)
     torch_logits = head(hidden_BTD)
@@ -87,24 +89,36 @@ def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
     return weight.detach(), None if bias is None else bias.detach()
 
 
-def _scale_and_cap(wave_V: Tensor, response_V: Tensor, *, where: str) -> tuple[float, float | None]:
-    """Slope near 0 is the scale; where large inputs stop growing is the cap."""
-    exact = response_V.dtype == wave_V.dtype == torch.float64
-    tolerance = 1e-9 if exact else 1e-2
-    scale = float(response_V[0]) / _SMALL
-    if abs(scale - 1.0) < tolerance:
-        scale = 1.0
+def _arithmetic(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead:
+    """A head of width 1 that turns the wave into the response, by scale or divisor, and cap.
+
+    Slope near 0 is the factor; where large inputs stop growing is the cap. Multiplying by 1/13 and
+    dividing by 13 round differently, so both are tried and the closer one is taken.
+    """
+    factor = float(response_V[0]) / _SMALL
     top = float(response_V[-1])
-    softcap = None if abs(top - scale * _LARGE) < 1e-2 * abs(scale) * _LARGE else abs(top)
-    # The same arithmetic that training will use, on a head of width 1 that yields the wave.
-    expected_V = TargetHead(wave_V[:, None], None, scale, softcap).logits(wave_V.new_ones(1, 1))[0]
-    if not torch.allclose(response_V.to(expected_V.dtype), expected_V, rtol=tolerance, atol=1e-6):
+    capped = abs(top - factor * _LARGE) > 1e-2 * abs(factor) * _LARGE
+    wave = TargetHead(wave_V[:, None], None, 1.0, abs(top) if capped else None)
+    candidates = [wave]
+    if factor != 0.0:
+        candidates += [replace(wave, scale=value) for value in (factor, _round(factor))]
+        candidates += [replace(wave, divisor=value) for value in (1 / factor, _round(1 / factor))]
+    ones_11 = wave_V.new_ones(1, 1)
+    wanted_V = response_V.to(wave_V.dtype)
+    errors = [float((head.logits(ones_11)[0] - wanted_V).abs().max()) for head in candidates]
+    best = candidates[errors.index(min(errors))]
+    tolerance = 1e-9 if response_V.dtype == torch.float64 else 1e-2
+    if not torch.allclose(wanted_V, best.logits(ones_11)[0], rtol=tolerance, atol=1e-6):
         raise BadInput(
             "its logits are not scale and soft cap of a matrix product",
             where=where,
             fix="use supervision 'logits'",
         )
-    return scale, softcap
+    return best
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.12g}")
 
 
 def _widest(device: torch.device) -> torch.dtype:
