@@ -19,6 +19,12 @@ _PUBLIC = {
     "TargetHead": "fledge.target.head",
     "TargetInfo": "fledge.target.base",
     "TargetRunner": "fledge.target.runner",
+    "Recipe": "fledge.train.recipe",
+    "load_recipe": "fledge.train.recipe",
+    "load_config": "fledge.models.resolve",
+    "load_model": "fledge.models.resolve",
+    "load_tokenizer": "fledge.models.resolve",
+    "local_model": "fledge.models.resolve",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

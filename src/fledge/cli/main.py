@@ -41,7 +41,11 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    pass
+    from fledge.cli import data, doctor, recipe
+
+    app.add_typer(data.app, name="data")
+    app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+    app.add_typer(recipe.app, name="recipe")
 
 
 _attach_verbs()

@@ -1,0 +1,238 @@
+"""`fledge data prepare | preview | stats`: look at the data before paying for it."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.table import Table
+
+from fledge.cli.console import err, out, print_json, progress_bar
+from fledge.errors import BadInput, nearest
+
+app = typer.Typer(
+    help="Prepare conversations for training, and look at them.", no_args_is_help=True
+)
+
+Data = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files (.jsonl, .json, .parquet), directories, or data set ids such as "
+        "'org/name' or 'org/name:train[:1000]'.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help="Whose tokenizer and chat template: a directory, hub id, or name."
+    ),
+]
+MaxLength = Annotated[
+    int | None, typer.Option(min=2, help="Longest row in tokens; longer ones are cut or dropped.")
+]
+OverlongRows = Annotated[str, typer.Option("--overlong", help="cut | drop rows over --max-length.")]
+LastTurn = Annotated[bool, typer.Option("--last-turn-only", help="Supervise the last answer only.")]
+MaskReasoning = Annotated[
+    bool, typer.Option("--mask-reasoning", help="Do not supervise reasoning (<think> and its kin).")
+]
+TemplateOptions = Annotated[
+    list[str] | None,
+    typer.Option("--template-option", help="Template variable, e.g. enable_thinking=false."),
+]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")]
+MaxDrop = Annotated[
+    float, typer.Option("--max-drop-share", min=0, max=1, help="Largest share of bad rows allowed.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _options(
+    max_length: int | None, overlong: str, last: bool, reasoning: bool, pairs: list[str] | None
+) -> Any:
+    from fledge.data.tokenise import TokeniseOptions
+
+    if overlong not in ("cut", "drop"):
+        hint = nearest(overlong, ["cut", "drop"])
+        raise BadInput(f"--overlong is cut or drop, not {overlong!r}", fix=hint)
+    variables = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadInput(f"{pair!r} is not name=value", where="--template-option")
+        variables[name] = yaml.safe_load(value)
+    return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
+
+
+def _prepare(data: list[str], model: str, options: Any, workers: int | None, drop: float) -> Any:
+    from fledge.data.prepare import Progress, prepare_rows
+    from fledge.models.resolve import local_model
+
+    directory = local_model(model, weights=False)
+    start = time.perf_counter()
+    with progress_bar("parts") as bar:
+        task = bar.add_task("tokenising", total=None, note="")
+
+        def show(at: Progress) -> None:
+            rate = at.tokens / max(1e-9, time.perf_counter() - start)
+            note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
+            bar.update(task, total=at.parts, completed=at.done, note=note)
+
+        return prepare_rows(
+            data, directory, options, workers=workers, max_drop_share=drop, on_progress=show
+        )
+
+
+@app.command(
+    epilog="Example: fledge data prepare chats.jsonl --model smollm2-135m --max-length 4096"
+)
+def prepare(
+    data: Data,
+    model: Model = "smollm2-135m",
+    max_length: MaxLength = None,
+    overlong: OverlongRows = "cut",
+    last_turn_only: LastTurn = False,
+    mask_reasoning: MaskReasoning = False,
+    template_option: TemplateOptions = None,
+    workers: Workers = None,
+    max_drop_share: MaxDrop = 0.05,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise conversations once; a later run with the same data and options starts at once."""
+    options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
+    rows = _prepare(data, model, options, workers, max_drop_share)
+    facts = {
+        "directory": str(rows.directory),
+        "fingerprint": rows.fingerprint,
+        "rows": len(rows),
+        "tokens": rows.tokens,
+        "supervised": rows.supervised,
+        "truncated": rows.truncated,
+        "drops": rows.drops.to_json(),
+    }
+    if as_json:
+        print_json(facts)
+        return
+    share = rows.supervised / rows.tokens
+    out.print(
+        f"[bold]{len(rows):,}[/] rows, [bold]{rows.tokens:,}[/] tokens, "
+        f"[green]{share:.1%} supervised[/], {rows.truncated:,} answers without their end"
+    )
+    _print_drops(rows.drops)
+    out.print(f"kept in {rows.directory}", soft_wrap=True, style="dim", markup=False)
+
+
+@app.command(epilog="Example: fledge data preview chats.jsonl -n 3 --html preview.html")
+def preview(
+    data: Data,
+    model: Model = "smollm2-135m",
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Conversations to show.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Write a page instead of printing.")] = None,
+    max_length: MaxLength = None,
+    overlong: OverlongRows = "cut",
+    last_turn_only: LastTurn = False,
+    mask_reasoning: MaskReasoning = False,
+    template_option: TemplateOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which tokens are supervised, in colour, and which rows would be dropped and why."""
+    from fledge.data import preview as view
+    from fledge.data.tokenise import Encoder
+    from fledge.files import write_text
+    from fledge.models.resolve import local_model
+
+    options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
+    encoder = Encoder.load(local_model(model, weights=False), options)
+    rows = list(view.preview_rows(data, encoder, count))
+    if html is not None:
+        write_text(html, view.to_html(rows, model))
+        err.print(f"wrote {html}", markup=False, soft_wrap=True)
+    if as_json:
+        print_json(
+            [
+                {
+                    "place": row.place,
+                    "dropped": row.dropped or None,
+                    "truncated": row.truncated,
+                    "tokens": [{"text": text, "supervised": flag} for text, flag in row.pieces],
+                }
+                for row in rows
+            ]
+        )
+    elif html is None:
+        for row in rows:
+            out.print(view.to_terminal(row))
+            out.print()
+        legend = f"template of {model}; [black on pale_green1]green[/] tokens are supervised"
+        out.print(legend, style="dim")
+
+
+@app.command(epilog="Example: fledge data stats chats.jsonl --pack 4096 --json")
+def stats(
+    data: Data,
+    model: Model = "smollm2-135m",
+    pack: Annotated[
+        int, typer.Option(min=2, help="Tokens per pack, for the padding share.")
+    ] = 4096,
+    max_length: MaxLength = None,
+    overlong: OverlongRows = "cut",
+    last_turn_only: LastTurn = False,
+    mask_reasoning: MaskReasoning = False,
+    template_option: TemplateOptions = None,
+    workers: Workers = None,
+    max_drop_share: MaxDrop = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Lengths, supervised share, padding after packing, drop reasons, vocabulary coverage."""
+    from fledge.data.stats import data_stats
+    from fledge.models.resolve import load_config
+
+    options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
+    rows = _prepare(data, model, options, workers, max_drop_share)
+    config = load_config(model)
+    vocab_size = int(getattr(config, "text_config", config).vocab_size)
+    found = data_stats(rows, vocab_size, pack)
+    if as_json:
+        print_json(found.to_json())
+        return
+    _print_stats(found, rows)
+
+
+def _print_stats(found: Any, rows: Any) -> None:
+    table = Table(show_header=False, box=None)
+    table.add_row("rows", f"{found.rows:,}")
+    table.add_row("tokens", f"{found.tokens:,}")
+    table.add_row("supervised", f"{found.supervised:,} ({found.supervised_share:.1%})")
+    table.add_row("answers without their end", f"{found.truncated:,}")
+    table.add_row("length", "  ".join(f"{name} {value:,}" for name, value in found.lengths.items()))
+    packed = f"{found.packs:,} packs of {found.pack_tokens:,}, {found.padding_share:.2%} padding"
+    table.add_row("packing", packed + (f", {found.overlong:,} rows cut" if found.overlong else ""))
+    table.add_row("distinct supervised tokens", f"{found.distinct:,}")
+    out.print(table)
+    _bars("length up to", [(f"{b:,}", n / found.rows, f"{n:,}") for b, n in found.histogram])
+    covered = [(f"{s:,}", share, f"{share:.2%}") for s, share in found.coverage]
+    _bars("draft vocabulary covers", covered)
+    _print_drops(rows.drops)
+
+
+def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    table.add_column(justify="right")
+    for name, share, label in rows:
+        table.add_row(name, f"[green]{'█' * round(40 * share)}[/]", label)
+    out.print(table)
+
+
+def _print_drops(drops: Any) -> None:
+    if not drops.counts:
+        out.print("no row dropped")
+        return
+    share = f"{drops.dropped:,} rows dropped ({drops.share:.2%})"
+    table = Table(title=share, title_justify="left", box=None, header_style="bold")
+    table.add_column("rows", justify="right")
+    table.add_column("reason")
+    table.add_column("first seen at", overflow="fold")
+    for reason, count in sorted(drops.counts.items(), key=lambda item: -item[1]):
+        table.add_row(f"{count:,}", reason, "\n".join(drops.examples[reason]))
+    out.print(table)

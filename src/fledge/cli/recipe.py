@@ -1,0 +1,79 @@
+"""`fledge recipe show | schema | check`: see what a recipe means before it costs anything."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fledge.cli.console import print_json
+from fledge.errors import BadInput
+
+app = typer.Typer(
+    help="Look at recipes: resolved values, the schema, a check of files.",
+    no_args_is_help=True,
+    epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4",
+)
+
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [SECTION.KEY=VALUE]...", help="A recipe file, then overrides."
+    ),
+]
+_Json = Annotated[bool, typer.Option("--json", help="JSON instead of YAML.")]
+
+
+@app.command(epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4")
+def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
+    """Print the resolved recipe: every field, with overrides applied and defaults filled in."""
+    from fledge.train.recipe import load_recipe, split_arguments
+
+    path, overrides = split_arguments(arguments or [])
+    recipe = load_recipe(path, overrides)
+    if as_json:
+        print_json(recipe.model_dump(mode="json"))
+    else:
+        print(recipe.to_yaml(), end="")
+
+
+@app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
+def schema(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The same as tables for people.")
+    ] = False,
+) -> None:
+    """Print the JSON schema of recipes, for editors and other programs."""
+    from fledge.train import recipe_reference
+
+    if markdown:
+        print(recipe_reference.markdown(), end="")
+    else:
+        print_json(recipe_reference.json_schema())
+
+
+@app.command(epilog="Example: fledge recipe check recipes/*.yaml")
+def check(
+    recipes: Annotated[list[Path], typer.Argument(help="Recipe files.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per file.")] = False,
+) -> None:
+    """Check recipe files, one line each; the first bad one ends the check with exit code 2."""
+    from fledge.train.recipe import load_recipe
+
+    for path in recipes:
+        try:
+            recipe = load_recipe(path)
+        except BadInput as error:
+            if as_json:
+                print(json.dumps({"recipe": str(path), "ok": False, "error": str(error)}))
+            raise
+        facts = {
+            "target": f"{recipe.target.model or recipe.target.backend}",
+            "backend": recipe.target.backend,
+            "objective": recipe.objective.kind,
+            "output_dir": recipe.run.output_dir,
+        }
+        if as_json:
+            print(json.dumps({"recipe": str(path), "ok": True, **facts}))
+        else:
+            print(f"ok  {path}: {', '.join(f'{key} {value}' for key, value in facts.items())}")

@@ -1,0 +1,161 @@
+"""One raw row -> one conversation in the shape chat templates expect, or the reason why not.
+
+Takes OpenAI `messages` and ShareGPT `conversations`, with `role/content` or `from/value`.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fledge.data.drops import BadRow
+
+Message = dict[str, Any]
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "function_call": "assistant",  # ShareGPT: the value is the call itself, as JSON
+}
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_CUT = {"length", "max_tokens", "truncated"}  # finish reasons of an answer that was cut short
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as templates take them; the last one is always the assistant's."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    truncated: bool = False  # the last answer was cut by a length limit: its end was never said
+
+
+def parse_conversation(row: Any) -> Conversation:
+    """Normalise one row. Raises BadRow with a short, countable reason."""
+    if not isinstance(row, dict):
+        raise BadRow("row is not an object", type(row).__name__)
+    raw = row.get("messages", row.get("conversations", row.get("conversation")))
+    if raw is None:
+        raise BadRow("no messages", f"keys: {', '.join(map(str, row))[:80]}")
+    if not isinstance(raw, list):
+        raise BadRow("messages is not a list", type(raw).__name__)
+    messages = [_parse_message(item) for item in raw]
+    system = row.get("system")  # ShareGPT files often keep it beside the turns
+    if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    length = len(messages)
+    while messages and messages[-1]["role"] != "assistant":  # nothing after the last answer teaches
+        messages.pop()
+    if not messages:
+        raise BadRow("no assistant turn" if raw else "messages is empty")
+    _check_order(messages)
+    finish = row.get("finish_reason", row.get("finish"))
+    cut = (isinstance(finish, str) and finish in _CUT) or row.get("truncated") is True
+    is_last = len(messages) == length  # the row's finish reason speaks of its last message
+    return Conversation(tuple(messages), _parse_tools(row.get("tools")), cut and is_last)
+
+
+def _check_order(messages: list[Message]) -> None:
+    first = next(message for message in messages if message["role"] != "system")
+    if first["role"] != "user":
+        raise BadRow(f"{first['role']} first")
+    if any(message["role"] == "system" for message in messages[1:]):
+        raise BadRow("system message after the start")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not any(a["content"].strip() or a.get("tool_calls") for a in answers):
+        raise BadRow("empty answer")
+
+
+def _parse_message(item: Any) -> Message:
+    if not isinstance(item, dict):
+        raise BadRow("message is not an object", type(item).__name__)
+    name = item.get("role", item.get("from"))
+    if not isinstance(name, str):
+        raise BadRow("message without a role", str(name)[:40])
+    role = _ROLES.get(name.strip().lower())
+    if role is None:
+        raise BadRow("unknown role", name[:40])
+    message: Message = {"role": role}
+    content = item.get("content", item.get("value"))
+    if name.strip().lower() == "function_call":
+        message["tool_calls"] = [_parse_call(content)]
+        content = ""
+    calls = item.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise BadRow("tool_calls is not a list", type(calls).__name__)
+        message["tool_calls"] = [_parse_call(call) for call in calls]
+    message["content"] = _parse_content(content, optional="tool_calls" in message)
+    for key in ("name", "tool_call_id"):
+        if isinstance(item.get(key), str):
+            message[key] = item[key]
+    reasoning = next((item[key] for key in _REASONING_KEYS if item.get(key)), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise BadRow("reasoning is not text", type(reasoning).__name__)
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def _parse_content(content: Any, *, optional: bool) -> str:
+    if content is None and optional:
+        return ""
+    if isinstance(content, list):  # OpenAI parts: text only, joined
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
+            raise BadRow("content is not text", "a part that is not text")
+        content = "".join(texts)
+    if not isinstance(content, str):
+        raise BadRow("content is not text", type(content).__name__)
+    try:
+        content.encode()
+    except UnicodeEncodeError:  # a lone surrogate, e.g. from "\ud83d" in JSON
+        raise BadRow("broken UTF-8", repr(content[:40])) from None
+    return content
+
+
+def _parse_call(call: Any) -> dict[str, Any]:
+    """One tool call in the form transformers documents: arguments as an object."""
+    if isinstance(call, str):
+        call = _loads(call, "tool call is not JSON")
+    if not isinstance(call, dict):
+        raise BadRow("tool call is not an object", type(call).__name__)
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("tool call without a name")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _loads(arguments or "{}", "tool call arguments are not JSON")
+    parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call.get("id"), str):
+        parsed["id"] = call["id"]
+    return parsed
+
+
+def _parse_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    if isinstance(tools, str) and tools.strip():
+        tools = _loads(tools, "tools is not JSON")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("tools is not a list of objects")
+    return tuple(tools)
+
+
+def _loads(text: str, reason: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise BadRow(reason, text[:60]) from None

@@ -1,0 +1,217 @@
+"""Which characters of a conversation the assistant said: the loss mask, before tokenising.
+
+The definition: the supervised text of a turn is what the model itself would have said, from the
+end of the generation prompt to its end token, both taken from the model's own template:
+
+    prompt  = render(messages[:i], with the generation prompt)
+    full    = render(messages[:i + 1])
+    spoken  = full[len(prompt) : len(full) - len(boilerplate after the end token)]
+
+Worked example (ChatML), supervised text in brackets:
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n[Hello!<|im_end|>]\\n
+
+A template that rewrites history (drops earlier reasoning, closes a past turn differently) makes
+`full` of an early turn differ from the same stretch of the whole conversation. Then the early turn
+gets a row of its own, with the history as the model saw it. `{% generation %}` tags, where a
+template has them, narrow the spans further (text inside a turn that the model did not say).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fledge.data.conversation import Conversation, Message
+from fledge.data.drops import BadRow
+from fledge.data.template import PROBE, ChatTemplate, Span, shared_prefix
+
+# Opening and closing marks of reasoning, as the templates in use write them.
+_REASONING = [
+    ("<think>", "</think>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
+    ("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
+    ("[THINK]", "[/THINK]"),  # Mistral
+]
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """What the user may choose about supervision."""
+
+    last_turn_only: bool = False
+    mask_reasoning: bool = False
+
+
+DEFAULTS = MaskOptions()
+
+
+@dataclass(frozen=True)
+class MaskedText:
+    """One row before tokenising: text, supervised spans (ascending, disjoint), and whether the
+    last answer was cut short in the data (then its end token is neither shown nor supervised)."""
+
+    text: str
+    spans: tuple[Span, ...]
+    truncated: bool = False
+
+    def supervised(self) -> list[str]:
+        return [self.text[start:end] for start, end in self.spans]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One assistant turn as the model met it: `full[start:end]` is what it said."""
+
+    full: str
+    start: int
+    end: int
+    spans: tuple[Span, ...]  # inside [start, end): less where tags or reasoning say so
+    closing: str  # its last part, the end token
+
+    @property
+    def spoken_to(self) -> str:
+        return self.full[: self.end]
+
+
+def masked_texts(
+    conversation: Conversation, template: ChatTemplate, options: MaskOptions = DEFAULTS
+) -> list[MaskedText]:
+    """The rows of one conversation: one, or several when the template rewrites history."""
+    messages = conversation.messages
+    at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    at = at[-1:] if options.last_turn_only else at
+    turns = [_render_turn(conversation, i, template, options) for i in at]
+    rows: list[MaskedText] = []
+    last = turns[-1]
+    while turns:  # the last turn's text carries every earlier turn it repeats unchanged
+        row = turns[-1]
+        shared = [turn for turn in turns if row.full.startswith(turn.spoken_to)]
+        truncated = conversation.truncated and row is last
+        rows.append(_assemble(row, shared, template, truncated=truncated))
+        turns = [turn for turn in turns if turn not in shared]
+    return rows[::-1]
+
+
+def _assemble(
+    row: _Turn, shared: Sequence[_Turn], template: ChatTemplate, *, truncated: bool
+) -> MaskedText:
+    text, spans = row.full, [span for turn in shared for span in turn.spans]
+    if template.text_end.next_role_closes:
+        spans = [(start, template.special_at(text, end)) for start, end in spans]
+    if truncated and row.spoken_to.endswith(row.closing):
+        text = text[: row.end - len(row.closing)]
+    spans = [(start, min(end, len(text))) for start, end in spans if start < len(text)]
+    return MaskedText(text, tuple(spans), truncated)
+
+
+def _render_turn(
+    conversation: Conversation, index: int, template: ChatTemplate, options: MaskOptions
+) -> _Turn:
+    """Establish the bounds of the assistant turn at `messages[index]`, or say why not."""
+    messages, tools = conversation.messages[: index + 1], conversation.tools
+    prompt = template.render(messages[:-1], tools, prompt=True)
+    if template.has_tags:
+        full, tags = template.render_tagged(messages, tools)
+    else:
+        full, tags = template.render(messages, tools), None
+    start = _start(prompt, full, messages, tools, template)
+    if start is None:  # gpt-oss: the answer changed the history before it; keep what the model saw
+        start = _start_after_rewrite(full, messages, tools, template)
+        shift = len(prompt) - start
+        full, start = prompt + full[start:], len(prompt)
+        tags = None if tags is None else [(a + shift, b + shift) for a, b in tags]
+    turn_end = template.call_end if messages[-1].get("tool_calls") else template.text_end
+    if not full.endswith(turn_end.trail):
+        raise BadRow("cannot tell where the answer ends", repr(full[-40:]))
+    end = len(full) - len(turn_end.trail)
+    _check_spoken(full[start:end], messages[-1])
+    spans: list[Span] = [(start, end)]
+    if tags is not None:
+        spans = [(max(start, a), min(end, b)) for a, b in tags if a < end and b > start]
+    if options.mask_reasoning:
+        spans = _subtract(spans, _reasoning_spans(full, start, end))
+    return _Turn(full, start, end, _joined(spans), turn_end.closing)
+
+
+def _start(
+    prompt: str, full: str, messages: Sequence[Message], tools: object, template: ChatTemplate
+) -> int | None:
+    """Where the assistant begins to speak: the end of the prompt, if the full text repeats it.
+
+    Some prompts go further than the text does (DeepSeek-R1 prefills `<think>` and then drops the
+    reasoning): then the longest part of the generation prompt that ends a line or a special token
+    and is repeated.
+    """
+    if full.startswith(prompt):
+        # After a tool's answer some templates print the opening only in the full text.
+        repeated = template.opening and full.startswith(template.opening, len(prompt))
+        return len(prompt) + (len(template.opening) if repeated else 0)
+    plain = template.render(messages[:-1], tools)
+    if prompt.startswith(plain) and full.startswith(plain):
+        opening = prompt[len(plain) :]
+        cuts = template.special_ends(opening) + [m.end() for m in re.finditer("\n", opening)]
+        for cut in sorted(cuts, reverse=True):
+            if full.startswith(opening[:cut], len(plain)):
+                return len(plain) + cut
+    return None
+
+
+def _start_after_rewrite(
+    full: str, messages: Sequence[Message], tools: object, template: ChatTemplate
+) -> int:
+    """The same where the answer changed the history: another answer changes it in the same way, so
+    the text that both share ends just after the opening of the turn."""
+    other: Message = {"role": "assistant", "content": PROBE}
+    shared = shared_prefix(full, template.render([*messages[:-1], other], tools))
+    at = full.rfind(template.opening, 0, shared) if template.opening else -1
+    if at < 0:
+        raise BadRow("cannot tell where the answer begins", repr(full[-40:]))
+    return at + len(template.opening)
+
+
+def _check_spoken(spoken: str, message: Message) -> None:
+    """The template must have rendered what the assistant said, not silently left it out."""
+    words = message["content"].rpartition("</think>")[2].strip()
+    if words and words.splitlines()[-1].strip() not in spoken:
+        raise BadRow("template does not render the answer", repr(words[-40:]))
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in spoken:
+            raise BadRow("template does not render tool calls", call["function"]["name"][:40])
+
+
+def _reasoning_spans(text: str, start: int, end: int) -> list[Span]:
+    """Reasoning inside text[start:end], marks included; it may have been opened by the prompt."""
+    found: list[Span] = []
+    for opening, closing in _REASONING:
+        opened = text[:start].rstrip().endswith(opening.rstrip())
+        begin = start if opened else text.find(opening, start, end)
+        while begin >= 0:
+            stop = text.find(closing, begin, end)
+            stop = end if stop < 0 else stop + len(closing)
+            found.append((begin, stop))
+            begin = text.find(opening, stop, end)
+    return found
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Non-empty spans in order, those that touch made one."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif start < end:
+            joined.append((start, end))
+    return tuple(joined)
+
+
+def _subtract(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
+    """`spans` without `holes`."""
+    for hole_start, hole_end in holes:
+        spans = [
+            piece
+            for start, end in spans
+            for piece in ((start, min(end, hole_start)), (max(start, hole_end), end))
+            if piece[0] < piece[1]
+        ]
+    return list(spans)

@@ -1,0 +1,167 @@
+"""Tokenise once: data + tokenizer + template + options -> token rows, kept by fingerprint.
+
+Interrupt it and run it again: finished parts are kept. Damage a file: that part is made again.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fledge.data import sources
+from fledge.data.drops import DropReport
+from fledge.data.store import TokenRows, read_record, write_part
+from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
+from fledge.errors import BadInput
+from fledge.files import cache_dir, write_json
+
+FORMAT = 1  # raise when the meaning of the files changes
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far tokenising is; `reused` parts came from an earlier run."""
+
+    parts: int
+    done: int
+    reused: int
+    tokens: int
+
+
+def tokenizer_fingerprint(model_dir: Path) -> str:
+    """A digest of the files that make up a tokenizer and its template."""
+    digest = hashlib.sha256()
+    found = [name for name in _TOKENIZER_FILES if (model_dir / name).is_file()]
+    if not found:
+        raise BadInput("no tokenizer files", where=str(model_dir), fix="is this a model directory?")
+    for name in found:
+        digest.update(name.encode() + b"\0" + (model_dir / name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def prepare_rows(
+    data: list[str],
+    model_dir: Path,
+    options: TokeniseOptions | None = None,
+    *,
+    workers: int | None = None,
+    max_drop_share: float = 0.05,
+    cache: Path | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> TokenRows:
+    """Token rows of `data` under the model's tokenizer and template, tokenised at most once."""
+    options = options or TokeniseOptions()
+    fields = {
+        "format": FORMAT,
+        "data": sources.fingerprint(data),
+        "tokenizer": tokenizer_fingerprint(model_dir),
+        "options": options.fingerprint(),
+    }
+    key = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
+    directory = (cache or cache_dir()) / "rows" / key[:24]
+    directory.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory / ".lock"):  # two runs of one recipe: the second waits, then reads
+        parts = sources.make_parts(data)
+        records = _fill(directory, parts, model_dir, options, workers, on_progress)
+        drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
+        totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
+        manifest = {**fields, "parts": len(parts), **totals, "drops": drops.to_json()}
+        write_json(directory / "manifest.json", manifest)
+    drops.check(max_drop_share)
+    rows = TokenRows(directory, len(parts), drops, key)
+    rows.check_mask()
+    return rows
+
+
+def _fill(
+    directory: Path,
+    parts: list[sources.Part],
+    model_dir: Path,
+    options: TokeniseOptions,
+    workers: int | None,
+    on_progress: Callable[[Progress], None],
+) -> list[dict[str, Any]]:
+    """Make the parts that are missing or damaged; return the records of all of them."""
+    records = {i: r for i in range(len(parts)) if (r := read_record(directory, i)) is not None}
+    reused, missing = len(records), [i for i in range(len(parts)) if i not in records]
+
+    def report() -> None:
+        tokens = sum(record["tokens"] for record in records.values())
+        on_progress(Progress(len(parts), len(records), reused, tokens))
+
+    report()
+    workers = min(workers or os.cpu_count() or 1, len(missing))
+    for index in _run(directory, parts, missing, model_dir, options, workers):
+        record = read_record(directory, index)
+        if record is None:
+            raise BadInput(
+                "a part vanished while it was made", where=str(directory), fix="run again"
+            )
+        records[index] = record
+        report()
+    return [records[index] for index in range(len(parts))]
+
+
+def _run(
+    directory: Path,
+    parts: list[sources.Part],
+    missing: list[int],
+    model_dir: Path,
+    options: TokeniseOptions,
+    workers: int,
+) -> Iterator[int]:
+    """Tokenise the missing parts, here or in `workers` processes; yield each as it is written."""
+    if workers <= 1:
+        encoder = Encoder.load(model_dir, options) if missing else None
+        for index in missing:
+            assert encoder is not None
+            write_part(directory, index, tokenise_part(parts[index], encoder))
+            yield index
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=get_context("spawn"),  # fork and tokenizers' own threads do not mix
+        initializer=_start_worker,
+        initargs=(directory, model_dir, options),
+    )
+    try:
+        futures = [pool.submit(_work, index, parts[index]) for index in missing]
+        for future in as_completed(futures):
+            yield future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: tuple[Path, Encoder] | None = None  # set once per worker process
+
+
+def _start_worker(directory: Path, model_dir: Path, options: TokeniseOptions) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a part is whole or absent
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = (directory, Encoder.load(model_dir, options))
+
+
+def _work(index: int, part: sources.Part) -> int:
+    assert _worker is not None
+    directory, encoder = _worker
+    write_part(directory, index, tokenise_part(part, encoder))
+    return index

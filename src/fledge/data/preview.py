@@ -1,0 +1,112 @@
+"""Conversations with their supervised tokens in colour, for the terminal and as a page.
+
+What training sees, token by token: a wrong mask is visible at a glance.
+"""
+
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from fledge.data.drops import BadRow
+from fledge.data.sources import make_parts
+from fledge.data.tokenise import Encoder
+
+
+@dataclass(frozen=True)
+class PreviewRow:
+    """One row as it would be trained on, or the reason why it would not."""
+
+    place: str
+    pieces: tuple[tuple[str, bool], ...] = ()  # token text, supervised
+    truncated: bool = False
+    dropped: str = ""
+
+    @property
+    def supervised(self) -> int:
+        return sum(supervised for _, supervised in self.pieces)
+
+    def title(self) -> str:
+        if self.dropped:
+            return f"{self.place}  dropped: {self.dropped}"
+        cut = ", end missing" if self.truncated else ""
+        return f"{self.place}  {len(self.pieces)} tokens, {self.supervised} supervised{cut}"
+
+
+def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[PreviewRow]:
+    """The first `count` conversations of the data, dropped ones included."""
+    shown = 0
+    for part in make_parts(data):
+        for place, raw in part.rows():
+            if shown == count:
+                return
+            shown += 1
+            yield from _preview(place, raw, encoder)
+
+
+def _preview(place: str, raw: object, encoder: Encoder) -> Iterator[PreviewRow]:
+    try:
+        for text in encoder.texts(raw):
+            [row] = encoder.encode([text], [place])
+            fitted = encoder.fit(row)
+            pieces = encoder.token_spans(text)[: len(fitted.input_ids)]
+            yield PreviewRow(place, tuple(pieces), fitted.truncated)
+    except BadRow as bad:
+        reason = f"{bad.reason} ({bad.detail})" if bad.detail else bad.reason
+        yield PreviewRow(place, dropped=reason)
+
+
+def to_terminal(row: PreviewRow) -> Text:
+    """Supervised tokens in two greens (so that token borders show), the rest dim."""
+    text = Text()
+    text.append(f"{row.title()}\n", style="bold red" if row.dropped else "bold")
+    for index, (piece, supervised) in enumerate(row.pieces):
+        style = (
+            ("black on green3" if index % 2 else "black on pale_green1") if supervised else "dim"
+        )
+        shown = piece.replace("\n", "⏎\n") if supervised else piece
+        text.append(shown, style=style)
+    return text
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>fledge data preview</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 14px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
+       padding: 0 1rem; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .8rem; border-radius: .4rem;
+      background: color-mix(in srgb, CanvasText 6%, Canvas); }}
+b, i {{ font-weight: inherit; font-style: inherit; color: #062; border-radius: 2px; }}
+b {{ background: #9be8a8; }} i {{ background: #6fd685; }}
+h2 {{ font-size: 1rem; margin: 1.5rem 0 .3rem; }} .dropped {{ color: #c33; }}
+</style>
+<h1>Supervised tokens</h1>
+<p>{summary}</p>
+{rows}
+</html>
+"""
+
+
+def to_html(rows: list[PreviewRow], model: str) -> str:
+    """One self-contained page."""
+    blocks = []
+    for row in rows:
+        mark = ' class="dropped"' if row.dropped else ""
+        blocks.append(f"<h2{mark}>{html.escape(row.title())}</h2>")
+        if row.pieces:
+            blocks.append(f"<pre>{''.join(_token(i, p) for i, p in enumerate(row.pieces))}</pre>")
+    summary = (
+        f"Template and tokenizer of <code>{html.escape(model)}</code>. "
+        "<b>Green</b> <i>tokens</i> are supervised; two shades show where tokens meet."
+    )
+    return _PAGE.format(summary=summary, rows="\n".join(blocks))
+
+
+def _token(index: int, piece: tuple[str, bool]) -> str:
+    text, supervised = piece
+    if not supervised:
+        return html.escape(text)
+    tag = "i" if index % 2 else "b"
+    return f"<{tag}>{html.escape(text)}</{tag}>"

@@ -1,0 +1,198 @@
+"""Where rows come from: JSONL, JSON, parquet, a directory of them, or a data set id.
+
+A source is cut into parts of whole rows. A part knows how to yield its rows with their places,
+in any process, so that tokenising can be spread and can continue after an interrupt.
+"""
+
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fledge.data.drops import BadRow
+from fledge.errors import BadInput
+
+ROWS_PER_PART = 2000
+_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
+# name, or name with a split and slice: `train`, `train[:1000]`, `train[10%:20%]`
+_SPLIT = re.compile(r"^(?P<id>[^\[\]]+?)(?::(?P<split>[A-Za-z_][\w.+\[\]:%-]*))?$")
+
+# A row as read: (place, value), where the value is raw bytes of one JSON line, a decoded object,
+# or the reason why there is none.
+Row = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of whole rows of one source."""
+
+    name: str  # how the source is called in messages
+    path: str  # file, or data set id
+    kind: str  # jsonl | json | parquet | dataset
+    start: int  # first row (jsonl: first byte)
+    stop: int  # past the last row (jsonl: past the last byte)
+    first_line: int = 1
+    split: str = ""
+
+    def rows(self) -> Iterator[Row]:
+        """Yield (place, row); a row that cannot be decoded is a BadRow value."""
+        if self.kind == "jsonl":
+            yield from self._jsonl_rows()
+            return
+        for index, row in enumerate(_load_objects(self), self.start):
+            yield f"{self.name}:{index + 1}", row
+
+    def _jsonl_rows(self) -> Iterator[Row]:
+        with _open(Path(self.path)) as handle:
+            handle.seek(self.start)
+            data = handle.read(self.stop - self.start)
+        for offset, line in enumerate(data.split(b"\n")):
+            if line.strip():
+                yield f"{self.name}:{self.first_line + offset}", decode_line(line)
+
+
+def decode_line(line: bytes) -> Any:
+    """One JSON line, or the BadRow that says what is wrong with it."""
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return BadRow("broken UTF-8", f"byte {error.start}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return BadRow("broken or truncated JSON", str(error)[:60])
+
+
+def _open(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _load_objects(part: Part) -> list[Any]:
+    if part.kind == "parquet":
+        import pyarrow.parquet as pq
+
+        table: Any = pq.read_table(part.path)
+        return list(table.slice(part.start, part.stop - part.start).to_pylist())
+    if part.kind == "dataset":
+        return list(_load_dataset(part.path, part.split).select(range(part.start, part.stop)))
+    return list(_load_json(Path(part.path))[part.start : part.stop])
+
+
+def _load_json(path: Path) -> list[Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadInput(
+            f"not valid JSON ({str(error)[:80]})",
+            where=str(path),
+            fix="one object per line? name it .jsonl",
+        ) from None
+    if isinstance(value, dict):  # {"data": [...]} and the like
+        lists = [item for item in value.values() if isinstance(item, list)]
+        value = lists[0] if len(lists) == 1 and "messages" not in value else [value]
+    if not isinstance(value, list):
+        raise BadInput("not a list of rows", where=str(path), fix="expected [{...}, ...]")
+    return value
+
+
+def _load_dataset(name: str, split: str) -> Any:
+    try:
+        import datasets
+
+        return datasets.load_dataset(name, split=split or "train")
+    except (OSError, ValueError) as error:  # hub errors are OSErrors; unknown splits ValueErrors
+        raise BadInput(
+            f"cannot load the data set {name!r} ({str(error)[:120]})",
+            fix="give a local .jsonl, .json or .parquet file, or check the name and the network",
+        ) from None
+
+
+def expand(sources: list[str]) -> list[tuple[str, str, str]]:
+    """Resolve what the user named to (kind, path or id, split), directories to their files."""
+    found: list[tuple[str, str, str]] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            files = sorted(p for p in path.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file())
+            if not files:
+                raise BadInput(f"no {', '.join(_SUFFIXES)} file", where=source)
+            found += [(_kind(file), str(file), "") for file in files]
+        elif path.exists():
+            found.append((_kind(path), str(path), ""))
+        elif source.endswith(_SUFFIXES) or source.startswith((".", "/", "~")):
+            raise BadInput("no such file", where=source)
+        else:
+            match = _SPLIT.match(source)
+            if match is None:
+                raise BadInput("not a file, a directory or a data set id", where=source)
+            found.append(("dataset", match["id"], match["split"] or ""))
+    if not found:
+        raise BadInput("no data was named", fix="give at least one file, directory or data set id")
+    return found
+
+
+def _kind(path: Path) -> str:
+    if path.name.endswith((".jsonl", ".ndjson", ".jsonl.gz")):
+        return "jsonl"
+    if path.suffix in (".json", ".parquet"):
+        return path.suffix[1:]
+    raise BadInput("unknown kind of file", where=str(path), fix=f"known: {', '.join(_SUFFIXES)}")
+
+
+def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[Part]:
+    """Cut all sources into parts, in order."""
+    parts: list[Part] = []
+    for kind, path, split in expand(sources):
+        name = path if kind != "dataset" else f"{path}:{split or 'train'}"
+        if kind == "jsonl":
+            parts += _jsonl_parts(name, path, rows_per_part)
+            continue
+        total = _count(kind, path, split)
+        for start in range(0, total, rows_per_part):
+            stop = min(total, start + rows_per_part)
+            parts.append(Part(name, path, kind, start, stop, split=split))
+    return parts
+
+
+def _jsonl_parts(name: str, path: str, rows_per_part: int) -> Iterator[Part]:
+    with _open(Path(path)) as handle:
+        start = position = 0
+        line = first_line = 1
+        for text in handle:
+            position += len(text)
+            line += 1
+            if line - first_line == rows_per_part:
+                yield Part(name, path, "jsonl", start, position, first_line)
+                start, first_line = position, line
+        if position > start:
+            yield Part(name, path, "jsonl", start, position, first_line)
+
+
+def _count(kind: str, path: str, split: str) -> int:
+    if kind == "parquet":
+        import pyarrow.parquet as pq
+
+        try:
+            return int(pq.read_metadata(path).num_rows)
+        except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+            raise BadInput(f"not a parquet file ({str(error)[:80]})", where=path) from None
+    if kind == "dataset":
+        return len(_load_dataset(path, split))
+    return len(_load_json(Path(path)))
+
+
+def fingerprint(sources: list[str]) -> str:
+    """A digest of the rows' bytes: equal data, wherever it lies, has equal fingerprints."""
+    digest = hashlib.sha256()
+    for kind, path, split in expand(sources):
+        digest.update(kind.encode())
+        if kind == "dataset":
+            digest.update(f"{path}:{split}:{_load_dataset(path, split)._fingerprint}".encode())
+        else:
+            with Path(path).open("rb") as handle:
+                digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()

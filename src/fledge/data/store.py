@@ -1,0 +1,155 @@
+"""Token rows on disk: memory-mapped Arrow files, one per part, and the view over them.
+
+A part is two files: `part-00007.arrow` with the rows and `part-00007.json`, written last, with the
+checksum and the drop report. `manifest.json` says the whole is complete. A part whose record is
+missing or does not match is made again; nothing half-written is ever read.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fledge.data.drops import DropReport
+from fledge.data.tokenise import TokenisedPart, TokenRow, checksum
+from fledge.errors import BadInput
+from fledge.files import atomic_file, write_json
+
+_SCHEMA = pa.schema(
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("place", pa.string()),
+        ("truncated", pa.bool_()),
+    ]
+)
+
+
+def part_path(directory: Path, index: int) -> Path:
+    return directory / f"part-{index:05d}.arrow"
+
+
+def write_part(directory: Path, index: int, part: TokenisedPart) -> None:
+    """Write rows, then the record that makes them count."""
+    path = part_path(directory, index)
+    columns = [
+        _list_column([row.input_ids for row in part.rows], np.int32),
+        _list_column([row.loss_mask for row in part.rows], np.uint8),
+        pa.array([row.place for row in part.rows], pa.string()),
+        pa.array([row.truncated for row in part.rows], pa.bool_()),
+    ]
+    batch = pa.record_batch(columns, schema=_SCHEMA)
+    with atomic_file(path) as handle, pa.ipc.new_file(handle, _SCHEMA) as writer:
+        writer.write_batch(batch)
+    record = {
+        "crc32": checksum(path),
+        "rows": len(part.rows),
+        "tokens": int(sum(len(row.input_ids) for row in part.rows)),
+        "supervised": int(sum(int(row.loss_mask.sum()) for row in part.rows)),
+        "drops": part.drops.to_json(),
+    }
+    write_json(path.with_suffix(".json"), record)
+
+
+def _list_column(values: Sequence[NDArray[Any]], dtype: Any) -> Any:
+    offsets = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    flat = np.concatenate(values) if values else np.zeros(0, dtype)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.astype(dtype)))
+
+
+def read_record(directory: Path, index: int) -> dict[str, Any] | None:
+    """The record of a finished, undamaged part, else None."""
+    path = part_path(directory, index)
+    try:
+        record: dict[str, Any] = json.loads(path.with_suffix(".json").read_bytes())
+        return record if record["crc32"] == checksum(path) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One part, mapped: flat tokens and where each row begins."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    places: Any
+    truncated: Any
+
+
+class TokenRows(Sequence[TokenRow]):
+    """All rows of a prepared data set, memory-mapped; rows come out as views."""
+
+    def __init__(self, directory: Path, parts: int, drops: DropReport, fingerprint: str) -> None:
+        self.directory, self.drops, self.fingerprint = directory, drops, fingerprint
+        self._blocks = [_map_part(part_path(directory, index)) for index in range(parts)]
+        counts = [len(block.offsets) - 1 for block in self._blocks]
+        self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        lengths = [np.diff(block.offsets) for block in self._blocks]
+        self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = index + len(self) if index < 0 else index
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        which = int(np.searchsorted(self._first, index, side="right")) - 1
+        block, local = self._blocks[which], int(index - self._first[which])
+        start, end = int(block.offsets[local]), int(block.offsets[local + 1])
+        return TokenRow(
+            block.ids[start:end],
+            block.mask[start:end],
+            block.places[local].as_py(),
+            block.truncated[local].as_py(),
+        )
+
+    def flat(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
+        """All tokens and their mask, one part at a time, without cutting into rows."""
+        for block in self._blocks:
+            yield block.ids, block.mask
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def supervised(self) -> int:
+        return sum(int(mask.sum()) for _, mask in self.flat())
+
+    @property
+    def truncated(self) -> int:
+        """Rows whose last answer is missing its end."""
+        return sum(int(block.truncated.true_count) for block in self._blocks)
+
+    def check_mask(self) -> None:
+        """An all-zero or all-one mask means that the template was misread: never train on it."""
+        supervised = self.supervised
+        if supervised in (0, self.tokens):
+            raise BadInput(
+                f"the loss mask is {'empty' if supervised == 0 else 'full'}: "
+                f"{supervised} of {self.tokens} tokens are supervised",
+                fix="look at the rows with `fledge data preview`, and check the chat template",
+            )
+
+
+def _map_part(path: Path) -> _Block:
+    table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+    ids, mask = table.column("input_ids"), table.column("loss_mask")
+    return _Block(
+        ids=ids.values.to_numpy(zero_copy_only=True),
+        mask=mask.values.to_numpy(zero_copy_only=True),
+        offsets=ids.offsets.to_numpy().astype(np.int64),
+        places=table.column("place"),
+        truncated=table.column("truncated"),
+    )

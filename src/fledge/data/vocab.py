@@ -1,0 +1,125 @@
+"""The draft vocabulary: which target tokens the draft can say, and how much of the data that is.
+
+Order of merit (SEMANTICS 3): bos, eos, pad, unk; then by count over supervised tokens (ties: lower
+id); then unseen ids ascending; cut at the wanted size. The selection is then sorted by target id,
+as the engines need it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fledge.errors import BadInput
+from fledge.files import atomic_file
+
+
+def count_supervised(
+    rows: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]], vocab_size: int
+) -> NDArray[np.int64]:
+    """How often each target token occurs among the supervised tokens: [V]."""
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for ids, mask in rows:
+        supervised = ids[mask.astype(bool)]
+        if len(supervised) and int(supervised.max()) >= vocab_size:
+            raise BadInput(
+                f"token id {int(supervised.max())} is outside the vocabulary of {vocab_size}",
+                fix="the data was tokenised with another model's tokenizer",
+            )
+        counts_V += np.bincount(supervised, minlength=vocab_size)
+    return counts_V
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocabulary:
+    """The selection and its two maps."""
+
+    selected_token_ids: NDArray[np.int64]  # [W] target ids, ascending, in draft order
+    vocab_size: int  # V of the target
+    coverage: float  # share of the supervised tokens it was built from that it can say
+    fingerprint: str = ""  # of the rows it was counted on
+
+    @property
+    def size(self) -> int:
+        return len(self.selected_token_ids)
+
+    @property
+    def d2t(self) -> NDArray[np.int64]:
+        """[W] offsets: target id = draft id + d2t[draft id]."""
+        return self.selected_token_ids - np.arange(self.size, dtype=np.int64)
+
+    @property
+    def t2d(self) -> NDArray[np.bool_]:
+        """[V] membership."""
+        member_V = np.zeros(self.vocab_size, dtype=np.bool_)
+        member_V[self.selected_token_ids] = True
+        return member_V
+
+    def digest(self) -> str:
+        """Equal maps have equal digests."""
+        header = f"{self.vocab_size}:{self.size}:".encode()
+        return hashlib.sha256(header + self.selected_token_ids.tobytes()).hexdigest()
+
+    def save(self, path: Path) -> None:
+        """One safetensors file: the maps, with coverage and fingerprints in its metadata."""
+        from safetensors.numpy import save
+
+        facts = {"coverage": self.coverage, "rows": self.fingerprint, "digest": self.digest()}
+        payload = save({"d2t": self.d2t, "t2d": self.t2d}, metadata={"fledge": json.dumps(facts)})
+        with atomic_file(path) as handle:
+            handle.write(payload)
+
+    @classmethod
+    def load(cls, path: Path) -> "DraftVocabulary":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                facts: dict[str, Any] = json.loads(file.metadata()["fledge"])
+                d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"not a draft vocabulary ({error})", where=str(path)) from None
+        ids = d2t + np.arange(len(d2t), dtype=np.int64)
+        vocabulary = cls(ids, len(t2d), facts["coverage"], facts["rows"])
+        if vocabulary.digest() != facts["digest"] or not np.array_equal(vocabulary.t2d, t2d):
+            raise BadInput("the draft vocabulary is damaged", where=str(path), fix="build it again")
+        return vocabulary
+
+
+def select_vocabulary(
+    counts_V: NDArray[np.int64],
+    size: int | None,
+    *,
+    special_ids: Iterable[int | None] = (),
+    fingerprint: str = "",
+) -> DraftVocabulary:
+    """Choose `size` target tokens; None or the whole vocabulary keeps every id.
+
+    `special_ids` are the tokenizer's bos, eos, pad and unk, as far as it has them.
+    """
+    vocab_size = len(counts_V)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise BadInput(f"draft_vocab_size must be a positive whole number, not {size!r}")
+    if size is None or size >= vocab_size:
+        return DraftVocabulary(np.arange(vocab_size, dtype=np.int64), vocab_size, 1.0, fingerprint)
+    ids = np.arange(vocab_size)
+    merit = np.lexsort((ids, -counts_V))  # by count, ties and unseen by id
+    first = [i for i in special_ids if i is not None and 0 <= i < vocab_size]
+    order = np.concatenate([np.asarray(first, dtype=np.int64), merit])
+    _, place = np.unique(order, return_index=True)  # first mention counts
+    chosen = np.sort(order[np.sort(place)[:size]])
+    total = int(counts_V.sum())
+    coverage = float(counts_V[chosen].sum() / total) if total else 0.0
+    return DraftVocabulary(chosen, vocab_size, coverage, fingerprint)
+
+
+def coverage_curve(counts_V: NDArray[np.int64], sizes: Iterable[int]) -> list[tuple[int, float]]:
+    """Share of supervised tokens that the most frequent `size` tokens cover, for each size."""
+    cumulative = np.cumsum(np.sort(counts_V)[::-1])
+    total = max(1, int(cumulative[-1]) if len(cumulative) else 0)
+    return [(s, float(cumulative[min(s, len(counts_V)) - 1] / total)) for s in sizes if s > 0]

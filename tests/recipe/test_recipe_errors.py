@@ -1,0 +1,119 @@
+"""Every bad recipe gets one line: the place, the key, the fix."""
+
+from pathlib import Path
+
+import pytest
+
+from fledge.errors import BadInput
+from fledge.train.recipe import load_recipe
+
+
+def refusal(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(BadInput) as caught:
+        load_recipe(path, overrides)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainig.lr=1", "unknown section 'trainig'; did you mean 'training'?"),
+        ("training.lrr=1", "unknown key 'training.lrr'; did you mean 'lr'?"),
+        ("lr=1", "did you mean 'training.lr'?"),
+        ("training.ttt_steps=3", "did you mean 'objective.ttt_steps'?"),
+        ("target.backend=remot", "unknown backend 'remot'; did you mean 'remote'?"),
+        ("objective.kind=eagle2", "unknown kind 'eagle2'; did you mean"),
+        ("target.urls=http://a", "belongs to target.backend=remote, but target.backend is hf"),
+        (
+            "objective.num_depths=3",
+            "belongs to objective.kind=peagle, but objective.kind is eagle3",
+        ),
+        ("target.backend=[hf]", "unknown backend ['hf']"),
+        ("target.backend=null", "unknown backend None"),
+        ("training.lr.x=1", "'training.lr' has no parts"),
+        ("training.lrr.x=1", "unknown key 'training.lrr'; did you mean 'lr'?"),
+        ("training=3", "'training' is a section"),
+        ("training.lr=", "the value is missing; write null"),
+        ("training.lr=[1", "put the value in double quotes"),
+        ("training.lr={a: 1, a: 2}", "key 'a' is given twice"),
+        ("training", "not an override; write section.key=value"),
+        (".lr=1", "not an override"),
+        ("training.=1", "not an override"),
+        ("=1", "not an override"),
+        ("training.lr=-1", "training.lr: input should be greater than 0, got -1"),
+        ("training.lr=true", "a number is wanted"),
+        ("training.lr=.nan", "finite"),
+        ("training.betas=[0.9, 1]", "training.betas[1]"),
+        ("training.betas=[0.9]", "training.betas[1]: a value is required"),
+        ("tracking.trackers=[wandb, wandb]", "named twice"),
+        ("tracking.trackers=mlflow", "tracking.trackers[0]"),
+        ("target.aux_layer_ids=[1, 1, 2]", "three distinct layers"),
+        ("target.device=gpu", "target.device"),
+        ("data.train=['']", "data.train[0]"),
+        ("objective.ttt_steps=0", "objective.ttt_steps: input should be greater than 0"),
+        ("objective.ttt_steps=1.5", "objective.ttt_steps"),
+        ("objective.step_decay=1.1", "less than or equal to 1, got 1.1"),
+        ("draft.draft_vocab_size=0", "draft.draft_vocab_size"),
+    ],
+)
+def test_a_bad_override_names_itself_and_the_fix(override: str, says: str) -> None:
+    line = refusal(override)
+    assert line.startswith(f"override '{override}': ")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trainig:\n  lr: 1", "line 1: unknown section 'trainig'; did you mean 'training'?"),
+        ("run:\n  name: x\ntraining:\n  lrr: 1", "line 4: unknown key 'training.lrr'"),
+        ("training:\n  lr: -1", "line 2: training.lr: input should be greater than 0, got -1"),
+        ("target:\n  backend: hff", "line 2: target.backend: unknown backend 'hff'"),
+        ("training: 3", "line 1: section 'training' holds 3"),
+        ("- a", "a recipe is a mapping, not ['a']"),
+        ("training: {lr: 1", "line 1, column 17: YAML: expected"),
+        ("a: b: c", "line 1, column 5: YAML: mapping values are not allowed"),
+        ("training:\n  lr: 1\n  lr: 2", "line 3, column 3: YAML: key 'lr' is given twice"),
+        ("training: {}\ntraining: {}", "line 2, column 1: YAML: key 'training' is given twice"),
+        ("training: !!python/object:os.system {}", "could not determine a constructor"),
+        ("1: {a: 2}", "unknown section '1'"),
+        ("? [a]\n: b", "unhashable key"),
+        ("a: 1\n---\nb: 2", "expected a single document"),
+        ("training: {seed: " + "9" * 5000 + "}", "cannot be read"),
+        ("[" * 5000, "YAML: nested too deeply"),
+        ("target: {backend: cache}", "target.cached_target_path: a value is required"),
+        ("data: {max_length: 9000}", "packing.tokens (8192) is below data.max_length (9000)"),
+        ("objective: {kind: peagle, down_sample_ratio: 0.1}", "objective: down_sample_ratio_min"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_place(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    line = refusal(path=path)
+    assert line.startswith(str(path))
+    assert says in line
+
+
+def test_bytes_that_are_no_text_and_files_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"training:\n  lr: \xff\xfe")
+    assert "YAML" in refusal(path=path)
+    assert "No such file" in refusal(path=tmp_path / "missing.yaml")
+    assert "directory" in refusal(path=tmp_path)
+
+
+def test_several_faults_are_counted() -> None:
+    assert refusal("training.lr=-1", "training.epochs=0", "run.name=[]").endswith("(and 2 more)")
+
+
+def test_long_values_are_cut() -> None:
+    assert len(refusal("training.lr=" + "x" * 1000)) < 1400  # the override itself is named once
+    line = refusal("training.lr=" + "x" * 1000).split("got ")[1]
+    assert len(line) <= 60
+
+
+def test_sections_that_do_not_fit_each_other() -> None:
+    line = refusal("objective.kind=eagle1", "target.backend=cache", "target.cached_target_path=c")
+    assert "eagle1 needs the full vocabulary" in line

@@ -1,0 +1,210 @@
+"""What a recipe means: defaults, numbers as people write them, overrides, kinds."""
+
+from pathlib import Path
+
+import pytest
+
+from fledge.errors import BadInput
+from fledge.train.recipe import Recipe, load_recipe, recipe_shapes, split_arguments
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads_and_states_what_to_expect(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.data.train
+    assert recipe.run.output_dir == f"runs/{path.stem}"
+    for word in ("# hardware ", "# time ", "# disk ", "# acceptance "):
+        assert word in path.read_text()
+
+
+def test_the_named_recipes_are_shipped() -> None:
+    stems = {path.stem for path in ROOT.glob("recipes/*.yaml")}
+    eight_b = {f"{model}_8b_{gpus}gpu" for model in ("llama31", "qwen3") for gpus in (1, 8)}
+    assert stems >= {"smollm2_cpu", "smollm2_gpu"} | eight_b
+
+
+def test_eight_gpus_and_one_gpu_take_equal_optimizer_steps() -> None:
+    for model in ("llama31_8b", "qwen3_8b"):
+        one, eight = (load_recipe(ROOT / f"recipes/{model}_{gpus}gpu.yaml") for gpus in (1, 8))
+        assert one.training.accumulate == 8 * eight.training.accumulate
+        assert {line.split(":")[0] for line in one.differences(eight)} == {
+            "training.accumulate",
+            "run.output_dir",
+        }
+
+
+@pytest.mark.parametrize("written_as", ["1e-4", "'1e-4'", "0.0001", "1.0e-4", "1E-4"])
+def test_small_numbers_are_numbers(tmp_path: Path, written_as: str) -> None:
+    path = written(tmp_path, f"training: {{lr: {written_as}}}")
+    assert load_recipe(path).training.lr == 1e-4
+    assert load_recipe(None, [f"training.lr={written_as}"]).training.lr == 1e-4
+
+
+@pytest.mark.parametrize("written_as", ["16384", "16_384", "'16384'", "16384.0", "1.6384e4"])
+def test_whole_numbers_are_whole(written_as: str) -> None:
+    recipe = load_recipe(None, [f"packing.tokens={written_as}"])
+    assert recipe.packing.tokens == 16384
+    assert type(recipe.packing.tokens) is int
+
+
+@pytest.mark.parametrize("value", ["true", "1.5", "1e-4", "many", "[1]", "null", "-1", "0", ".inf"])
+def test_what_is_not_a_count_is_refused(value: str) -> None:
+    with pytest.raises(BadInput, match=r"training\.epochs"):
+        load_recipe(None, [f"training.epochs={value}"])
+
+
+def test_yaml_is_read_without_surprises(tmp_path: Path) -> None:
+    text = (
+        "run: {name: no, output_dir: 1:30}\ntraining: {seed: 010}\ndraft: {init_from: 2026-11-15}"
+    )
+    recipe = load_recipe(written(tmp_path, text))
+    assert (recipe.run.name, recipe.run.output_dir) == ("no", "1:30")
+    assert (recipe.training.seed, recipe.draft.init_from) == (10, "2026-11-15")
+
+
+def test_dtypes_have_short_names() -> None:
+    assert load_recipe(None, ["target.dtype=bf16"]).target.dtype == "bfloat16"  # type: ignore[union-attr]
+
+
+def test_overrides_take_lists_nulls_nested_values_and_the_last_one_wins() -> None:
+    recipe = load_recipe(
+        None,
+        [
+            "data.train=[a.jsonl, 'org/b:train[:1000]']",
+            "data.valid=c.jsonl",
+            "training={clip: null, betas: [0.9, 0.98]}",
+            "data.template_options.enable_thinking=false",
+            "data.template_options.deep.er=1",
+            "training.lr=1",
+            "training.lr=2",
+        ],
+    )
+    assert recipe.data.train == ("a.jsonl", "org/b:train[:1000]")
+    assert recipe.data.valid == ("c.jsonl",)
+    assert recipe.training.clip is None
+    assert recipe.training.betas == (0.9, 0.98)
+    assert recipe.training.lr == 2.0
+    assert recipe.data.template_options == {"enable_thinking": False, "deep": {"er": 1}}
+
+
+def test_an_override_inside_a_mapping_keeps_its_other_keys(tmp_path: Path) -> None:
+    path = written(tmp_path, "data: {template_options: {a: 1, b: 2}}")
+    recipe = load_recipe(path, ["data.template_options.b=3"])
+    assert recipe.data.template_options == {"a": 1, "b": 3}
+
+
+ONLY_HF = "target: {backend: hf, model: org/name, device: cpu, aux_layer_ids: [2, 1, 0]}"
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_switching_the_backend_drops_only_what_the_new_one_does_not_know(
+    tmp_path: Path, backwards: bool
+) -> None:
+    overrides = ["target.backend=remote", "target.urls=[http://a, http://b]", "target.prefetch=4"]
+    recipe = load_recipe(written(tmp_path, ONLY_HF), overrides[:: -1 if backwards else 1])
+    target = recipe.target
+    assert target.backend == "remote"
+    assert target.urls == ("http://a", "http://b")
+    assert (target.prefetch, target.model, target.aux_layer_ids) == (4, "org/name", (2, 1, 0))
+
+
+def test_switching_works_for_every_pair_of_kinds(tmp_path: Path) -> None:
+    extra = {"cache": ["target.cached_target_path=/c"]}
+    for old in ("hf", "remote", "cache", "sglang", "vllm"):
+        base = load_recipe(None, [f"target.backend={old}", *extra.get(old, [])])
+        path = written(tmp_path, base.to_yaml())  # every field of the old kind is there
+        for new in ("hf", "remote", "cache", "sglang", "vllm"):
+            known = [] if base.target.model else ["target.model=m"]
+            switched = load_recipe(path, [f"target.backend={new}", *extra.get(new, []), *known])
+            assert switched.target.backend == new
+    for old in ("eagle3", "peagle", "eagle1"):
+        path = written(tmp_path, load_recipe(None, [f"objective.kind={old}"]).to_yaml())
+        for new in ("eagle3", "peagle", "eagle1"):
+            assert load_recipe(path, [f"objective.kind={new}"]).objective.kind == new
+
+
+def test_naming_the_same_kind_again_keeps_everything(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, ONLY_HF), ["target.backend=hf"])
+    assert recipe == load_recipe(written(tmp_path, ONLY_HF))
+
+
+def test_switching_does_not_forgive_keys_that_were_wrong_before(tmp_path: Path) -> None:
+    path = written(tmp_path, "target: {devise: cpu}")
+    with pytest.raises(BadInput, match=r"line 1: unknown key 'target\.devise'"):
+        load_recipe(path, ["target.backend=remote"])
+
+
+def test_parallel_drafts_are_deeper_unless_the_recipe_says_otherwise() -> None:
+    assert load_recipe(None).draft.layers == 1
+    assert load_recipe(None).draft.freeze_embeddings
+    parallel = load_recipe(None, ["objective.kind=peagle"])
+    assert parallel.draft.layers == 4
+    assert not parallel.draft.freeze_embeddings
+    assert load_recipe(None, ["objective.kind=peagle", "draft.layers=2"]).draft.layers == 2
+
+
+def test_an_empty_file_and_empty_sections_are_the_defaults(tmp_path: Path) -> None:
+    assert load_recipe(written(tmp_path, "")) == load_recipe(None)
+    assert load_recipe(written(tmp_path, "training:\n  # nothing\n")) == load_recipe(None)
+
+
+def test_anchors_and_merges_work(tmp_path: Path) -> None:
+    text = "checkpoint: &often {every_steps: 7}\nevaluation: {<<: *often, rows: 3}"
+    recipe = load_recipe(written(tmp_path, text))
+    assert (recipe.evaluation.every_steps, recipe.evaluation.rows) == (7, 3)
+
+
+def test_recipes_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_recipe(None).training.lr = 1.0  # type: ignore[misc]
+
+
+def test_the_resolved_recipe_is_written_whole_and_reads_back_equal(tmp_path: Path) -> None:
+    recipe = load_recipe(ROOT / "recipes/qwen3_8b_8gpu.yaml", ["objective.kind=peagle"])
+    path = recipe.write_resolved(tmp_path / "run")
+    assert path == tmp_path / "run" / "recipe.yaml"
+    assert load_recipe(path) == recipe
+
+
+def test_differences_name_the_fields() -> None:
+    one, two = load_recipe(None), load_recipe(None, ["training.lr=1", "run.name=x"])
+    assert one.differences(one) == []
+    assert one.differences(two) == ["training.lr: 0.0001 -> 1.0", "run.name: None -> 'x'"]
+
+
+def test_the_run_is_named_after_its_directory_or_as_told() -> None:
+    assert load_recipe(None, ["run.output_dir=/a/b"]).run_name == "b"
+    assert load_recipe(None, ["run.name=c"]).run_name == "c"
+
+
+def test_arguments_are_sorted_into_file_and_overrides() -> None:
+    assert split_arguments(["a.yaml", "b.c=d"]) == (Path("a.yaml"), ["b.c=d"])
+    assert split_arguments([]) == (None, [])
+    with pytest.raises(BadInput, match="one recipe at a time"):
+        split_arguments(["a.yaml", "b.yaml"])
+
+
+def test_every_field_is_described() -> None:
+    for section, field in Recipe.model_fields.items():
+        assert field.description, section
+    for section, shape in recipe_shapes().items():
+        for kind, model in shape.kinds.items():
+            assert model.__doc__
+            for key, field in model.model_fields.items():
+                assert field.description, f"{section}.{key} ({kind})"
+
+
+def test_the_reference_page_is_that_of_the_schema() -> None:
+    from fledge.train.recipe_reference import markdown
+
+    page = (ROOT / "docs/recipes.md").read_text()
+    hint = "run: fledge recipe schema --markdown, and paste it below the last heading"
+    assert markdown() in page, hint
