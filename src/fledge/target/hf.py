@@ -67,6 +67,7 @@ class HFEagle3TargetModel(InProcessTarget):
         self._head_module: nn.Module | None = None
         self._head: TargetHead | None = None
         self._info: TargetInfo | None = None
+        self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
 
@@ -82,22 +83,26 @@ class HFEagle3TargetModel(InProcessTarget):
         attn_implementation: str | None = None,
         quantization_config: Any = None,
         trust_remote_code: bool = False,
-        revision: str | None = None,
     ) -> "HFEagle3TargetModel":
-        """Load a directory, a hub id or a GGUF file, with the weights that will be served.
+        """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
 
         `dtype="auto"` keeps the checkpoint's own precision; `info().weight_dtypes` says what it is.
+        For a quantised target name the quantised checkpoint, or give a `quantization_config` of
+        transformers: a draft must learn from the states that will be served.
         """
-        model, tokenizer = load_target(
+        loaded = load_target(
             name_or_path,
             dtype=dtype,
             device=device,
             attn_implementation=attn_implementation,
             quantization_config=quantization_config,
             trust_remote_code=trust_remote_code,
-            revision=revision,
         )
-        return cls(model, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+        target = cls(
+            loaded.model, aux_layer_ids, supervision=supervision, tokenizer=loaded.tokenizer
+        )
+        target._stored_as = loaded.stored_as
+        return target
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the target model input embeddings."""
@@ -117,7 +122,7 @@ class HFEagle3TargetModel(InProcessTarget):
                 vocab_size=vocab_size,
                 depth=self._depth,
                 dtype=self._state_dtype,
-                weight_dtypes=describe_weights(self.model),
+                weight_dtypes=describe_weights(self.model, stored_as=self._stored_as),
                 weights_fingerprint=weights_fingerprint(self.model),
                 tokenizer_fingerprint=(
                     None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)

@@ -1,9 +1,11 @@
-"""From a name to a loaded Hugging Face model: plain, GGUF or quantised checkpoints.
+"""From a name to a loaded Hugging Face model, plain or quantised.
 
-Not here: the embedded model names and their cache (`fledge.models`); this takes what transformers
-can load, on one device, and turns its refusals into one line.
+What a name may be is decided in `fledge.models`; this takes the directory it stands for, loads it
+with the number format it is stored in (or asked for), on one device, and turns a refusal into one
+line.
 """
 
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,18 @@ import torch
 from torch import nn
 
 from fledge.errors import BadInput
+from fledge.target.weights import quantisation_method
+
+# One of these is in every directory that holds a tokenizer; without any, transformers makes up an
+# empty one for some architectures.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    model: nn.Module
+    tokenizer: Any  # None when the directory holds none
+    stored_as: str | None  # the checkpoint's own quantisation method, if it has one
 
 
 def load_target(
@@ -22,62 +36,60 @@ def load_target(
     attn_implementation: str | None = None,
     quantization_config: Any = None,
     trust_remote_code: bool = False,
-    revision: str | None = None,
-) -> tuple[nn.Module, Any]:
-    """The model on `device` (a GPU where there is one) and its tokenizer, or None without one."""
+) -> LoadedTarget:
+    """The model on `device` (a GPU where there is one), with its tokenizer."""
     import transformers
 
-    name = str(name_or_path)
+    from fledge.models.resolve import local_model
+
+    directory = local_model(str(name_or_path))
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    source: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if revision is not None:
-        source["revision"] = revision
-    options: dict[str, Any] = {"dtype": dtype}
-    if name.endswith(".gguf"):
-        path = Path(name)
-        name, source["gguf_file"] = str(path.parent), path.name
-        quantization_config = quantization_config or _dense_gguf(transformers)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **source)
-        stored = getattr(config, "quantization_config", None)
-        if quantization_config is not None:
-            options["quantization_config"] = quantization_config
-        if stored is not None or (quantization_config is not None and "gguf_file" not in source):
+        config = transformers.AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
+        stored_as = quantisation_method(config)
+        if stored_as is not None or quantization_config is not None:
             options["device_map"] = {"": device}  # quantised weights are packed where they will run
-        loader = _loader_for(transformers, config)
-        model: nn.Module = loader.from_pretrained(name, **source, **options)
+        model: nn.Module = _loader_for(config).from_pretrained(directory, **options)
     except (OSError, ValueError, RuntimeError, ImportError, NotImplementedError) as error:
         raise BadInput(
             f"the target could not be loaded on {device} ({_first_line(error)})",
             where=str(name_or_path),
-            fix="check the path, the network, and whether this machine can run its number format",
+            fix="check the files, and whether this machine can run their number format",
         ) from error
     if "device_map" not in options:
         model = model.to(device)
-    return model, _tokenizer(transformers, name, source)
+    tokenizer = _tokenizer(directory, trust_remote_code=trust_remote_code)
+    return LoadedTarget(model, tokenizer, stored_as)
 
 
-def _loader_for(transformers: Any, config: Any) -> Any:
+def _loader_for(config: Any) -> Any:
     """The text-only auto class where the architecture has one, else the image-text one."""
-    if type(config) in transformers.AutoModelForCausalLM._model_mapping:
-        return transformers.AutoModelForCausalLM
-    if type(config) in transformers.AutoModelForImageTextToText._model_mapping:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM  # its error names what is missing
+    import transformers
+
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    return transformers.AutoModelForCausalLM  # remote code, or an error that names what is missing
 
 
-def _dense_gguf(transformers: Any) -> Any:
-    """Unpack GGUF blocks to dense weights: newer transformers keeps them packed unless told."""
-    return transformers.GgufConfig(dequantize=True) if hasattr(transformers, "GgufConfig") else None
+def _tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
+    import transformers
 
-
-def _tokenizer(transformers: Any, name: str, source: dict[str, Any]) -> Any:
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, **source)
+        return transformers.AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError, KeyError):
-        return None  # a target can be run without one; its fingerprint is then absent
+        return None  # a target runs without one; its fingerprint is then absent
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,14 +23,27 @@ def weights_fingerprint(model: nn.Module) -> str:
     guards against mix-ups, not against forgery.
     """
     digest = hashlib.sha256()
+    sums: dict[tuple[Any, ...], list[int]] = {}
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor):
             continue
         if tensor.device.type == "meta":
             raise ValueError(f"{name} has no data (meta device): load the weights first")
-        entry = [name, str(tensor.dtype), list(tensor.shape), _checksum(tensor)]
-        digest.update(json.dumps(entry).encode())
+        for part in stored_tensors(tensor):
+            place = (part.data_ptr(), part.dtype, part.shape)
+            if place not in sums:  # a tied weight is read once
+                sums[place] = _checksum(part)
+            entry = [name, str(part.dtype), list(part.shape), sums[place]]
+            digest.update(json.dumps(entry).encode())
     return digest.hexdigest()[:16]
+
+
+def stored_tensors(tensor: Tensor) -> list[Tensor]:
+    """What a tensor keeps in memory: itself, or the parts that a quantised subclass wraps."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in stored_tensors(getattr(tensor, name))]
 
 
 def _checksum(tensor: Tensor) -> list[int]:
@@ -40,11 +54,17 @@ def _checksum(tensor: Tensor) -> list[int]:
     words = raw.view(torch.int32)
     body = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
     tail = words[body.numel() :].long()
-    by_row, by_column = body.sum(1, dtype=torch.long), body.sum(0, dtype=torch.long)
+    by_row, by_column = _sums(body, 1), _sums(body, 0)
     return [
         int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
         for sums in (by_row, by_column, tail)
     ]
+
+
+def _sums(words: Tensor, axis: int) -> Tensor:
+    if words.device.type == "cpu":  # numpy adds integers eight times faster than torch does
+        return torch.from_numpy(words.numpy().sum(axis, dtype=np.int64))
+    return words.sum(axis, dtype=torch.long)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -64,19 +84,34 @@ def dtype_shares(model: nn.Module) -> dict[str, float]:
     """Share of the weights' bytes by dtype, largest first; tied weights count once."""
     sizes: dict[str, int] = {}
     for parameter in model.parameters():
-        name = str(parameter.dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + parameter.nbytes
+        for part in stored_tensors(parameter):
+            name = str(part.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + part.nbytes
     total = sum(sizes.values())
     return {name: size / total for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
 
 
-def describe_weights(model: nn.Module) -> str:
-    """One line for logs and manifests, such as `bfloat16 100.0 %` or `uint8 81.2 %, ... (nf4)`."""
+def describe_weights(model: nn.Module, *, stored_as: str | None = None) -> str:
+    """One line for logs and manifests: `bfloat16 100.0%`, or `uint8 80.1%, ... (bitsandbytes)`.
+
+    `stored_as` is the checkpoint's quantisation; a model that runs without it was dequantised.
+    """
     shares = ", ".join(f"{name} {share:.1%}" for name, share in dtype_shares(model).items())
-    quantisation = getattr(getattr(model, "config", None), "quantization_config", None)
-    if quantisation is None:
-        return shares
-    if not isinstance(quantisation, dict):
-        quantisation = quantisation.to_dict()
-    method = quantisation.get("quant_method", "quantised")
-    return f"{shares} ({getattr(method, 'value', method)})"
+    method = quantisation_method(getattr(model, "config", None))
+    if method is not None and not _dequantised(model):
+        return f"{shares} ({method})"
+    return shares if stored_as is None else f"{shares} (dequantised from {stored_as})"
+
+
+def quantisation_method(config: Any) -> str | None:
+    """The name of the quantisation a transformers config declares: `fp8`, `bitsandbytes`, ..."""
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
+        return None
+    method = (declared if isinstance(declared, dict) else declared.to_dict()).get("quant_method")
+    return str(getattr(method, "value", method))
+
+
+def _dequantised(model: nn.Module) -> bool:
+    """Every matrix is plain floating point, whatever the config still says."""
+    return set(dtype_shares(model)) <= {"float64", "float32", "bfloat16", "float16"}
