@@ -12,6 +12,13 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _PUBLIC = {
     "BadInput": "fledge.errors",
+    "Eagle3TargetBackend": "fledge.target.base",
+    "Eagle3TargetBatch": "fledge.target.batch",
+    "HFEagle3TargetModel": "fledge.target.hf",
+    "RunnerEagle3TargetModel": "fledge.target.runner",
+    "TargetHead": "fledge.target.head",
+    "TargetInfo": "fledge.target.base",
+    "TargetRunner": "fledge.target.runner",
     "Recipe": "fledge.train.recipe",
     "load_recipe": "fledge.train.recipe",
     "load_config": "fledge.models.resolve",

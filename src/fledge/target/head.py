@@ -6,7 +6,7 @@ encodings (logits, draft-vocabulary probabilities, last hidden states) cannot dr
 Shapes: N rows (any flattened positions), D target hidden, V target vocabulary, W draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,21 +19,24 @@ class TargetHead:
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
-    scale: float = 1.0  # logits are multiplied by it (Cohere's logit_scale, 1 / Granite's scaling)
+    scale: float = 1.0  # logits are multiplied by it (Cohere's logit_scale)
     softcap: float | None = None  # Gemma's final soft-capping: cap * tanh(logits / cap)
+    divisor: float = 1.0  # and divided by it (Granite's logits_scaling; 1 / it rounds differently)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Full-vocabulary logits [N, V], in the head's dtype, ops in the target's order."""
         logits_NV = F.linear(hidden_ND.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
+        if self.divisor != 1.0:
+            logits_NV = logits_NV / self.divisor
         if self.softcap is not None:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         return logits_NV
 
     def to(self, device: torch.device | str) -> "TargetHead":
         bias_V = None if self.bias_V is None else self.bias_V.to(device)
-        return TargetHead(self.weight_VD.to(device), bias_V, self.scale, self.softcap)
+        return replace(self, weight_VD=self.weight_VD.to(device), bias_V=bias_V)
 
 
 @torch.no_grad()

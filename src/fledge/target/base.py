@@ -1,0 +1,161 @@
+"""The abstract target: one signature for every backend, and what a trainer asks of it once."""
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, get_args
+
+import torch
+from torch import Tensor
+
+from fledge.errors import BadInput, nearest
+from fledge.target.batch import SUPERVISIONS, Eagle3TargetBatch, Supervision
+from fledge.target.head import TargetHead
+from fledge.target.layers import FinalNorm
+
+
+class HasWeight(Protocol):
+    """All that a draft reads of the target's input embedding."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class InputEmbedding:
+    """The input embedding's weight [V, D] of a target that has no module to show."""
+
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What a trainer, a cache or a server needs to know of a target, once."""
+
+    head: TargetHead
+    final_norm: FinalNorm | None
+    hidden_size: int
+    vocab_size: int  # rows of the head; a tokenizer may know fewer tokens
+    depth: int  # decoder layers
+    dtype: torch.dtype  # of the states it returns
+    weight_dtypes: str  # which dtypes hold which share of the weights
+    weights_fingerprint: str
+    tokenizer_fingerprint: str | None
+
+
+class Eagle3TargetBackend(ABC):
+    """A frozen target that turns token rows into supervision.
+
+    Every backend takes the same arguments and gives the same batch, packed or padded, in the
+    encoding it was built for; `tests/target/contract.py` holds them to it.
+    """
+
+    aux_layer_ids: list[int]
+    supervision: Supervision
+    supports_async: bool = False  # whether generate_batch_async really overlaps with the caller
+
+    def __init__(self, supervision: Supervision) -> None:
+        if supervision not in get_args(Supervision):
+            raise BadInput(
+                f"supervision {supervision!r} is not an encoding",
+                fix=nearest(str(supervision), list(SUPERVISIONS)),
+            )
+        self.supervision = supervision
+        self._selected_token_ids: Tensor | None = None
+        self._selected_token_mask: Tensor | None = None
+        self._closed = False
+
+    @abstractmethod
+    def generate_batch(
+        self,
+        input_ids: Tensor,  # [B, T]
+        attention_mask: Tensor,  # [B, T]
+        loss_mask: Tensor,  # [B, T]
+        position_ids: Tensor | None = None,  # [B, T]
+        seq_lens: Tensor | None = None,  # [B, max_docs]
+        doc_remaining: Tensor | None = None,  # [B, T]
+    ) -> Eagle3TargetBatch:
+        """Run the target once over these rows. Inputs may lie on any device."""
+
+    @abstractmethod
+    def get_input_embeddings(self) -> HasWeight:
+        """The target's input embedding: anything with a `.weight` [V, D]."""
+
+    @abstractmethod
+    def info(self) -> TargetInfo:
+        """Head, sizes, dtype and fingerprints; computed once."""
+
+    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+        """The draft vocabulary, needed by `probs` supervision: ids [W] in draft order, mask [V]."""
+        check_vocab_mapping(selected_token_ids, selected_token_mask)
+        self._selected_token_ids = selected_token_ids
+        self._selected_token_mask = selected_token_mask.bool()
+
+    def generate_batch_async(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Future[Eagle3TargetBatch]:
+        """`generate_batch` as a future. A backend without `supports_async` has finished already."""
+        future: Future[Eagle3TargetBatch] = Future()
+        future.set_result(
+            self.generate_batch(
+                input_ids, attention_mask, loss_mask, position_ids, seq_lens, doc_remaining
+            )
+        )
+        return future
+
+    def close(self) -> None:
+        """Let go of the target. A second call does nothing; anything else then raises."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this {type(self).__name__} is closed: build a new one")
+
+    def _vocab_mapping(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The draft vocabulary on `device`, moved there once."""
+        if self._selected_token_ids is None or self._selected_token_mask is None:
+            raise ValueError(
+                "supervision 'probs' needs the draft vocabulary: call set_vocab_mapping first"
+            )
+        self._selected_token_ids = self._selected_token_ids.to(device)
+        self._selected_token_mask = self._selected_token_mask.to(device)
+        return self._selected_token_ids, self._selected_token_mask
+
+
+def check_vocab_mapping(selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+    """Ids [W] and membership mask [V] must describe the same set of tokens."""
+    if selected_token_ids.ndim != 1 or selected_token_ids.is_floating_point():
+        raise ValueError(
+            "selected_token_ids must be one row of integers, got "
+            f"{selected_token_ids.dtype} {list(selected_token_ids.shape)}"
+        )
+    if selected_token_mask.ndim != 1:
+        raise ValueError(
+            "selected_token_mask must be one row over the target's vocabulary, got "
+            f"{list(selected_token_mask.shape)}"
+        )
+    marked = selected_token_mask.nonzero()[:, 0].cpu()
+    if not torch.equal(selected_token_ids.sort().values.long().cpu(), marked):
+        raise ValueError(
+            f"selected_token_mask marks {len(marked)} tokens, and not the "
+            f"{len(selected_token_ids)} of selected_token_ids, each once"
+        )

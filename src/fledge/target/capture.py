@@ -1,0 +1,98 @@
+"""Catching a model's inner states during one forward pass, leaving nothing behind.
+
+Hooks live exactly as long as the `with` block, also when the forward raises; states are copied at
+once into the tensor that will be returned, so nothing else of the model's memory is held.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def hidden_of(output: Any) -> Tensor:
+    """The hidden states in a decoder layer's output: a tensor, a tuple's first, a named field."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):  # a transformers ModelOutput is one
+        named = dict(output)
+    elif is_dataclass(output):
+        named = {field.name: getattr(output, field.name) for field in fields(output)}
+    else:
+        named = {}
+    unnamed = list(output) if isinstance(output, tuple | list) else list(named.values())
+    for value in (named.get("hidden_states"), named.get("last_hidden_state"), *unnamed):
+        if isinstance(value, Tensor):
+            return value
+    raise ValueError(f"a decoder layer returned no tensor, but {type(output).__name__}")
+
+
+@contextmanager
+def layer_outputs(
+    layers: Sequence[nn.Module], layer_ids: Sequence[int], on_output: Callable[[int, Tensor], None]
+) -> Iterator[None]:
+    """While open, `on_output(layer id, hidden states)` is called as each of them returns."""
+
+    def hook_for(layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            on_output(layer_id, hidden_of(output))
+
+        return hook
+
+    handles = []
+    try:
+        for layer_id in layer_ids:
+            handles.append(layers[layer_id].register_forward_hook(hook_for(layer_id)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While open, the output head does no work: `answer` gets its input and stands in for it.
+
+    The model's own forward still runs from root to end, so whatever wraps it (sharding, offloading)
+    sees a complete pass, and what arrives is by definition the head's input: after the final norm
+    and after any scaling that an architecture does in front of its head.
+    """
+    wrapped = head.__dict__.get("forward")  # offloading tools put their own forward here
+    head.forward = answer
+    try:
+        yield
+    finally:
+        if wrapped is None:
+            del head.forward
+        else:
+            head.forward = wrapped
+
+
+class AuxBuffer:
+    """The aux states [B, T, 3D] of one batch, filled layer by layer as the forward goes.
+
+    Layers land side by side in the order of `layer_ids`; the memory is taken at the first write,
+    when width, dtype and device are known. Slots that nothing is written to (padding) stay 0.
+    """
+
+    def __init__(self, rows_BT: torch.Size, layer_ids: Sequence[int]) -> None:
+        self.rows_BT = rows_BT
+        self.layer_ids = list(layer_ids)
+        self.aux_BTD: Tensor | None = None
+        self.captured: dict[int, Tensor] = {}  # layer id -> its part of aux_BTD
+
+    def write(self, layer_id: int, states: Tensor, put: Callable[[Tensor, Tensor], None]) -> None:
+        """`put(states, into)` copies one layer's states to where they belong in [B, T, D]."""
+        width = states.shape[-1]
+        if self.aux_BTD is None:
+            self.aux_BTD = states.new_zeros((*self.rows_BT, width * len(self.layer_ids)))
+        begin = self.layer_ids.index(layer_id) * width
+        self.captured[layer_id] = self.aux_BTD[..., begin : begin + width]
+        put(states, self.captured[layer_id])
+
+    def result(self) -> Tensor:
+        assert self.aux_BTD is not None, "no layer has been captured"
+        return self.aux_BTD

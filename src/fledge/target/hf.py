@@ -1,0 +1,208 @@
+"""The co-located target: a Hugging Face causal LM in this process.
+
+Three hooks and one forward. Decoder layers' outputs are copied into the returned tensor as they
+appear; the head's input is taken where the head would run, so in `hidden` encoding the head never
+runs, in `probs` it runs on supervised rows only, chunk by chunk, and in `logits` (the constructor's
+default, as in the seed) on every row.
+"""
+
+import inspect
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.errors import BadInput
+from fledge.target.base import TargetInfo
+from fledge.target.batch import Supervision
+from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
+from fledge.target.head import TargetHead
+from fledge.target.inprocess import InProcessTarget, Put
+from fledge.target.layers import (
+    default_aux_layer_ids,
+    describe_final_norm,
+    find_layers,
+    target_depth,
+    validate_aux_layer_ids,
+)
+from fledge.target.loading import load_target
+from fledge.target.packing import overhead_in_tokens
+from fledge.target.probe import find_head_module, learn_head
+from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
+
+
+class HFEagle3TargetModel(InProcessTarget):
+    """Co-located backend that captures three auxiliary hidden states from a causal LM.
+
+    The model is put in eval mode and frozen; it is run without gradients and never changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        aux_layer_ids: Sequence[int] | None = None,
+        cp_mesh: Any = None,
+        *,
+        supervision: Supervision = "logits",
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__(supervision)
+        self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
+        if self._cp_size > 1:
+            raise BadInput(
+                f"cp_mesh of size {self._cp_size}: context parallelism is not supported yet",
+                fix="pass cp_mesh=None or a mesh of size 1",
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self._layers = self._get_transformer_layers()
+        self._depth = target_depth(getattr(model, "config", None), self._layers)
+        candidate_ids = self._default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
+        self.model = model.eval().requires_grad_(False)
+        self._options = _accepted(model, use_cache=False, output_hidden_states=False)
+        self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
+        self._head_module: nn.Module | None = None
+        self._head: TargetHead | None = None
+        self._info: TargetInfo | None = None
+        self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
+        if supervision != "logits":
+            self._head_of_states()  # a head that cannot be represented is refused here, not later
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | PathLike[str],
+        *,
+        aux_layer_ids: Sequence[int] | None = None,
+        supervision: Supervision = "hidden",
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        attn_implementation: str | None = None,
+        quantization_config: Any = None,
+        trust_remote_code: bool = False,
+    ) -> "HFEagle3TargetModel":
+        """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
+
+        `dtype="auto"` keeps the checkpoint's own precision; `info().weight_dtypes` says what it is.
+        For a quantised target name the quantised checkpoint, or give a `quantization_config` of
+        transformers: a draft must learn from the states that will be served.
+        """
+        loaded = load_target(
+            name_or_path,
+            dtype=dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code,
+        )
+        target = cls(
+            loaded.model, aux_layer_ids, supervision=supervision, tokenizer=loaded.tokenizer
+        )
+        target._stored_as = loaded.stored_as
+        return target
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the target model input embeddings."""
+        self._check_open()
+        embedding: nn.Embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        return embedding
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        if self._info is None:
+            head = self._head_of_states()
+            vocab_size, hidden_size = head.weight_VD.shape
+            self._info = TargetInfo(
+                head=head,
+                final_norm=describe_final_norm(self.model),
+                hidden_size=hidden_size,
+                vocab_size=vocab_size,
+                depth=self._depth,
+                dtype=self._state_dtype,
+                weight_dtypes=describe_weights(self.model, stored_as=self._stored_as),
+                weights_fingerprint=weights_fingerprint(self.model),
+                tokenizer_fingerprint=(
+                    None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+                ),
+            )
+        return self._info
+
+    def close(self) -> None:
+        """Drop the model, so that its memory can go as soon as nobody else holds it."""
+        if not self._closed:
+            del self.model, self._layers
+            self._head_module = self._head = self._info = self.tokenizer = None
+        super().close()
+
+    def _forward(
+        self, ids: Tensor, mask: Tensor, aux: AuxBuffer, put: Put, *, right_padded: bool
+    ) -> Tensor:
+        if self.model.training:  # somebody called train() on the module they share with us
+            self.model.eval()
+        needed_mask = None if right_padded else mask  # without one the causal kernels are faster
+        with layer_outputs(
+            self._layers, self.aux_layer_ids, lambda i, states: aux.write(i, states, put)
+        ):
+            if self.supervision == "logits":
+                return self._call(ids, needed_mask)
+            assert self._head_module is not None
+            seen: list[Tensor] = []
+
+            def keep(hidden: Tensor) -> Tensor:
+                seen.append(hidden)
+                return hidden
+
+            with muted_head(self._head_module, keep):
+                self._call(ids, needed_mask)
+        return seen[0]
+
+    def _call(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """The model's own forward; its logits, however they are wrapped."""
+        output = self.model(input_ids=ids, attention_mask=mask, **self._options)
+        logits = getattr(output, "logits", None)
+        return logits if isinstance(logits, Tensor) else hidden_of(output)
+
+    def _answers_logits(self) -> bool:
+        return self.supervision == "logits"
+
+    @torch.no_grad()
+    def _head_of_states(self) -> TargetHead:
+        if self._head is None:
+            self._head_module = find_head_module(self.model)
+            probe_BT = torch.arange(4, device=self._device())[None]
+            self._head, self._state_dtype = learn_head(
+                lambda: self._call(probe_BT, torch.ones_like(probe_BT)),
+                self._head_module,
+                where=type(self.model).__name__,
+            )
+        return self._head
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _vocabulary_rows(self) -> int | None:
+        if not hasattr(self.model, "get_input_embeddings"):
+            return None
+        return len(self.get_input_embeddings().weight)
+
+    def _get_transformer_layers(self) -> list[nn.Module]:
+        """Return decoder layers as an ordered list indexable by integer."""
+        return find_layers(self.model)
+
+    def _default_aux_layer_ids(self) -> list[int]:
+        return default_aux_layer_ids(self._depth)
+
+    def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
+        """Validate aux-layer selection before any forward hooks are registered."""
+        return validate_aux_layer_ids(aux_layer_ids, min(self._depth, len(self._layers)))
+
+
+def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Those of `options` that the model's forward takes; not every causal LM knows a cache."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return options
+    return {name: value for name, value in options.items() if name in parameters}

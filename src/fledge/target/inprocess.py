@@ -1,0 +1,138 @@
+"""What the backends that run the target in this process share: rows in, one batch out.
+
+Checks, moves, runs padded rows as they are and packed ones document by document, shifts once, and
+derives probabilities where they are wanted. A subclass runs rows.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero, check_rows
+from fledge.target.capture import AuxBuffer
+from fledge.target.head import TargetHead
+from fledge.target.packing import Documents, find_documents, group_documents
+
+Put = Callable[[Tensor, Tensor], None]  # put(states of some rows, into [B, T, D])
+
+
+class InProcessTarget(Eagle3TargetBackend):
+    """A target whose forward is called directly."""
+
+    overhead_tokens: int  # cost of one more forward pass, in tokens; see `packing`
+
+    @abstractmethod
+    def _forward(
+        self, ids: Tensor, mask: Tensor, aux: AuxBuffer, put: Put, *, right_padded: bool
+    ) -> Tensor:
+        """One pass over some rows: aux states into `aux` through `put`, and the answer returned.
+
+        The answer is logits or last hidden states, unshifted. `right_padded` promises that padding
+        only follows the real tokens, where a causal model cannot see it.
+        """
+
+    @abstractmethod
+    def _answers_logits(self) -> bool:
+        """Whether `_forward` answers with logits, and not with last hidden states."""
+
+    @abstractmethod
+    def _head_of_states(self) -> TargetHead:
+        """The head that turns the answered states into logits."""
+
+    @abstractmethod
+    def _device(self) -> torch.device:
+        """Where token ids must lie."""
+
+    @abstractmethod
+    def _vocabulary_rows(self) -> int | None:
+        """Ids below this are known to the input embedding; None when unknown."""
+
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Eagle3TargetBatch:
+        """Run the target and capture aux hidden states plus supervision.
+
+        With the packing trio, documents never see each other (see `packing`); without it the rows
+        run as they are, under their attention mask.
+        """
+        self._check_open()
+        check_rows(input_ids, attention_mask, loss_mask)
+        documents = find_documents(input_ids, attention_mask, position_ids, seq_lens, doc_remaining)
+        self._check_vocabulary(input_ids)
+        device = self._device()
+        mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
+        ids_BT, mask_BT = input_ids.to(device), attention_mask.to(device)
+        aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
+        if documents is None:
+            answer_BTX = self._forward(ids_BT, mask_BT, aux, _copy, right_padded=False)
+        else:
+            answer_BTX = self._run_documents(ids_BT, documents, aux)
+        self._check_captured(aux.captured)
+        answer_BTX = _shift_left_with_zero(answer_BTX)
+        batch = Eagle3TargetBatch(
+            aux_hidden_states=aux.result(),
+            input_ids=_shift_left_with_zero(ids_BT),
+            attention_mask=mask_BT,
+            loss_mask=_shift_left_with_zero(loss_mask.to(device)),
+            logits=answer_BTX if self._answers_logits() else None,
+            last_hidden_states=None if self._answers_logits() else answer_BTX,
+            position_ids=None if position_ids is None else position_ids.to(device),
+            seq_lens=None if seq_lens is None else seq_lens.to(device),
+            doc_remaining=None if doc_remaining is None else doc_remaining.to(device),
+        )
+        if mapping is not None:
+            head = None if self._answers_logits() else self._head_of_states()
+            batch = batch.with_probs(head, *mapping)
+        return batch
+
+    def _run_documents(self, ids_BT: Tensor, documents: Documents, aux: AuxBuffer) -> Tensor:
+        answer_BTX: Tensor | None = None
+        for group in group_documents(
+            documents,
+            overhead_tokens=self.overhead_tokens,
+            max_tokens=ids_BT.numel(),
+            device=ids_BT.device,
+        ):
+            answer_NLX = self._forward(
+                group.take(ids_BT), group.attention_mask_NL, aux, group.put, right_padded=True
+            )
+            if answer_BTX is None:
+                answer_BTX = answer_NLX.new_zeros((*ids_BT.shape, answer_NLX.shape[-1]))
+            group.put(answer_NLX, answer_BTX)
+        if answer_BTX is None:
+            raise ValueError("attention_mask marks no token at all")
+        return answer_BTX
+
+    def _check_vocabulary(self, input_ids: Tensor) -> None:
+        """Refuse ids that the embedding has no row for; looked at only where looking is free."""
+        size = self._vocabulary_rows()
+        if size is None or input_ids.device.type != "cpu":
+            return
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}: "
+                "was another tokenizer used?"
+            )
+
+    def _check_captured(self, captured: dict[int, Tensor]) -> None:
+        missing = [i for i in self.aux_layer_ids if i not in captured]
+        if missing:
+            raise RuntimeError(
+                f"the target's forward returned nothing for decoder layers {missing} of "
+                f"{self.aux_layer_ids}"
+            )
+
+
+def _copy(states: Tensor, into: Tensor) -> None:
+    into.copy_(states)

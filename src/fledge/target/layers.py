@@ -1,0 +1,125 @@
+"""Where a causal LM keeps its decoder layers, and which three of them a draft listens to.
+
+Works on plain modules (anything with a known attribute path), not on model classes, so that new
+architectures need no entry here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+# Checked in this order; the first path that holds a ModuleList or a ModuleDict is taken.
+LAYER_PATHS = (
+    "model.layers",
+    "model.language_model.layers",
+    "language_model.layers",
+    "layers",
+    "transformer.h",
+    "language_model.model.layers",  # conditional-generation wrappers before transformers 4.52
+    "gpt_neox.layers",
+    "model.decoder.layers",  # OPT
+)
+# The norm stands beside the layers, under one of these names.
+NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+
+
+@dataclass(frozen=True)
+class FinalNorm:
+    """The norm in front of the head. `last_hidden_states` have been through it already."""
+
+    path: str
+    kind: str  # class name of the module
+    eps: float | None
+    weight_D: Tensor | None
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers in order, from a ModuleList or a ModuleDict keyed by str(i)."""
+    _, layers = _find(model)
+    if isinstance(layers, nn.ModuleList):
+        return list(layers)
+    wanted = [str(i) for i in range(len(layers))]
+    if set(layers.keys()) != set(wanted):
+        raise ValueError(
+            f"decoder layers must be keyed '0' .. '{len(layers) - 1}', got {sorted(layers.keys())}"
+        )
+    return [layers[key] for key in wanted]
+
+
+def describe_final_norm(model: nn.Module) -> FinalNorm | None:
+    """The norm between the last layer and the head; None when there is none beside the layers."""
+    path, _ = _find(model)
+    parent_path = path.rpartition(".")[0]
+    parent = model.get_submodule(parent_path)
+    for name in NORM_NAMES:
+        norm = getattr(parent, name, None)
+        if isinstance(norm, nn.Module):
+            eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+            weight = getattr(norm, "weight", None)
+            return FinalNorm(
+                path=f"{parent_path}.{name}" if parent_path else name,
+                kind=type(norm).__name__,
+                eps=None if eps is None else float(eps),
+                weight_D=weight.detach() if isinstance(weight, Tensor) else None,
+            )
+    return None
+
+
+def _find(model: nn.Module) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
+    for path in LAYER_PATHS:
+        try:
+            layers = model.get_submodule(path)
+        except AttributeError:
+            continue
+        if isinstance(layers, nn.ModuleList | nn.ModuleDict) and len(layers) > 0:
+            return path, layers
+    raise ValueError(
+        f"no decoder layers in {type(model).__name__}: looked for a ModuleList or ModuleDict under "
+        f"{', '.join(LAYER_PATHS)}"
+    )
+
+
+def text_config(config: Any) -> Any:
+    """The language model's part of a config: itself, or its `text_config` when nested."""
+    nested = getattr(config, "text_config", None)
+    return config if nested is None else nested
+
+
+def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
+    """Number of decoder layers the target runs; the config's word, else the layers there are."""
+    depth = getattr(text_config(config), "num_hidden_layers", None)
+    if depth is None and layers is not None:
+        depth = len(layers)
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"num_hidden_layers of the target's config must be positive, got {depth}")
+    return depth
+
+
+def default_aux_layer_ids(depth: int) -> list[int]:
+    """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28]."""
+    ids = [1, depth // 2 - 1, depth - 4]
+    if len(set(ids)) < 3 or not all(0 <= i < depth for i in ids):
+        raise ValueError(
+            f"the target is too shallow for the default aux layers: {depth} layers give {ids}; "
+            "pass three distinct aux_layer_ids"
+        )
+    return ids
+
+
+def validate_aux_layer_ids(aux_layer_ids: Sequence[int], depth: int) -> list[int]:
+    """Exactly three distinct ids in range; the order given is the order of concatenation."""
+    ids = list(aux_layer_ids)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"aux_layer_ids must be integers, got {ids}")
+    if len(ids) != 3:
+        raise ValueError(f"aux_layer_ids must be exactly three layers, got {len(ids)}: {ids}")
+    if len(set(ids)) != 3:
+        raise ValueError(f"aux_layer_ids must be distinct, got {ids}")
+    outside = [i for i in ids if not 0 <= i < depth]
+    if outside:
+        raise ValueError(
+            f"aux_layer_ids {outside} out of range: the target has layers 0 .. {depth - 1}"
+        )
+    return ids

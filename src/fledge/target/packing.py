@@ -1,0 +1,168 @@
+"""Packed rows through any causal LM: documents never see each other, and no mask is built.
+
+A packed row holds several documents. Instead of teaching every architecture a block-causal mask
+(a dense T x T one in SDPA and eager attention, different code for sliding windows, sinks, soft
+caps and state-space layers), documents are *run as rows of their own*: sorted by length, grouped
+with others of similar length, right-padded to the longest of the group, run with plain causal
+attention, and their states written back to where the documents lie in the pack. A causal model
+cannot look at padding to the right, so no attention mask is needed and the fast causal kernels
+apply; positions start at 0 in every row by themselves. This is exact for every architecture,
+attention costs the sum of squared document lengths instead of T squared, and padding slots of the
+pack are not computed at all. Its price is the padding inside a group, which `plan_groups` keeps
+small (docs/target.md has figures).
+
+Worked example, width 8, documents of 3 and 2 tokens (`a b c`, `d e`, three slots of padding):
+
+    flat slot   0 1 2 3 4 5 6 7          group of two rows   a b c     slots 0 1 2
+    token       a b c d e . . .                              d e e     slots 3 4 (the second e is
+                                                             padding and is written nowhere)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fledge.target.batch import check_packing
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a batch lie, in slots of its flattened [B * T]."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]  # real tokens; padding after the last document is not one
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Some documents run as one right-padded batch [N, L].
+
+    `slots_NL` says which flat slot every cell reads; cells past a document's end repeat its last
+    token. `cells` and `slots` pair the real cells (of the flattened N * L) with their slots.
+    """
+
+    slots_NL: Tensor
+    attention_mask_NL: Tensor
+    cells: Tensor
+    slots: Tensor
+
+    def take(self, tokens_BT: Tensor) -> Tensor:
+        return tokens_BT.flatten()[self.slots_NL]
+
+    def put(self, states_NLD: Tensor, into_BTD: Tensor) -> None:
+        """Write the real cells' states to their documents' slots."""
+        real_ND = states_NLD.flatten(0, 1).index_select(0, self.cells.to(states_NLD.device))
+        into_BTD.flatten(0, 1).index_copy_(
+            0, self.slots.to(into_BTD.device), real_ND.to(into_BTD.device)
+        )
+
+
+def find_documents(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None,
+    seq_lens: Tensor | None,
+    doc_remaining: Tensor | None,
+) -> Documents | None:
+    """Check the packing fields and locate the documents; None when the batch is not packed.
+
+    Lengths are needed on the host: keep `seq_lens` and `attention_mask` on the CPU until here and
+    no device queue is stalled.
+    """
+    if seq_lens is not None:
+        seq_lens = seq_lens.detach().cpu()
+    check_packing(input_ids, position_ids, seq_lens, doc_remaining)
+    if seq_lens is None or position_ids is None:
+        return None
+    width = input_ids.shape[1]
+    real_BT = attention_mask.detach().cpu().bool()
+    real_per_row = real_BT.sum(1).tolist()
+    if not torch.equal(real_BT, torch.arange(width) < real_BT.sum(1, keepdim=True)):
+        raise ValueError("attention_mask of a packed row must be ones followed by zeros")
+    starts: list[int] = []
+    lengths: list[int] = []
+    expected_BT = torch.zeros(input_ids.shape, dtype=torch.long)
+    for row, documents in enumerate(seq_lens.tolist()):
+        begin = 0
+        for length in documents:
+            real = min(length, real_per_row[row] - begin)
+            if real > 0:
+                starts.append(row * width + begin)
+                lengths.append(real)
+            expected_BT[row, begin : begin + length] = torch.arange(length)
+            begin += length
+    if position_ids.device.type == "cpu" and not torch.equal(position_ids.long(), expected_BT):
+        row = int((position_ids != expected_BT).any(1).nonzero()[0])
+        raise ValueError(
+            f"position_ids must restart at 0 with each document of seq_lens; wrong in row {row}"
+        )
+    return Documents(tuple(starts), tuple(lengths))
+
+
+def plan_groups(
+    lengths: Sequence[int], *, overhead_tokens: int, max_tokens: int
+) -> list[list[int]]:
+    """Partition documents into groups with the least padded tokens plus overhead per group.
+
+    Exact for documents sorted by length (a dynamic programme over where to cut); a group never
+    holds more than `max_tokens` cells unless it is one long document. Depends on lengths alone:
+    the same lengths give the same groups, whatever the documents say.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    longest = np.array([lengths[i] for i in order], dtype=np.int64)
+    count = len(order)
+    cost = np.zeros(count + 1, dtype=np.int64)  # of the first i documents
+    cut = np.zeros(count + 1, dtype=np.int64)  # where their last group begins
+    for end in range(1, count + 1):
+        begins = np.arange(end)
+        cells = longest[:end] * (end - begins)
+        allowed = (cells <= max_tokens) | (begins == end - 1)
+        candidate = np.where(allowed, cost[:end] + cells + overhead_tokens, np.iinfo(np.int64).max)
+        cut[end] = candidate.argmin()
+        cost[end] = candidate[cut[end]]
+    groups = []
+    end = count
+    while end > 0:
+        groups.append(order[cut[end] : end])
+        end = int(cut[end])
+    return groups[::-1]
+
+
+def group_documents(
+    documents: Documents, *, overhead_tokens: int, max_tokens: int, device: torch.device
+) -> list[Group]:
+    """The plan as index tensors on `device`."""
+    groups = []
+    for members in plan_groups(
+        documents.lengths, overhead_tokens=overhead_tokens, max_tokens=max_tokens
+    ):
+        starts_N1 = torch.tensor([[documents.starts[i]] for i in members])
+        lengths_N1 = torch.tensor([[documents.lengths[i]] for i in members])
+        offsets_L = torch.arange(int(lengths_N1.max()))
+        real_NL = offsets_L < lengths_N1
+        slots_NL = starts_N1 + torch.minimum(offsets_L, lengths_N1 - 1)
+        groups.append(
+            Group(
+                slots_NL=slots_NL.to(device),
+                attention_mask_NL=real_NL.long().to(device),
+                cells=real_NL.flatten().nonzero()[:, 0].to(device),
+                slots=slots_NL[real_NL].to(device),
+            )
+        )
+    return groups
+
+
+def overhead_in_tokens(model: nn.Module, *, depth: int) -> int:
+    """What one more forward pass costs beyond its tokens, counted in tokens.
+
+    Starting kernels and reading the weights takes a time per layer whatever the rows; a token takes
+    two operations per weight. Rough figures are enough: they only decide how finely documents are
+    grouped by length.
+    """
+    weights = max(1, sum(parameter.numel() for parameter in model.parameters()))
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    seconds_per_layer, operations_per_second = (2e-4, 1e11) if on_cpu else (5e-4, 4e14)
+    return round(depth * seconds_per_layer / (2 * weights / operations_per_second))

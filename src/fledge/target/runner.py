@@ -1,0 +1,175 @@
+"""Engine-agnostic target: the contract on top of any engine that fulfils a narrow protocol.
+
+Importing this module imports no engine. The runner answers unshifted; shifting, packing and the
+choice of encoding are shared with the co-located backend, so that a run through any runner equals
+it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fledge.errors import BadInput
+from fledge.target.base import InputEmbedding, TargetInfo
+from fledge.target.batch import Supervision
+from fledge.target.capture import AuxBuffer
+from fledge.target.head import TargetHead
+from fledge.target.inprocess import InProcessTarget, Put
+from fledge.target.layers import (
+    FinalNorm,
+    default_aux_layer_ids,
+    target_depth,
+    text_config,
+    validate_aux_layer_ids,
+)
+from fledge.target.packing import overhead_in_tokens
+from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
+
+
+@runtime_checkable
+class TargetRunner(Protocol):
+    """The narrow surface a concrete engine must implement."""
+
+    @property
+    def model(self) -> Any:
+        """The loaded module: exposes `.config` and `.parameters()`."""
+
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        """Capture the outputs of these three decoder layers from now on, in this order."""
+
+    def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Run right-padded rows once: logits [B, T, V] and aux states [B, T, 3D], unshifted."""
+
+    def input_embedding_weight(self) -> Tensor:
+        """The target's input embedding [V, D]."""
+
+
+@runtime_checkable
+class HiddenTargetRunner(TargetRunner, Protocol):
+    """Beyond the seed: a runner that can stop in front of the head, and show it."""
+
+    def forward_eagle3_hidden(
+        self, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward_eagle3`, with last hidden states [B, T, D] in place of logits."""
+
+    def target_head(self) -> TargetHead:
+        """The frozen output head."""
+
+    def final_norm(self) -> FinalNorm | None:
+        """The norm in front of the head, if it can be shown."""
+
+
+@runtime_checkable
+class ClosableRunner(Protocol):
+    """A runner that holds something to release."""
+
+    def close(self) -> None:
+        """Free memory and engine handles."""
+
+
+class RunnerEagle3TargetModel(InProcessTarget):
+    """EAGLE-3 target backend that runs the frozen target through a runner.
+
+    `hidden` supervision needs a `HiddenTargetRunner`; `probs` uses one when it can and otherwise
+    projects the runner's logits.
+    """
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        aux_layer_ids: Sequence[int] | None = None,
+        *,
+        supervision: Supervision = "logits",
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__(supervision)
+        self._shows_hidden = isinstance(runner, HiddenTargetRunner)
+        if supervision == "hidden" and not self._shows_hidden:
+            raise BadInput(
+                f"{type(runner).__name__} returns logits only (no forward_eagle3_hidden)",
+                fix="use supervision 'logits' or 'probs'",
+            )
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self._depth = target_depth(runner.model.config)
+        ids = default_aux_layer_ids(self._depth) if aux_layer_ids is None else aux_layer_ids
+        self.aux_layer_ids = validate_aux_layer_ids(ids, self._depth)
+        runner.set_aux_layers(list(self.aux_layer_ids))
+        self.overhead_tokens = overhead_in_tokens(runner.model, depth=self._depth)
+        self._info: TargetInfo | None = None
+
+    def get_input_embeddings(self) -> InputEmbedding:
+        """Return an object exposing `.weight` (the target input embeddings)."""
+        self._check_open()
+        return InputEmbedding(self.runner.input_embedding_weight())
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        if self._info is None:
+            head = self._head_of_states()
+            vocab_size, hidden_size = head.weight_VD.shape
+            model = self.runner.model
+            assert isinstance(self.runner, HiddenTargetRunner)
+            self._info = TargetInfo(
+                head=head,
+                final_norm=self.runner.final_norm(),
+                hidden_size=hidden_size,
+                vocab_size=vocab_size,
+                depth=self._depth,
+                dtype=self.runner.input_embedding_weight().dtype,
+                weight_dtypes=describe_weights(model),
+                weights_fingerprint=weights_fingerprint(model),
+                tokenizer_fingerprint=(
+                    None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+                ),
+            )
+        return self._info
+
+    def close(self) -> None:
+        """Release the runner (frees GPU memory / engine handles)."""
+        if not self._closed:
+            if isinstance(self.runner, ClosableRunner):
+                self.runner.close()
+            del self.runner
+            self._info = self.tokenizer = None
+        super().close()
+
+    def _forward(
+        self, ids: Tensor, mask: Tensor, aux: AuxBuffer, put: Put, *, right_padded: bool
+    ) -> Tensor:
+        runner = self.runner
+        if self._answers_logits():
+            answer, aux_NLD = runner.forward_eagle3(ids, mask)
+        else:
+            assert isinstance(runner, HiddenTargetRunner)
+            answer, aux_NLD = runner.forward_eagle3_hidden(ids, mask)
+        width = getattr(text_config(runner.model.config), "hidden_size", aux_NLD.shape[-1] // 3)
+        if aux_NLD.shape[-1] != 3 * width:  # some engines drop a layer without a word
+            raise RuntimeError(
+                f"{type(runner).__name__} returned aux states {aux_NLD.shape[-1]} wide for layers "
+                f"{self.aux_layer_ids}; three layers of {width} are {3 * width}"
+            )
+        for layer_id, states_NLD in zip(self.aux_layer_ids, aux_NLD.chunk(3, -1), strict=True):
+            aux.write(layer_id, states_NLD, put)
+        return answer
+
+    def _answers_logits(self) -> bool:
+        return self.supervision == "logits" or not self._shows_hidden
+
+    def _head_of_states(self) -> TargetHead:
+        if not isinstance(self.runner, HiddenTargetRunner):
+            raise BadInput(
+                f"{type(self.runner).__name__} does not show its output head (no target_head)",
+                fix="use logits or probs supervision, and no info()",
+            )
+        return self.runner.target_head()
+
+    def _device(self) -> torch.device:
+        device: torch.device = next(iter(self.runner.model.parameters())).device
+        return device
+
+    def _vocabulary_rows(self) -> int | None:
+        return len(self.runner.input_embedding_weight())

@@ -1,0 +1,73 @@
+"""A target runner for tests: the runner protocol over a plain Hugging Face model.
+
+It stands where an engine would stand, so the contract layer can be tested without one. It shares
+no code with the co-located backend's capture: states come from `output_hidden_states`, which makes
+the equality of the two backends a test of both. One limit follows: transformers returns the *last*
+layer's state already normed, so that layer cannot be captured here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.target.head import TargetHead
+from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
+from fledge.target.probe import find_head_module, learn_head
+
+
+class HFTargetRunner:
+    """Runs a transformers causal LM as an engine would: unshifted logits or states, and aux."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.closed = False
+        self._aux_layer_ids: list[int] | None = None
+
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        if max(aux_layer_ids) >= target_depth(self.model.config) - 1:
+            raise ValueError(f"layer {max(aux_layer_ids)} is the last: this runner cannot show it")
+        self._aux_layer_ids = aux_layer_ids
+
+    def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        output = self._run(self.model, input_ids, attention_mask)
+        return output.logits, self._aux(output)
+
+    def forward_eagle3_hidden(
+        self, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        output = self._run(self.model.base_model, input_ids, attention_mask)
+        return output.last_hidden_state, self._aux(output)
+
+    @staticmethod
+    @torch.no_grad()
+    def _run(module: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return module(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            output_hidden_states=True,
+        )
+
+    def _aux(self, output: Any) -> Tensor:
+        assert self._aux_layer_ids is not None, "set_aux_layers comes first"
+        return torch.cat([output.hidden_states[i + 1] for i in self._aux_layer_ids], dim=-1)
+
+    def input_embedding_weight(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight.detach()
+        return weight
+
+    def target_head(self) -> TargetHead:
+        probe_BT = torch.arange(4)[None]
+
+        def logits() -> Tensor:
+            found: Tensor = self.model(probe_BT).logits
+            return found
+
+        return learn_head(logits, find_head_module(self.model), where="HFTargetRunner")[0]
+
+    def final_norm(self) -> FinalNorm | None:
+        return describe_final_norm(self.model)
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,327 @@
+"""The co-located target over many architectures, against transformers' own hidden states."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from contract import draft_vocabulary, packed_rows, padded_rows, shifted, some_documents
+from tiny_models import ARCHITECTURES, tiny_model
+from torch import nn
+
+import fledge
+from fledge.target.batch import _shift_left_with_zero
+from fledge.target.head import target_distribution
+from fledge.target.hf import HFEagle3TargetModel
+
+
+def whole_forward(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_aux_and_logits_equal_transformers_bitwise(architecture: str) -> None:
+    model = tiny_model(architecture)
+    ids, mask, loss = padded_rows()
+    expected = whole_forward(model, ids, mask)
+    batch = fledge.HFEagle3TargetModel(model).generate_batch(ids, mask, loss)
+    aux = torch.cat([expected.hidden_states[i + 1] for i in (1, 3, 4)], dim=-1)
+    assert torch.equal(batch.aux_hidden_states, aux)
+    assert torch.equal(batch.logits, shifted(expected.logits))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_three_encodings_agree(architecture: str) -> None:
+    model = tiny_model(architecture)
+    rows = padded_rows()
+    vocabulary = draft_vocabulary(model)
+    logits, probs, hidden = (
+        HFEagle3TargetModel(model, supervision=s) for s in ("logits", "probs", "hidden")
+    )
+    probs.set_vocab_mapping(*vocabulary)
+    from_logits = logits.generate_batch(*rows).with_probs(None, *vocabulary)
+    from_probs = probs.generate_batch(*rows)
+    from_hidden = hidden.generate_batch(*rows)
+    expected, sayable = target_distribution(
+        logits.generate_batch(*rows).logits[from_logits.loss_mask.bool()], *vocabulary
+    )
+    supervised = from_logits.loss_mask.bool()
+    assert torch.equal(from_logits.target_probs[supervised], expected)
+    assert torch.equal(from_logits.position_mask[supervised][:, 0], sayable)
+    assert torch.equal(from_probs.target_probs, from_logits.target_probs)
+    assert torch.equal(from_probs.position_mask, from_logits.position_mask)
+    full = logits.generate_batch(*rows).logits
+    again = from_hidden.with_logits(hidden.info().head).logits
+    torch.testing.assert_close(again, full, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_equals_alone_in_double_precision(architecture: str) -> None:
+    model = tiny_model(architecture, dtype=torch.float64)
+    documents = some_documents()
+    target = HFEagle3TargetModel(model, supervision="hidden")
+    packed = target.generate_batch(*packed_rows(documents, 14))
+    for row, tokens_of_documents in enumerate(documents):
+        begin = 0
+        for tokens in tokens_of_documents:
+            ids = torch.tensor([tokens])
+            alone = whole_forward(model, ids, torch.ones_like(ids))
+            slots = slice(begin, begin + len(tokens))
+            aux = torch.cat([alone.hidden_states[i + 1] for i in (1, 3, 4)], dim=-1)
+            torch.testing.assert_close(
+                packed.aux_hidden_states[row, slots], aux[0], rtol=1e-10, atol=1e-10
+            )
+            logits = packed.with_logits(target.info().head).logits[row, slots][:-1]
+            torch.testing.assert_close(logits, alone.logits[0, 1:], rtol=1e-10, atol=1e-10)
+            begin += len(tokens)
+
+
+def test_every_layer_is_captured_unnormed_in_the_order_given() -> None:
+    model = tiny_model("llama")
+    ids, mask, loss = padded_rows()
+    seen: dict[int, torch.Tensor] = {}
+    handles = [
+        layer.register_forward_hook(lambda _m, _a, out, i=i: seen.update({i: out}))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    batch = HFEagle3TargetModel(model, [7, 0, 5]).generate_batch(ids, mask, loss)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(batch.aux_hidden_states, torch.cat([seen[7], seen[0], seen[5]], dim=-1))
+    normed = whole_forward(model, ids, mask).hidden_states[8]
+    assert not torch.allclose(batch.aux_hidden_states[..., :32], normed)
+
+
+def test_scale_and_cap_are_learned_from_the_model() -> None:
+    heads = {name: HFEagle3TargetModel(tiny_model(name)).info().head for name in ARCHITECTURES}
+    assert heads["cohere"].scale == 0.0625
+    assert heads["granite"].divisor == 13.0
+    assert heads["gemma2"].softcap == 3.0
+    plain = set(ARCHITECTURES) - {"cohere", "granite", "gemma2"}
+    for name in plain:
+        assert (heads[name].scale, heads[name].divisor, heads[name].softcap) == (1.0, 1.0, None)
+
+
+def test_hidden_supervision_never_runs_the_head() -> None:
+    model = tiny_model("llama")
+    target = HFEagle3TargetModel(model, supervision="hidden")
+    model.lm_head.weight.data.fill_(float("nan"))
+    batch = target.generate_batch(*padded_rows())
+    assert all(bool(t.isfinite().all()) for _, t in batch.tensors())
+
+
+def test_probs_run_the_head_on_supervised_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HFEagle3TargetModel(tiny_model("llama"), supervision="probs")
+    target.set_vocab_mapping(*draft_vocabulary(target.model))
+    rows_seen: list[int] = []
+    plain = type(target.info().head).logits
+
+    def counting(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        rows_seen.append(len(hidden))
+        return plain(self, hidden)
+
+    monkeypatch.setattr(type(target.info().head), "logits", counting)
+    batch = target.generate_batch(*padded_rows())
+    assert sum(rows_seen) == int(batch.loss_mask.sum())
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_nothing_leaks() -> None:
+    model = tiny_model("llama")
+    before = hooks_of(model), set(model.lm_head.__dict__)
+    target = HFEagle3TargetModel(model, supervision="hidden")
+    batch = target.generate_batch(*padded_rows())
+    held = weakref.ref(batch.aux_hidden_states)
+    del batch
+    gc.collect()
+    assert held() is None, "the target keeps its last batch alive"
+    tensors = _live_tensors()
+    for _ in range(5):
+        target.generate_batch(*padded_rows())
+    assert _live_tensors() == tensors
+    assert (hooks_of(model), set(model.lm_head.__dict__)) == before
+    model_ref = weakref.ref(model)
+    target.close()
+    del model
+    gc.collect()
+    assert model_ref() is None, "a closed target keeps its model alive"
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_hooks_are_removed_when_the_forward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    target = HFEagle3TargetModel(model, supervision="hidden")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("out of memory in layer 5")
+
+    monkeypatch.setattr(model.model.layers[5].mlp, "forward", fail)
+    with pytest.raises(MemoryError):
+        target.generate_batch(*padded_rows())
+    assert hooks_of(model) == 0
+    assert "forward" not in model.lm_head.__dict__
+
+
+def test_model_is_frozen_and_in_eval_mode_even_if_somebody_changes_it() -> None:
+    model = tiny_model("llama")
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    target = HFEagle3TargetModel(model.train())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    first = target.generate_batch(*padded_rows())
+    model.train()
+    assert torch.equal(target.generate_batch(*padded_rows()).logits, first.logits)
+
+
+def test_cp_mesh_of_size_one_is_plain_and_larger_is_refused() -> None:
+    model = tiny_model("llama")
+    assert HFEagle3TargetModel(model)._cp_size == 1
+    assert HFEagle3TargetModel(model, cp_mesh=SimpleNamespace(size=lambda: 1))._cp_size == 1
+    with pytest.raises(ValueError, match="cp_mesh of size 2"):
+        HFEagle3TargetModel(model, cp_mesh=SimpleNamespace(size=lambda: 2))
+
+
+@dataclass
+class LayerOutput:
+    attention: None
+    hidden_states: torch.Tensor
+
+
+WRAPPERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: (x, None),
+    "list": lambda x: [x],
+    "mapping": lambda x: {"weights": None, "hidden_states": x},
+    "dataclass": lambda x: LayerOutput(None, x),
+}
+
+
+class HandMade(nn.Module):
+    """A causal LM that no library knows: layers under `path`, outputs wrapped in any way."""
+
+    def __init__(self, path: str, container: str, wrap: str) -> None:
+        super().__init__()
+        self.wrap = WRAPPERS[wrap]
+        layers = [nn.Linear(6, 6) for _ in range(8)]
+        for layer in layers:
+            layer.register_forward_hook(lambda _m, _a, out: self.wrap(out))
+        if container == "list":
+            held: nn.Module = nn.ModuleList(layers)
+        else:
+            # keyed by str(i), and not in the order of i
+            held = nn.ModuleDict({str(i): layers[i] for i in (3, 0, 7, 1, 2, 6, 5, 4)})
+        parent: nn.Module = self
+        *parents, last = path.split(".")
+        for name in parents:
+            setattr(parent, name, nn.Module())
+            parent = getattr(parent, name)
+        setattr(parent, last, held)
+        self.ordered = layers
+        self.embed, self.lm_head = nn.Embedding(97, 6), nn.Linear(6, 97)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        states = self.embed(input_ids)
+        for layer in self.ordered:
+            output = layer(states)
+            if isinstance(output, torch.Tensor):
+                states = output
+            elif isinstance(output, tuple | list):
+                states = output[0]
+            else:
+                states = (
+                    output["hidden_states"] if isinstance(output, dict) else output.hidden_states
+                )
+        return SimpleNamespace(logits=self.lm_head(states))
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model.layers",
+        "model.language_model.layers",
+        "language_model.layers",
+        "layers",
+        "transformer.h",
+    ],
+)
+def test_layers_are_found_wherever_they_live(path: str, container: str) -> None:
+    torch.manual_seed(0)
+    model = HandMade(path, container, "tuple")
+    target = HFEagle3TargetModel(model)
+    assert target._get_transformer_layers() == model.ordered
+    assert target.aux_layer_ids == [1, 3, 4]
+
+
+@pytest.mark.parametrize("wrap", sorted(WRAPPERS))
+@pytest.mark.parametrize("supervision", ["logits", "hidden"])
+def test_layer_outputs_of_any_kind(wrap: str, supervision: Any) -> None:
+    torch.manual_seed(0)
+    model = HandMade("model.layers", "dict", wrap)
+    target = HFEagle3TargetModel(model, [4, 0, 2], supervision=supervision)
+    ids, mask, loss = padded_rows()
+    batch = target.generate_batch(ids, mask, loss)
+    states, seen = model.embed(ids), []
+    for layer in model.ordered:
+        states = nn.functional.linear(states, layer.weight, layer.bias)
+        seen.append(states)
+    torch.testing.assert_close(
+        batch.aux_hidden_states, torch.cat([seen[4], seen[0], seen[2]], dim=-1)
+    )
+    logits = batch.logits
+    if supervision == "hidden":
+        logits = batch.with_logits(target.info().head).logits
+    torch.testing.assert_close(logits, shifted(model.lm_head(states)))
+
+
+def test_a_layer_that_never_runs_is_reported() -> None:
+    model = HandMade("model.layers", "list", "tensor")
+    model.ordered = model.ordered[:3]
+    with pytest.raises(RuntimeError, match=r"\[3, 4\]"):
+        HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    target = HFEagle3TargetModel(tiny_model("llama"))
+    with pytest.raises(RuntimeError, match=r"\[4\]"):
+        target._check_captured({1: torch.zeros(1), 3: torch.zeros(1)})
+
+
+class OddHead(HandMade):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        logits = super().forward(input_ids, attention_mask).logits
+        return SimpleNamespace(logits=torch.relu(logits))
+
+
+def test_a_head_that_cannot_be_represented_is_refused_at_once() -> None:
+    model = OddHead("model.layers", "list", "tensor")
+    HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    with pytest.raises(fledge.BadInput, match="use supervision 'logits'"):
+        HFEagle3TargetModel(model, supervision="hidden")
+    headless = HandMade("model.layers", "list", "tensor")
+    headless.lm_head = None
+    with pytest.raises(fledge.BadInput, match="no output head"):
+        HFEagle3TargetModel(headless, supervision="hidden")
+
+
+def test_unknown_supervision_names_the_nearest() -> None:
+    with pytest.raises(fledge.BadInput, match="did you mean 'hidden'"):
+        HFEagle3TargetModel(tiny_model("llama"), supervision="hiden")  # type: ignore[arg-type]
+
+
+def test_shift_keeps_shape_and_dtype() -> None:
+    assert _shift_left_with_zero(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, 0]]
+    assert _shift_left_with_zero(torch.tensor([[True, True]])).tolist() == [[True, False]]
+    assert _shift_left_with_zero(torch.ones(2, 1, 3)).tolist() == [[[0.0] * 3]] * 2
+    states = torch.randn(2, 4, 3, dtype=torch.bfloat16)
+    assert torch.equal(_shift_left_with_zero(states)[:, :-1], states[:, 1:])

@@ -1,0 +1,40 @@
+"""Every check of the contract over every in-process backend, in every encoding."""
+
+from functools import cache
+from typing import Any, get_args
+
+import pytest
+from contract import CHECKS, Case
+from tiny_models import tiny_model
+
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.batch import Supervision
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.runner import RunnerEagle3TargetModel
+from fledge.target.testing import HFTargetRunner
+
+
+def _hf(supervision: Supervision) -> Eagle3TargetBackend:
+    return HFEagle3TargetModel(_model(), supervision=supervision)
+
+
+def _runner(supervision: Supervision) -> Eagle3TargetBackend:
+    return RunnerEagle3TargetModel(HFTargetRunner(_model()), supervision=supervision)
+
+
+@cache
+def _model() -> Any:
+    return tiny_model("llama")
+
+
+CASES = [
+    Case(f"{name}-{supervision}", _model(), make, supervision)
+    for name, make in {"hf": _hf, "runner": _runner}.items()
+    for supervision in get_args(Supervision)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(check: Any, case: Case) -> None:
+    check(case)

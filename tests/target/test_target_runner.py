@@ -1,0 +1,150 @@
+"""The runner seam: any engine behind four methods equals the co-located target, bit for bit."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from contract import draft_vocabulary, packed_rows, padded_rows, some_documents
+from tiny_models import ARCHITECTURES, tiny_model
+
+import fledge
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.runner import RunnerEagle3TargetModel, TargetRunner
+from fledge.target.testing import HFTargetRunner
+
+# transformers' base model is in front of MiniCPM3's scaling, which its head's input is behind
+BASE_MODEL_IS_ALL = [name for name in ARCHITECTURES if name != "minicpm3"]
+
+# A runner is given the mask of a group and this one uses it, the co-located target does not. The
+# states of padding then differ, are routed to other experts, and change the sizes of the grouped
+# matrix products: equal up to their rounding.
+EXPERTS = ("gpt-oss", "qwen3-moe")
+
+
+def assert_same(ours: fledge.Eagle3TargetBatch, theirs: fledge.Eagle3TargetBatch) -> None:
+    ours_by_name, theirs_by_name = dict(ours.tensors()), dict(theirs.tensors())
+    assert ours_by_name.keys() == theirs_by_name.keys()
+    for name, tensor in ours_by_name.items():
+        assert torch.equal(tensor, theirs_by_name[name]), name
+
+
+@pytest.mark.parametrize("architecture", BASE_MODEL_IS_ALL)
+@pytest.mark.parametrize("supervision", ["logits", "probs", "hidden"])
+def test_runner_equals_hf_bitwise(architecture: str, supervision: Any) -> None:
+    model = tiny_model(architecture)
+    local = HFEagle3TargetModel(model, supervision=supervision)
+    through = RunnerEagle3TargetModel(HFTargetRunner(model), supervision=supervision)
+    for backend in (local, through):
+        backend.set_vocab_mapping(*draft_vocabulary(model))
+    assert_same(through.generate_batch(*padded_rows()), local.generate_batch(*padded_rows()))
+    packed = packed_rows(some_documents(), 14)
+    ours, theirs = through.generate_batch(*packed), local.generate_batch(*packed)
+    if architecture in EXPERTS:
+        torch.testing.assert_close(ours.aux_hidden_states, theirs.aux_hidden_states)
+    else:
+        assert_same(ours, theirs)
+
+
+class SeedRunner:
+    """Exactly the seed's surface: no hidden states, no head, no close."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.aux_layers: list[int] = []
+        self.masks: list[torch.Tensor] = []
+
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        self.aux_layers = aux_layer_ids
+
+    def forward_eagle3(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.masks.append(attention_mask)
+        output = self.model(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        states = [output.hidden_states[i + 1] for i in self.aux_layers]
+        return output.logits, torch.cat(states, dim=-1)
+
+    def input_embedding_weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+
+def test_a_runner_with_the_seeds_surface_is_enough() -> None:
+    model = tiny_model("qwen3")
+    runner = SeedRunner(model)
+    assert isinstance(runner, TargetRunner)
+    target = fledge.RunnerEagle3TargetModel(runner, [4, 0, 2])
+    assert runner.aux_layers == target.aux_layer_ids == [4, 0, 2]
+    local = HFEagle3TargetModel(model, [4, 0, 2])
+    assert_same(target.generate_batch(*padded_rows()), local.generate_batch(*padded_rows()))
+    assert torch.equal(target.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    with pytest.raises(fledge.BadInput, match="does not show its output head"):
+        target.info()
+    target.close()
+    target.close()
+
+
+def test_probs_come_from_logits_when_the_runner_has_nothing_else() -> None:
+    model = tiny_model("gemma2")
+    target = RunnerEagle3TargetModel(SeedRunner(model), supervision="probs")
+    target.set_vocab_mapping(*draft_vocabulary(model))
+    expected = HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    assert_same(
+        target.generate_batch(*padded_rows()),
+        expected.with_probs(None, *draft_vocabulary(model)),
+    )
+
+
+def test_hidden_supervision_needs_a_runner_that_can() -> None:
+    with pytest.raises(fledge.BadInput, match="forward_eagle3_hidden"):
+        RunnerEagle3TargetModel(SeedRunner(tiny_model("llama")), supervision="hidden")
+
+
+def test_aux_ids_are_checked_before_the_runner_hears_of_them() -> None:
+    runner = SeedRunner(tiny_model("llama"))
+    for ids in ([1, 2], [1, 1, 2], [1, 2, 99]):
+        with pytest.raises(ValueError, match="aux_layer_ids"):
+            RunnerEagle3TargetModel(runner, ids)
+    assert runner.aux_layers == []
+    runner.model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=5))
+    with pytest.raises(ValueError, match="too shallow"):
+        RunnerEagle3TargetModel(runner)
+
+
+def test_an_engine_that_drops_a_layer_is_noticed() -> None:
+    class Forgetful(SeedRunner):
+        def forward_eagle3(self, *rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            logits, aux = super().forward_eagle3(*rows)
+            return logits, aux[..., :64]
+
+    with pytest.raises(RuntimeError, match=r"64 wide.*32 are 96"):
+        RunnerEagle3TargetModel(Forgetful(tiny_model("llama"))).generate_batch(*padded_rows())
+
+
+def test_packed_documents_reach_the_engine_with_their_lengths() -> None:
+    runner = SeedRunner(tiny_model("llama"))
+    target = RunnerEagle3TargetModel(runner)
+    target.overhead_tokens = 0
+    target.generate_batch(*packed_rows(some_documents(), 14))
+    lengths = sorted(n for mask in runner.masks for n in mask.sum(1).tolist())
+    assert lengths == [1, 2, 3, 4, 5, 6, 12]
+
+
+def test_close_releases_the_runner() -> None:
+    runner = HFTargetRunner(tiny_model("llama"))
+    target = RunnerEagle3TargetModel(runner)
+    target.close()
+    assert runner.closed
+    assert not hasattr(target, "runner")
+
+
+def test_importing_the_seam_imports_no_engine() -> None:
+    code = (
+        "import sys, fledge.target.runner, fledge.target.hf; "
+        "bad = {'sglang', 'vllm', 'pydantic', 'datasets', 'gguf', 'fastapi'} & set(sys.modules); "
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,257 @@
+"""Fingerprints notice any change, dtype reports tell what answered, and quantised targets load."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import padded_rows
+from safetensors.torch import load_file, save_file
+from tiny_models import ARCHITECTURES, tiny_model
+
+import fledge
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.weights import (
+    describe_weights,
+    dtype_shares,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
+
+
+def test_every_single_weight_counts() -> None:
+    model = tiny_model("llama")
+    before = weights_fingerprint(model)
+    assert weights_fingerprint(tiny_model("llama")) == before
+    assert weights_fingerprint(tiny_model("llama", seed=1)) != before
+    for parameter in model.parameters():
+        flat = parameter.data.view(-1)
+        first, last = flat[0].item(), flat[-1].item()
+        flat[-1] = last + 1
+        assert weights_fingerprint(model) != before
+        flat[0], flat[-1] = last, first  # a permutation keeps plain sums
+        assert weights_fingerprint(model) != before
+        flat[0], flat[-1] = first, last
+    assert weights_fingerprint(model) == before
+    assert weights_fingerprint(model.bfloat16()) != before
+
+
+def test_rows_and_columns_of_a_large_matrix_count() -> None:
+    layer = torch.nn.Linear(4096, 5, bias=False)
+    before = weights_fingerprint(layer)
+    with torch.no_grad():
+        layer.weight[[0, 1]] = layer.weight[[1, 0]]
+        swapped_rows = weights_fingerprint(layer)
+        layer.weight[[0, 1]] = layer.weight[[1, 0]]
+        layer.weight[:, [7, 9]] = layer.weight[:, [9, 7]]
+    assert len({before, swapped_rows, weights_fingerprint(layer)}) == 3
+
+
+def test_weights_without_data_are_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        weights_fingerprint(torch.nn.Linear(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float64])
+def test_odd_sizes_and_all_dtypes_have_fingerprints(dtype: torch.dtype) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("odd", torch.arange(7).to(dtype))
+    assert len(weights_fingerprint(module)) == 16
+
+
+def test_dtype_report() -> None:
+    model = tiny_model("llama")
+    assert describe_weights(model) == "float32 100.0%"
+    model.model.embed_tokens.bfloat16()
+    model.lm_head.bfloat16()
+    shares = dtype_shares(model)
+    assert list(shares) == ["float32", "bfloat16"]
+    assert sum(shares.values()) == pytest.approx(1.0)
+    total = sum(p.nbytes for p in model.parameters())
+    assert shares["bfloat16"] == pytest.approx(2 * 97 * 32 * 2 / total)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    assert describe_weights(model, stored_as="fp8").endswith("4.8% (dequantised from fp8)")
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(up.weight.to(torch.float8_e4m3fn), False)
+    assert describe_weights(model, stored_as="fp8").endswith("float8_e4m3fn 0.6% (fp8)")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_targets_answer_in_their_own_dtype(dtype: torch.dtype) -> None:
+    for name in ARCHITECTURES:
+        model = tiny_model(name, dtype=dtype)
+        target = HFEagle3TargetModel(model, supervision="hidden")
+        batch = target.generate_batch(*padded_rows())
+        assert batch.aux_hidden_states.dtype == batch.last_hidden_states.dtype == dtype
+        assert target.info().dtype == dtype
+        logits = HFEagle3TargetModel(model).generate_batch(*padded_rows()).logits
+        again = batch.with_logits(target.info().head).logits
+        torch.testing.assert_close(again, logits, rtol=2e-2, atol=2e-2)
+
+
+def saved(model: Any, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-conditional", "gpt2"])
+def test_from_pretrained_reads_what_was_saved(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    target = HFEagle3TargetModel.from_pretrained(saved(model, tmp_path), device="cpu")
+    assert target.supervision == "hidden"
+    assert target.info().tokenizer_fingerprint is None
+    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*padded_rows())
+    batch = target.generate_batch(*padded_rows())
+    assert torch.equal(batch.last_hidden_states, expected.last_hidden_states)
+    assert torch.equal(batch.aux_hidden_states, expected.aux_hidden_states)
+
+
+def test_from_pretrained_keeps_the_stored_dtype_unless_told(tmp_path: Path) -> None:
+    saved(tiny_model("llama", dtype=torch.bfloat16), tmp_path)
+    assert (
+        HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu").info().dtype == torch.bfloat16
+    )
+    wide = HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu", dtype=torch.float32)
+    assert wide.info().weight_dtypes == "float32 100.0%"
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(fledge.BadInput):
+        HFEagle3TargetModel.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(fledge.BadInput, match="could not be loaded") as caught:
+        HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def save_as_fp8(model: Any, directory: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint in block-wise fp8 as it is served; returns the weights it stands for."""
+    stored: dict[str, torch.Tensor] = {}
+    meant: dict[str, torch.Tensor] = {}
+    for name, weight in saved_tensors(model, directory).items():
+        stored[name] = meant[name] = weight
+        if name.endswith("proj.weight"):
+            blocks = weight.unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            eighth = (blocks / scale).to(torch.float8_e4m3fn)
+            stored[name] = eighth.flatten(2, 3).flatten(0, 1)
+            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+            meant[name] = (eighth.float() * scale).flatten(2, 3).flatten(0, 1)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+def saved_tensors(model: Any, directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(saved(model, directory) / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU fp8 weights stay fp8")
+def test_an_fp8_checkpoint_answers_with_its_own_weights(tmp_path: Path) -> None:
+    """Without a GPU transformers dequantises: the weights are those stored; the report says so."""
+    model = tiny_model("llama")
+    meant = save_as_fp8(model, tmp_path)
+    target = HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu")
+    assert target.info().weight_dtypes == "float32 100.0% (dequantised from fp8)"
+    full = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*padded_rows())
+    model.load_state_dict(meant)
+    same = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*padded_rows())
+    batch = target.generate_batch(*padded_rows())
+    torch.testing.assert_close(batch.last_hidden_states, same.last_hidden_states)
+    assert not torch.allclose(batch.last_hidden_states, full.last_hidden_states, atol=1e-2)
+
+
+def quantisation_of(library: str) -> Any:
+    """A transformers quantisation config that runs on a CPU, where the library is installed."""
+    import transformers
+
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    if library == "bitsandbytes":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_a_target_quantised_on_load(library: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    target = HFEagle3TargetModel.from_pretrained(
+        saved(model, tmp_path), device="cpu", quantization_config=quantisation_of(library)
+    )
+    assert target.info().weight_dtypes.startswith("int8 6")
+    assert target.info().weight_dtypes.endswith(f"({library})")
+    logits = HFEagle3TargetModel(target.model).generate_batch(*padded_rows()).logits
+    again = target.generate_batch(*padded_rows()).with_logits(target.info().head).logits
+    torch.testing.assert_close(again, logits)
+    full = HFEagle3TargetModel(model).generate_batch(*padded_rows()).logits
+    assert 1e-3 < float((again - full).abs().max()) < 3.0, "not the quantised weights, or garbage"
+
+
+def test_a_quantisation_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
+    import transformers
+
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is installed")
+    with pytest.raises(fledge.BadInput, match="bitsandbytes") as caught:
+        HFEagle3TargetModel.from_pretrained(
+            saved(tiny_model("llama"), tmp_path),
+            device="cpu",
+            quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True),
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_a_quantised_subclass_is_reported_by_what_it_stores() -> None:
+    layer = torch.nn.Linear(8, 8, bias=False)
+    layer.weight = torch.nn.Parameter(Packed(torch.arange(64, dtype=torch.int8).view(8, 8)), False)
+    assert dtype_shares(layer) == {"int8": 64 / 96, "float32": 32 / 96}
+    before = weights_fingerprint(layer)
+    layer.weight.codes[0, 0] += 1
+    assert weights_fingerprint(layer) != before
+
+
+class Packed(torch.Tensor):
+    """int8 codes with a scale per row, which says that it is float32: as torchao does it."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> "Packed":
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scales = codes, torch.ones(len(codes))
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(str(func))
+
+
+def test_tokenizer_fingerprint_sees_vocabulary_and_template() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    def tokenizer(words: str, template: str) -> Any:
+        vocabulary = {word: i for i, word in enumerate(words.split())}
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+        )
+        made.chat_template = template
+        return made
+
+    prints = [
+        tokenizer_fingerprint(tokenizer(words, template))
+        for words, template in [("a b", "x"), ("b a", "x"), ("a b c", "x"), ("a b", "y")]
+    ]
+    assert len(set(prints)) == 4
+    assert tokenizer_fingerprint(tokenizer("a b", "x")) == prints[0]
+    target = HFEagle3TargetModel(tiny_model("llama"), tokenizer=tokenizer("a b", "x"))
+    assert target.info().tokenizer_fingerprint == prints[0]
