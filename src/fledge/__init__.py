@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _PUBLIC = {
     "BadInput": "fledge.errors",
+    "Eagle3TrainerModule": "fledge.objective.eagle3",
+    "LlamaEagle3DraftModel": "fledge.draft.model",
+    "simulated_accept_length": "fledge.objective.eagle3",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
