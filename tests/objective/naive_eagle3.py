@@ -18,11 +18,11 @@ V, W, D, E = 31, 17, 10, 12
 
 def make_draft(*, dtype=torch.float64, seed=0, spread=0.3, **changes):
     torch.manual_seed(seed)
-    settings = dict(
-        vocab_size=V, hidden_size=E, intermediate_size=20, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=64,
-        draft_vocab_size=W, target_hidden_size=D,
-    )  # fmt: skip
+    settings = {
+        "vocab_size": V, "hidden_size": E, "intermediate_size": 20, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+        "max_position_embeddings": 64, "draft_vocab_size": W, "target_hidden_size": D,
+    }  # fmt: skip
     draft = LlamaEagle3DraftModel(LlamaConfig(**(settings | changes))).to(dtype)
     with torch.no_grad():
         for parameter in draft.parameters():  # norms too, so that a forgotten one shows
@@ -155,7 +155,7 @@ class Naive:
 
 
 def naive_eagle3(draft, batch, *, ids, mask, steps, depth_loss, decay=0.8):
-    """`batch` in the logits encoding, padded. `depth_loss(logits, probs, charged)` scores a depth."""
+    """`batch`: logits encoding, padded. `depth_loss(logits, probs, charged)` scores a depth."""
     c = draft.config
     p = dict(draft.named_parameters())
     tokens, loss_mask = batch["input_ids"], batch["loss_mask"].bool()

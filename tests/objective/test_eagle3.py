@@ -142,7 +142,7 @@ def test_packed_equals_padded(layers, kind):
 
 
 def test_packed_equals_padded_when_everything_is_supervised():
-    """The shift pulls the next document's first token into the last slot: it must not be charged."""
+    """The shift pulls the next document's first token into the last slot: never charged."""
     module = make_module()
     documents = make_documents(LENGTHS, supervised=1.1)
     padded = run(module, padded_batch(documents))
@@ -239,7 +239,7 @@ def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
 def test_a_target_outside_the_vocabulary_is_a_rejection():
     """All probability on a token the draft cannot say: uncharged, valid, never a hit."""
     module = make_module()
-    ids, mask = vocabulary()
+    _, mask = vocabulary()
     batch = with_logits(padded_batch(make_documents([8], supervised=1.1)), make_head())
     outside = int((~mask).nonzero()[0])
     batch["target_logits"][..., outside] = 1e6

@@ -27,20 +27,26 @@ _ROPE_KEYS = {
 def derive_draft_config(
     target_config: Any,
     *,
+    architecture: str | None = None,
     draft_vocab_size: int | None = None,
     num_hidden_layers: int = 1,
     intermediate_size: int | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
 ) -> LlamaConfig:
-    """The config of a draft that fits this target: same width, heads, norm and rotary positions."""
-    text = _text_config(target_config)
-    name = (getattr(target_config, "architectures", None) or [type(target_config).__name__])[0]
-    rope = _draft_rope(text, family_of(name), name)
+    """The config of a draft that fits this target: same width, heads, norm and rotary positions.
+
+    `architecture` is the target's class name, for when its config does not say (a model in memory).
+    """
+    text = getattr(target_config, "text_config", None) or target_config
+    named = architecture or (getattr(target_config, "architectures", None) or [None])[0]
+    name = named or type(target_config).__name__
+    rope = _draft_rope(text, family_of(named), name)
+    _check_fields(text, name)
     config = LlamaConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=intermediate_size or text.intermediate_size,
+        intermediate_size=intermediate_size or _or(text, "intermediate_size", 4 * text.hidden_size),
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=_or(text, "num_key_value_heads", text.num_attention_heads),
@@ -62,9 +68,15 @@ def derive_draft_config(
     return config
 
 
-def _text_config(config: Any) -> Any:
-    """The language model's part of a nested config."""
-    return getattr(config, "text_config", None) or config
+def _check_fields(text: Any, name: str) -> None:
+    needed = ["vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"]
+    missing = [field for field in needed if getattr(text, field, None) is None]
+    if missing:
+        raise BadInput(
+            f"no draft can be derived: its config lacks {', '.join(missing)}",
+            where=name,
+            fix="give the draft's config by hand",
+        )
 
 
 def _or(config: Any, name: str, absent: Any) -> Any:
