@@ -9,7 +9,7 @@ from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel
 from fledge.objective import supervision
 from fledge.target.head import TargetHead
 
-T, V, W, D, STEPS = 1100, 1000, 600, 8, 3
+T, V, W, D, STEPS = 1100, 500, 300, 8, 3
 CHUNK = 40
 
 
@@ -57,11 +57,10 @@ def watched_step(monkeypatch, **options):
 
 def test_nothing_quadratic_and_nothing_as_wide_as_a_vocabulary(monkeypatch):
     shapes = watched_step(monkeypatch)
-    assert not [s for s in shapes if sum(n >= T // 2 for n in s) >= 2 and not {V, W} & set(s)]
-    wide = {s for s in shapes if len(s) == 2 and s[1] in (V, W)}
-    assert {rows for rows, _ in wide} <= set(range(CHUNK + 1)) | {1}
-    assert (CHUNK, V) in wide  # the watch does see the chunks
-    assert (CHUNK, W) in wide
+    long = [s for s in shapes if max(s, default=0) >= T // 2]
+    assert not [s for s in long if sum(n >= T // 2 for n in s) >= 2]
+    assert not [s for s in long if {V, W} & set(s)]
+    assert {(CHUNK, V), (CHUNK, W), (T, 3 * D)} <= shapes  # the watch does see chunks and tokens
 
 
 def test_the_watch_sees_a_dense_attention(monkeypatch):

@@ -263,9 +263,10 @@ class _Step:
         keys = rotate(keys, self.cos_TC, self.sin_TC)
         cos, sin = self.cos_TC, self.sin_TC
         if rows is not self.plan.every:
-            state_TE, normed_TE = state_TE[rows.slot_N], normed_TE[rows.slot_N]
-            cos, sin = cos[rows.slot_N], sin[rows.slot_N]
-            token_T = None if token_T is None else token_T[:, : layer.q_size][rows.slot_N]
+            state_TE, normed_TE = (x.index_select(0, rows.slot_N) for x in (state_TE, normed_TE))
+            cos, sin = (x.index_select(0, rows.slot_N) for x in (cos, sin))
+            if token_T is not None:
+                token_T = token_T[:, : layer.q_size].index_select(0, rows.slot_N)
         q = layer.project(normed_TE, token_T, slice(0, layer.q_size))
         q = rotate(self._heads(q), cos, sin)
         out = rollout_attention(q, keys, values, rows, kind=self.kind)
@@ -284,7 +285,7 @@ class _Step:
         qkv = layer.project(layer.normed(state_NE), token_N, slice(None))
         q, kv = qkv.tensor_split([layer.q_size], dim=1)
         keys, values = self._heads(kv).chunk(2, dim=1)
-        cos, sin = self.cos_TC[slot_N], self.sin_TC[slot_N]
+        cos, sin = (x.index_select(0, slot_N) for x in (self.cos_TC, self.sin_TC))
         q = rotate(self._heads(q), cos, sin)
         keys = rotate(keys, cos, sin)
         chain = (*before, (keys, values))

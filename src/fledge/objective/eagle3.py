@@ -103,8 +103,10 @@ class Eagle3TrainerModule(nn.Module):
         self.spec = LossSpec(lk_loss_type or loss, lk_kl_scale, lk_kl_decay)  # type: ignore[arg-type]
         draft_model.set_vocab_mapping(selected_token_ids, selected_token_mask)
         self.draft_model = draft_model
-        self.register_buffer("selected_token_ids", selected_token_ids, persistent=False)
-        self.register_buffer("selected_token_mask", selected_token_mask.bool(), persistent=False)
+        device = draft_model.lm_head.weight.device
+        ids_W, member_V = selected_token_ids.to(device), selected_token_mask.bool().to(device)
+        self.register_buffer("selected_token_ids", ids_W, persistent=False)
+        self.register_buffer("selected_token_mask", member_V, persistent=False)
         self.ttt_steps = ttt_steps
         self.step_decay = step_decay
         self.compute_dtype, self.attention, self.compact = compute_dtype, attention, compact

@@ -88,15 +88,15 @@ class _HeadLoss(torch.autograd.Function):
         row_loss_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
         correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
         ce_weight_N = _ce_weights(hidden_EE, head, task)
-        for part, element_C, probs_CW in _chunks(task, wide):
+        for part, element_C, probs_CW, top_C in _chunks(task, wide):
             x_CE = hidden_EE.index_select(0, element_C)
             logits_CW = F.linear(x_CE, head).to(wide)
-            correct_N[part] = logits_CW.argmax(-1) == probs_CW.argmax(-1)
+            correct_N[part] = logits_CW.argmax(-1) == top_C
             ce_weight = None if ce_weight_N is None else ce_weight_N[part]
             row_loss_N[part], dlogits_CW = _rows(logits_CW, probs_CW, task.spec, ce_weight)
-            dlogits_CW = (dlogits_CW * task.coefficient_N[part, None]).to(task.compute_dtype)
+            dlogits_CW = dlogits_CW.mul_(task.coefficient_N[part, None]).to(task.compute_dtype)
             if dhidden_EE is not None:
-                dhidden_EE[element_C] = dlogits_CW @ head
+                dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
             if dhead_WE is not None:
                 dhead_WE += dlogits_CW.t() @ x_CE
         loss = (row_loss_N * task.coefficient_N).sum()
@@ -115,16 +115,20 @@ class _HeadLoss(torch.autograd.Function):
         )
 
 
-def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(which elements, their rows among the states, their target probabilities) chunk by chunk."""
+def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Chunk by chunk: which elements, their rows among the states, target's probabilities and top.
+
+    A slot that two chunks share is derived in both; all depths of it in one chunk share one.
+    """
     elements = task.elements
     for begin in range(0, len(elements), task.chunk_rows):
         part = slice(begin, min(begin + task.chunk_rows, len(elements)))
         first = int(elements.target_host[part.start])
         last = int(elements.target_host[part.stop - 1])
         slots_MW = task.supervision.probs(first, last + 1).to(wide)
-        probs_CW = slots_MW.index_select(0, elements.target_N[part] - first)
-        yield part, elements.element_N[part], probs_CW
+        slot_C = elements.target_N[part] - first
+        top_C = slots_MW.argmax(-1)[slot_C]
+        yield part, elements.element_N[part], slots_MW.index_select(0, slot_C), top_C
 
 
 def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
@@ -137,7 +141,7 @@ def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
         return None
     wide = torch.promote_types(hidden_EE.dtype, torch.float32)
     alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
-    for part, element_C, probs_CW in _chunks(task, wide):
+    for part, element_C, probs_CW, _ in _chunks(task, wide):
         logits_CW = F.linear(hidden_EE.index_select(0, element_C), head).to(wide)
         alpha_N[part] = torch.minimum(probs_CW, torch.softmax(logits_CW, dim=-1)).sum(-1)
     depth_N = task.elements.depth_N
@@ -149,25 +153,25 @@ def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
 def _rows(
     logits_CW: Tensor, probs_CW: Tensor, spec: LossSpec, ce_weight_C: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Row losses [C] and their gradients with respect to the logits [C, W]."""
+    """Row losses [C] and their gradients with respect to the logits [C, W], which are used up."""
     if spec.kind == "hard":
         probs_CW = F.one_hot(probs_CW.argmax(-1), probs_CW.shape[-1]).to(probs_CW.dtype)
     lse_C1 = torch.logsumexp(logits_CW, dim=-1, keepdim=True)
-    q_CW = (logits_CW - lse_C1).exp()
+    mass_C = probs_CW.sum(-1)  # 1 up to how the probabilities were stored
+    loss_C = lse_C1.squeeze(-1) * mass_C - (probs_CW * logits_CW).sum(-1)
+    q_CW = logits_CW.sub_(lse_C1).exp_()
     if spec.kind == "alpha":
         alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
         safe_C = torch.where(alpha_C > 0, alpha_C, 1.0)
         return -safe_C.log(), dalpha_CW * torch.where(alpha_C > 0, -1 / safe_C, 0.0)[:, None]
-    mass_C = probs_CW.sum(-1)  # 1 up to how the probabilities were stored
-    loss_C = lse_C1.squeeze(-1) * mass_C - (probs_CW * logits_CW).sum(-1)
-    dlogits_CW = q_CW * mass_C[:, None] - probs_CW
-    if spec.kind == "kl":
-        loss_C = loss_C + torch.xlogy(probs_CW, probs_CW).sum(-1)
     if ce_weight_C is not None:
         alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
         loss_C = ce_weight_C * loss_C + (1 - ce_weight_C) * (1 - alpha_C)
-        dlogits_CW = torch.lerp(-dalpha_CW, dlogits_CW, ce_weight_C[:, None])
-    return loss_C, dlogits_CW
+        dce_CW = q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
+        return loss_C, torch.lerp(-dalpha_CW, dce_CW, ce_weight_C[:, None])
+    if spec.kind == "kl":
+        loss_C = loss_C + torch.xlogy(probs_CW, probs_CW).sum(-1)
+    return loss_C, q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
 
 
 def _acceptance(q_CW: Tensor, probs_CW: Tensor) -> tuple[Tensor, Tensor]:
