@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge import BadInput, LlamaEagle3DraftModel
+from fledge.draft.layer import gated_mlp
 from fledge.draft.rotary import Rotary, rotate
 
 
@@ -129,6 +130,20 @@ def test_split_product_is_the_product_with_the_concatenation():
     for columns in (slice(None), slice(0, 24), slice(24, None)):
         mine = weights.project(weights.normed(state), token, columns)
         torch.testing.assert_close(mine, expected[:, columns], rtol=1e-12, atol=1e-12)
+
+
+def test_lean_mlp_is_the_plain_mlp():
+    mlp = make_draft().double().layers[0].mlp
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
+    weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    lean = gated_mlp(x, *weights)
+    plain = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    torch.testing.assert_close(lean, plain, rtol=1e-13, atol=1e-13)
+    grads = [torch.autograd.grad((y**2).sum(), [x, *weights]) for y in (lean, plain)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_project_hidden_states_norms_each_chunk():

@@ -226,6 +226,15 @@ def test_micro_batches_add_up_to_one_batch(kind):
     assert sum(o.step_prefix_hits for o in outs).tolist() == whole[0].step_prefix_hits.tolist()
 
 
+def test_a_plan_made_beforehand_is_the_same_plan():
+    module = make_module()
+    batch = packed_batch([make_documents(LENGTHS)], 40)
+    fields = ("loss_mask", "attention_mask", "position_ids", "seq_lens", "doc_remaining")
+    plan = module.plan(**{name: batch[name] for name in fields})
+    ahead = run(module, batch, prepared=module.prepare(**batch, plan=plan))
+    assert_same(run(module, batch), ahead, tolerance=0)
+
+
 def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
     module = make_module(make_draft(num_hidden_layers=2))
     for kind in LOSSES.values():

@@ -28,6 +28,8 @@ from fledge.rollout.attention import AttentionKind
 from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.target.head import TargetHead
 
+_PACKING = ("position_ids", "seq_lens", "doc_remaining")
+
 
 @dataclass(frozen=True)
 class Eagle3Output:
@@ -114,12 +116,36 @@ class Eagle3TrainerModule(nn.Module):
         self.target_head = target_head
         self._draft_head: TargetHead | None = None
 
+    def plan(
+        self,
+        loss_mask: Tensor,
+        attention_mask: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> RolloutPlan:
+        """Lay out a batch's rollout on the draft's device. Masks on the host spare the step its
+        one sync: plan while the target runs, and hand the plan to `prepare`."""
+        return plan_rollout(
+            loss_mask,
+            attention_mask,
+            num_depths=self.ttt_steps,
+            position_ids=position_ids,
+            seq_lens=seq_lens,
+            doc_remaining=doc_remaining,
+            compact=self.compact,
+            device=self.selected_token_ids.device,
+        )
+
     def prepare(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
         loss_mask: Tensor,
         aux_hidden_states: Tensor,
+        *,
+        plan: RolloutPlan | None = None,
         **rest: Tensor | None,
     ) -> PreparedBatch:
         """Plan a batch and count what it will be charged for: [K] of this count, summed over the
@@ -127,10 +153,8 @@ class Eagle3TrainerModule(nn.Module):
 
         Takes the same arguments as the call; hand the result over as `prepared`.
         """
-        packing = {name: rest.get(name) for name in ("position_ids", "seq_lens", "doc_remaining")}
-        plan = plan_rollout(
-            loss_mask, attention_mask, num_depths=self.ttt_steps, compact=self.compact, **packing
-        )
+        packing = {name: rest.pop(name, None) for name in _PACKING}
+        plan = plan or self.plan(loss_mask, attention_mask, **packing)
         covered_M = self._supervision(plan, **rest).coverage()
         charged_N = covered_M[plan.head.target_N]
         return PreparedBatch(plan, covered_M, self._per_depth(plan, charged_N))
@@ -242,7 +266,6 @@ class Eagle3TrainerModule(nn.Module):
         target_probs: Tensor | None = None,
         position_mask: Tensor | None = None,
         target_last_hidden_states: Tensor | None = None,
-        **_packing: Tensor | None,
     ) -> Supervision:
         given = [target_logits is not None, target_probs is not None]
         given.append(target_last_hidden_states is not None)

@@ -120,8 +120,11 @@ def plan_rollout(
     seq_lens: Tensor | None = None,
     doc_remaining: Tensor | None = None,
     compact: bool = True,
+    device: torch.device | None = None,
 ) -> RolloutPlan:
-    """Read the masks (the only host sync of a step) and lay out the rollout.
+    """Read the masks (the only host sync of a step) and lay out the rollout on `device`.
+
+    Masks that are still on the host cost no sync at all: plan before the target runs.
 
     With `compact=False` every real slot is a row as long as its input token exists: the wasteful
     layout that must give the same loss.
@@ -129,7 +132,7 @@ def plan_rollout(
     slots = _flatten(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
     supervised_SK = _supervised(slots, num_depths)
     last_S = _last_depth(slots, supervised_SK, compact=compact)
-    return _lay_out(slots, supervised_SK, last_S, device=loss_mask.device)
+    return _lay_out(slots, supervised_SK, last_S, device=device or loss_mask.device)
 
 
 def _flatten(
