@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from naive_eagle3 import (
     D,
     E,
@@ -139,6 +141,23 @@ def test_packed_equals_padded(layers, kind):
     assert_same(padded, run(module, packed_batch([documents], sum(LENGTHS))))
     assert_same(padded, run(module, packed_batch([[d] for d in documents], 15)))
     assert_same(padded, run(module, padded_batch(documents, width=40)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3),
+    pad=st.integers(0, 3),
+    supervised=st.sampled_from([0.2, 0.6, 1.1]),
+    seed=st.integers(0, 999),
+)
+def test_packed_equals_padded_for_any_documents(rows, pad, supervised, seed):
+    module = make_module(make_draft(num_hidden_layers=2), steps=3)
+    packs = [
+        make_documents(row, seed=seed + i, supervised=supervised) for i, row in enumerate(rows)
+    ]
+    width = max(sum(row) for row in rows) + pad
+    padded = padded_batch([document for pack in packs for document in pack])
+    assert_same(run(module, padded), run(module, packed_batch(packs, width)))
 
 
 def test_packed_equals_padded_when_everything_is_supervised():

@@ -122,6 +122,14 @@ def test_blocks_cover_every_row_and_every_key_it_sees(documents, num_depths, lim
             assert size == 1 or size * (block.key_end - block.key_start) <= scores_limit
 
 
+def test_blocks_end_with_documents_where_that_is_cheap():
+    documents = [[True] * 40 for _ in range(20)]
+    plan = plan_rollout(**packed(documents, 800), num_depths=1)
+    blocks = plan.depths[0].blocks
+    assert len(blocks) == 4  # 39 rows a document: six documents fit 256 rows
+    assert [block.key_end - block.key_start for block in blocks] == [6 * 39, 6 * 39, 6 * 39, 2 * 39]
+
+
 def test_padded_rows_are_documents_of_their_own():
     loss = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
     attention = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])

@@ -35,6 +35,8 @@ def config_json(config: Any, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if rope["rope_type"] != "default":
+        values["rope_scaling"] = rope  # where transformers 4 and the engines pinned to it look
     return values
 
 

@@ -248,7 +248,9 @@ class _Step:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self.checkpointing:
             return function(*args)
-        out: tuple[Tensor, Tensor, Tensor] = checkpoint(function, *args, use_reentrant=False)
+        out: tuple[Tensor, Tensor, Tensor] = checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=False
+        )
         return out
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -191,7 +191,6 @@ def _supervised(slots: _Slots, num_depths: int) -> Bools:
     supervised = np.zeros((size, num_depths), dtype=np.bool_)
     for k in range(min(num_depths, size)):
         supervised[: size - k, k] = slots.target[k:] & (k < slots.reach[: size - k])
-    supervised[~slots.real] = False
     return supervised
 
 
