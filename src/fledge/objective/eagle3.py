@@ -116,6 +116,11 @@ class Eagle3TrainerModule(nn.Module):
         self.target_head = target_head
         self._draft_head: TargetHead | None = None
 
+    @property
+    def depths(self) -> int:
+        """Depths of a rollout: the length of every per-depth count."""
+        return self.ttt_steps
+
     def plan(
         self,
         loss_mask: Tensor,
