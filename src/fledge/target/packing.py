@@ -132,13 +132,11 @@ def plan_groups(
 
 
 def group_documents(
-    documents: Documents, *, overhead_tokens: int, max_tokens: int, device: torch.device
+    documents: Documents, plan: Sequence[Sequence[int]], *, device: torch.device
 ) -> list[Group]:
-    """The plan as index tensors on `device`."""
+    """The plan (which documents go together) as index tensors on `device`."""
     groups = []
-    for members in plan_groups(
-        documents.lengths, overhead_tokens=overhead_tokens, max_tokens=max_tokens
-    ):
+    for members in plan:
         starts_N1 = torch.tensor([[documents.starts[i]] for i in members])
         lengths_N1 = torch.tensor([[documents.lengths[i]] for i in members])
         offsets_L = torch.arange(int(lengths_N1.max()))
