@@ -175,11 +175,25 @@ def main() -> None:
     plain_peak, capture_peak = peak_bytes(plain), peak_bytes(capture)
     row = packed_row(asked.packed_width)
     on_device = [tensor.to(device) for tensor in row]
-    packing = timed(
-        lambda: dense_forward(model, on_device[0], on_device[3]),
-        lambda: target.generate_batch(*row),
-        max(3, asked.repeats // 3),
-    )
+
+    def as_rows() -> Any:
+        target.try_one_row = False
+        return target.generate_batch(*row)
+
+    def in_one_row() -> Any:
+        target.try_one_row = True
+        kept, target.overhead_tokens = target.overhead_tokens, asked.packed_width
+        try:
+            return target.generate_batch(*row)
+        finally:
+            target.overhead_tokens = kept
+
+    def dense() -> Any:
+        return dense_forward(model, on_device[0], on_device[3])
+
+    few = max(3, asked.repeats // 3)
+    packing, single = timed(dense, as_rows, few), timed(dense, in_one_row, few)
+    assert target._one_row_is_exact(), "this target cannot run documents in one row"
     lengths = row[4][0].tolist()
     groups = plan_groups(
         lengths, overhead_tokens=target.overhead_tokens, max_tokens=asked.packed_width
@@ -212,15 +226,18 @@ def main() -> None:
         f"One packed row of {asked.packed_width} tokens, {len(lengths)} documents "
         f"({min(lengths)} .. {max(lengths)} tokens):",
         "",
-        "| | one forward, dense block-causal mask | documents as rows (ours) |",
-        "|---|--:|--:|",
-        f"| fastest ms | {1e3 * min(packing.first_s):.1f} | {1e3 * min(packing.second_s):.1f} |",
-        f"| forward passes | 1 | {len(groups)} |",
+        "| | dense block-causal mask | documents as rows | documents in one row |",
+        "|---|--:|--:|--:|",
+        f"| fastest ms | {1e3 * min(packing.first_s + single.first_s):.0f} | "
+        f"{1e3 * min(packing.second_s):.0f} | {1e3 * min(single.second_s):.0f} |",
+        f"| time against dense, median of pairs | 1 | {packing.ratio:.2f} | {single.ratio:.2f} |",
+        f"| forward passes | 1 | {len(groups)} | 1 |",
         f"| token cells computed | {asked.packed_width} | {cells} "
-        f"({cells / asked.packed_width - 1:+.1%}) |",
-        f"| mask bytes | {asked.packed_width**2} | 0 |",
+        f"({cells / asked.packed_width - 1:+.1%}) | {asked.packed_width} |",
+        f"| mask bytes | {asked.packed_width**2} | 0 | 0 |",
         "",
-        f"**Ours takes {packing.ratio:.2f} of the dense mask's time.**",
+        "`generate_batch` takes documents as rows on a CPU; elsewhere it takes one row when that "
+        "spares more than a twentieth.",
         "",
     ]
     RESULTS.parent.mkdir(exist_ok=True)
