@@ -2,7 +2,7 @@
 
     python benchmarks/bench_capture.py [--model smollm2-135m] [--device cpu] [--rows 2 --width 256]
 
-Writes benchmarks/results/capture.md. Times are paired (plain, capture, plain, capture, ...), so
+Writes benchmarks/results/capture.md. Times are paired (plain and capture, in turns first), so
 that a machine that is busy slows both; the overhead is the median of the pairs' ratios. Memory is
 the peak of live tensor bytes during the call, counted at every operation, above what is alive
 before.
@@ -92,8 +92,12 @@ class Pair:
 def timed(first: Callable[[], object], second: Callable[[], object], repeats: int) -> Pair:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     first(), second()
-    times = [(seconds(first, device), seconds(second, device)) for _ in range(repeats)]
-    return Pair([a for a, _ in times], [b for _, b in times])
+    pair = Pair([], [])
+    for repeat in range(repeats):
+        turn = [(first, pair.first_s), (second, pair.second_s)]
+        for call, times in turn if repeat % 2 else reversed(turn):  # neither always goes first
+            times.append(seconds(call, device))
+    return pair
 
 
 def packed_row(width: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -151,7 +155,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--packed-width", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=12)
     asked = parser.parse_args()
     device = torch.device(asked.device)
     target = HFEagle3TargetModel.from_pretrained(
