@@ -147,24 +147,10 @@ def commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--packed-width", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=12)
-    asked = parser.parse_args()
-    device = torch.device(asked.device)
-    target = HFEagle3TargetModel.from_pretrained(
-        local_model(asked.model),
-        device=device,
-        dtype=asked.dtype if asked.dtype == "auto" else getattr(torch, asked.dtype),
-    )
+def padded_rows_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> list[str]:
+    """Plain forward against capture, on full rows."""
     model: Any = target.model
-    ids = torch.randint(0, 1000, (asked.rows, asked.width), device=device)
+    ids = torch.randint(0, 1000, (asked.rows, asked.width), device=asked.device)
     ones = torch.ones_like(ids)
 
     @torch.no_grad()
@@ -177,8 +163,30 @@ def main() -> None:
     pair = timed(plain, capture, asked.repeats)
     returned = capture().nbytes - ones.nbytes  # the attention mask is the caller's own
     plain_peak, capture_peak = peak_bytes(plain), peak_bytes(capture)
+    mib = 2**20
+    return [
+        f"Rows {asked.rows} x {asked.width}, {asked.repeats} pairs in turn:",
+        "",
+        "| | plain base-model forward | generate_batch, hidden |",
+        "|---|--:|--:|",
+        f"| median ms | {1e3 * median(pair.first_s):.1f} | {1e3 * median(pair.second_s):.1f} |",
+        f"| fastest ms | {1e3 * min(pair.first_s):.1f} | {1e3 * min(pair.second_s):.1f} |",
+        f"| peak live MiB | {plain_peak / mib:.2f} | {capture_peak / mib:.2f} |",
+        "",
+        f"**Overhead: {pair.ratio - 1:+.2%}** (median of the pairs' ratios; fastest against "
+        f"fastest {min(pair.second_s) / min(pair.first_s) - 1:+.2%}).",
+        f"**Extra peak memory: {(capture_peak - plain_peak) / mib:.2f} MiB; tensors returned: "
+        f"{returned / mib:.2f} MiB.**",
+    ]
+
+
+def packed_row_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> list[str]:
+    """A dense mask against the two ways of `fledge.target`, on one packed row."""
     row = packed_row(asked.packed_width)
-    on_device = [tensor.to(device) for tensor in row]
+    ids, positions = row[0].to(asked.device), row[3].to(asked.device)
+
+    def dense() -> Any:
+        return dense_forward(target.model, ids, positions)
 
     def as_rows() -> Any:
         target.try_one_row = False
@@ -192,60 +200,60 @@ def main() -> None:
         finally:
             target.overhead_tokens = kept
 
-    def dense() -> Any:
-        return dense_forward(model, on_device[0], on_device[3])
-
     few = max(3, asked.repeats // 3)
-    packing, single = timed(dense, as_rows, few), timed(dense, in_one_row, few)
+    rows, single = timed(dense, as_rows, few), timed(dense, in_one_row, few)
     assert target._one_row_is_exact(), "this target cannot run documents in one row"
-    lengths = row[4][0].tolist()
-    groups = plan_groups(
-        lengths, overhead_tokens=target.overhead_tokens, max_tokens=asked.packed_width
-    )
+    width, lengths = asked.packed_width, row[4][0].tolist()
+    groups = plan_groups(lengths, overhead_tokens=target.overhead_tokens, max_tokens=width)
     cells = sum(len(group) * max(lengths[i] for i in group) for group in groups)
-    mib = 2**20
-    lines = [
-        "# Cost of capture",
-        "",
-        f"- machine: {machine(device)}",
-        f"- command: `python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}`".rstrip(
-            " `"
-        )
-        + "`",
-        f"- commit: {commit()}; target {asked.model}, {target.info().weight_dtypes}",
-        "",
-        f"Rows {asked.rows} x {asked.width}, {asked.repeats} pairs in turn:",
-        "",
-        "| | plain base-model forward | generate_batch, hidden |",
-        "|---|--:|--:|",
-        f"| median ms | {1e3 * median(pair.first_s):.1f} | {1e3 * median(pair.second_s):.1f} |",
-        f"| fastest ms | {1e3 * min(pair.first_s):.1f} | {1e3 * min(pair.second_s):.1f} |",
-        f"| peak live MiB | {plain_peak / mib:.2f} | {capture_peak / mib:.2f} |",
-        "",
-        f"**Overhead: {pair.ratio - 1:+.2%}** (median of the pairs' ratios; fastest against "
-        f"fastest {min(pair.second_s) / min(pair.first_s) - 1:+.2%}).",
-        f"**Extra peak memory: {(capture_peak - plain_peak) / mib:.2f} MiB; tensors returned: "
-        f"{returned / mib:.2f} MiB.**",
-        "",
-        f"One packed row of {asked.packed_width} tokens, {len(lengths)} documents "
+    return [
+        f"One packed row of {width} tokens, {len(lengths)} documents "
         f"({min(lengths)} .. {max(lengths)} tokens):",
         "",
         "| | dense block-causal mask | documents as rows | documents in one row |",
         "|---|--:|--:|--:|",
-        f"| fastest ms | {1e3 * min(packing.first_s + single.first_s):.0f} | "
-        f"{1e3 * min(packing.second_s):.0f} | {1e3 * min(single.second_s):.0f} |",
-        f"| time against dense, median of pairs | 1 | {packing.ratio:.2f} | {single.ratio:.2f} |",
+        f"| fastest ms | {1e3 * min(rows.first_s + single.first_s):.0f} | "
+        f"{1e3 * min(rows.second_s):.0f} | {1e3 * min(single.second_s):.0f} |",
+        f"| time against dense, median of pairs | 1 | {rows.ratio:.2f} | {single.ratio:.2f} |",
         f"| forward passes | 1 | {len(groups)} | 1 |",
-        f"| token cells computed | {asked.packed_width} | {cells} "
-        f"({cells / asked.packed_width - 1:+.1%}) | {asked.packed_width} |",
-        f"| mask bytes | {asked.packed_width**2} | 0 | 0 |",
+        f"| token cells computed | {width} | {cells} ({cells / width - 1:+.1%}) | {width} |",
+        f"| mask bytes | {width**2} | 0 | 0 |",
         "",
         "`generate_batch` takes documents as rows on a CPU; elsewhere it takes one row when that "
         "spares more than a twentieth.",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--packed-width", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    target = HFEagle3TargetModel.from_pretrained(
+        local_model(asked.model),
+        device=asked.device,
+        dtype=asked.dtype if asked.dtype == "auto" else getattr(torch, asked.dtype),
+    )
+    lines = [
+        "# Cost of capture",
+        "",
+        f"- machine: {machine(torch.device(asked.device))}",
+        f"- command: `{' '.join(['python benchmarks/bench_capture.py', *sys.argv[1:]])}`",
+        f"- commit: {commit()}; target {asked.model}, {target.info().weight_dtypes}",
+        "",
+        *padded_rows_table(target, asked),
+        "",
+        *packed_row_table(target, asked),
         "",
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines))
+    asked.out.parent.mkdir(exist_ok=True)
+    asked.out.write_text("\n".join(lines))
     print("\n".join(lines))
 
 
