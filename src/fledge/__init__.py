@@ -25,6 +25,9 @@ _PUBLIC = {
     "load_model": "fledge.models.resolve",
     "load_tokenizer": "fledge.models.resolve",
     "local_model": "fledge.models.resolve",
+    "Eagle3TrainerModule": "fledge.objective.eagle3",
+    "LlamaEagle3DraftModel": "fledge.draft.model",
+    "simulated_accept_length": "fledge.objective.eagle3",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fledge.data.drops import BadRow
@@ -28,9 +28,7 @@ def one_row(encoder, raw):
     return text, row
 
 
-# SmolLM2's vocabulary lacks a few byte tokens that only rare planes need: keep to the first.
-alphabet = st.characters(codec="utf-8", exclude_categories=["Cs"], max_codepoint=0xFFFF)
-words = st.text(alphabet=alphabet, max_size=40)
+words = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,6 +37,9 @@ def test_ids_are_the_tokenizers_own_and_the_mask_is_the_assistants(
     encoder, smollm2_tokenizer, turns
 ):
     answers = [f"{t}." for t in turns]
+    for answer in answers:  # SmolLM2's vocabulary lacks some byte tokens, and loses such characters
+        ids = smollm2_tokenizer.encode(answer, add_special_tokens=False)
+        assume(smollm2_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == answer)
     raw = chat(*[t for answer in answers for t in ("Say it", answer)])
     _, row = one_row(encoder, raw)
     ids = smollm2_tokenizer.apply_chat_template(raw["messages"], tokenize=True, return_dict=False)

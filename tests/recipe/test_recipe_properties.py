@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
@@ -108,6 +108,7 @@ def load_text(text: str, *overrides: str) -> Recipe:
 
 @settings(deadline=None, max_examples=150)
 @given(recipes())
+@example({"data": {"template_options": {"\x85": "\u2028"}}, "run": {"name": "a\x85b"}})
 def test_valid_recipes_round_trip(data: dict[str, dict[str, Any]]) -> None:
     recipe = Recipe.model_validate(data)
     assert load_text(recipe.to_yaml()) == recipe

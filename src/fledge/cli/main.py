@@ -41,9 +41,10 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import data, doctor, recipe
+    from fledge.cli import data, demo, doctor, recipe
 
     app.add_typer(data.app, name="data")
+    app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
     app.add_typer(recipe.app, name="recipe")
 

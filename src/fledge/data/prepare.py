@@ -65,6 +65,7 @@ def prepare_rows(
     workers: int | None = None,
     max_drop_share: float = 0.05,
     cache: Path | None = None,
+    rows_per_part: int = sources.ROWS_PER_PART,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenised at most once."""
@@ -74,12 +75,13 @@ def prepare_rows(
         "data": sources.fingerprint(data),
         "tokenizer": tokenizer_fingerprint(model_dir),
         "options": options.fingerprint(),
+        "rows_per_part": rows_per_part,
     }
     key = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
     directory = (cache or cache_dir()) / "rows" / key[:24]
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock"):  # two runs of one recipe: the second waits, then reads
-        parts = sources.make_parts(data)
+        parts = sources.make_parts(data, rows_per_part)
         records = _fill(directory, parts, model_dir, options, workers, on_progress)
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}

@@ -84,7 +84,11 @@ def directory_of(path: Path) -> Path:
 
 def convert(path: Path, directory: Path, *, name: str) -> None:
     """Write `path` as a Hugging Face directory; the caller sees to it that it appears whole."""
-    with phase(f"{name}: converting to float32 safetensors (once)"), _readable(path):
+    with (
+        phase(f"{name}: converting to float32 safetensors (once)"),
+        _readable(path),
+        contextlib.redirect_stderr(io.StringIO()),  # the libraries' bars would cut through our line
+    ):
         facts = _read(path)
         need_free(4 * facts.n_parameters, what=f"converting {name}")
         tokenizer = _tokenizer(path, facts)
@@ -117,14 +121,22 @@ def _read(path: Path) -> _Facts:
 
 def _tokenizer(path: Path, facts: _Facts) -> Any:
     """A fast tokenizer with the special tokens and the chat template that the file names."""
+    from tokenizers import processors
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if facts.get("tokenizer.ggml.model") == "gpt2":
         backend = _byte_level_bpe(path, facts)
     else:  # SentencePiece families: transformers' conversion keeps their rules
         backend = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+    bos = facts.token("bos")
+    if facts.get("tokenizer.ggml.add_bos_token") and bos is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B:1",
+            special_tokens=[(bos, backend.token_to_id(bos))],
+        )
     special = {
-        "bos_token": facts.token("bos"),
+        "bos_token": bos,
         "eos_token": facts.token("eos"),
         "pad_token": facts.token("padding") or facts.token("eos"),
         "unk_token": facts.token("unknown"),
@@ -140,7 +152,7 @@ def _tokenizer(path: Path, facts: _Facts) -> Any:
 
 
 def _byte_level_bpe(path: Path, facts: _Facts) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
     pre = facts.get("tokenizer.ggml.pre", "gpt-2")
@@ -167,13 +179,6 @@ def _byte_level_bpe(path: Path, facts: _Facts) -> Any:
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False) for token, k in named if k == _USER_DEFINED]
     )
-    bos = facts.token("bos")
-    if facts.get("tokenizer.ggml.add_bos_token") and bos is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B:1",
-            special_tokens=[(bos, vocabulary[bos])],
-        )
     return tokenizer
 
 
@@ -215,22 +220,22 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
         pass
     else:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    with contextlib.redirect_stderr(io.StringIO()):  # its bars would cut through our one line
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, **options
-        )
-        ids = {
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-        for key, value in ids.items():
-            setattr(model.config, key, value)
-        eps = getattr(model.config, "rms_norm_eps", None)
-        if eps is not None:  # the file holds float32: 9.999999747378752e-06 was meant as 1e-05
-            model.config.rms_norm_eps = float(str(np.float32(eps)))
-        model.generation_config = GenerationConfig(**ids)
-        model.save_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, **options
+    )
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    for key, value in ids.items():
+        setattr(model.config, key, value)
+    eps = getattr(model.config, "rms_norm_eps", None)
+    if eps is not None:  # the file holds float32: 9.999999747378752e-06 was meant as 1e-05
+        model.config.rms_norm_eps = float(str(np.float32(eps)))
+    vars(model.config).pop("_model_name_or_path", None)  # the file's title, not a place
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(directory)
 
 
 def _sha256_of(path: Path) -> str:
@@ -248,5 +253,6 @@ def _sha256_of(path: Path) -> str:
         return str(noted["sha256"])
     with path.open("rb") as handle:
         sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
-    write_json(note, {"state": state, "sha256": sha256})
+    with contextlib.suppress(OSError):  # only a note: whoever needs the cache will say so
+        write_json(note, {"state": state, "sha256": sha256})
     return sha256

@@ -1,6 +1,8 @@
 """Snapshots from the Hugging Face hub: the files a target needs, or one line that says why not."""
 
 import json
+import os
+from importlib import import_module
 from pathlib import Path
 
 from fledge.errors import BadInput
@@ -28,7 +30,12 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
     name = repo if revision is None else f"{repo}@{revision}"
     patterns = _SMALL + _WEIGHTS if weights else _SMALL
     try:
-        directory = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        try:
+            found = snapshot_download(repo, revision=revision, allow_patterns=patterns)
+        except _connection_errors():  # with a commit as revision the library does not fall back
+            found = snapshot_download(
+                repo, revision=revision, allow_patterns=patterns, local_files_only=True
+            )
     except GatedRepoError as error:
         fix = "accept its licence on the hub, then log in with 'hf auth login' or set HF_TOKEN"
         raise BadInput(f"'{name}' is gated", where="model", fix=fix) from error
@@ -39,22 +46,32 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
         fix = "check the spelling; for a private one set HF_TOKEN; local paths may start with ./"
         raise BadInput(f"no '{repo}' on the hub", where="model", fix=fix) from error
     except LocalEntryNotFoundError as error:
-        raise _offline(name, "it is neither on the disk nor can the hub be reached") from error
+        raise _offline(name, "it is not on the disk, and the hub cannot be reached") from error
     except HFValidationError as error:
         raise BadInput(f"'{name}' is not a hub id", where="model", fix=str(error)) from error
     except HfHubHTTPError as error:
         raise BadInput(f"the hub failed on '{name}'", where="model", fix=str(error)) from error
+    directory = Path(found)
     _check(directory, name, weights=weights)
     return directory
 
 
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What a missing network looks like; huggingface_hub 1 speaks httpx, 0.x requests."""
+    kinds: list[type[Exception]] = [ConnectionError, TimeoutError]
+    for library, name in (("httpx", "TransportError"), ("requests", "ConnectionError")):
+        try:
+            kinds.append(getattr(import_module(library), name))
+        except ImportError:
+            continue
+    return tuple(kinds)
+
+
 def _offline(name: str, reason: str) -> BadInput:
-    return BadInput(
-        f"'{name}': {reason}",
-        where="model",
-        fix="connect once, or copy the model here and give its directory"
-        " (HF_HUB_OFFLINE must not be set while downloading)",
-    )
+    fix = "connect once, or copy the model here and give its directory"
+    if os.environ.get("HF_HUB_OFFLINE"):
+        fix = f"unset HF_HUB_OFFLINE to download it; {fix}"
+    return BadInput(f"'{name}': {reason}", where="model", fix=fix)
 
 
 def _check(directory: Path, name: str, *, weights: bool) -> None:

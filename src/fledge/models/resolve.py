@@ -30,7 +30,7 @@ def local_model(name: str, *, weights: bool = True) -> Path:
     if name in embedded.MODELS:
         return embedded.directory_of(name)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _checked_directory(path, name)
     if path.suffix.lower() == ".gguf" or convert_gguf.is_gguf(path):
         return convert_gguf.directory_of(path)

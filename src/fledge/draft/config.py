@@ -1,0 +1,51 @@
+"""What a draft's config must say, checked where a draft is built."""
+
+from typing import Any
+
+from fledge.draft.rotary import STATIC_ROPE_TYPES, rope_parameters
+
+# Keys beyond transformers' own Llama config, with what their absence means.
+_FLAGS = {
+    "num_aux_hidden_states": 3,
+    "fc_norm": False,
+    "norm_output": False,
+    "parallel_drafting": False,
+    "mask_token_id": None,
+}
+
+
+def check_draft_config(config: Any) -> None:
+    """Fill in what is absent, refuse what a draft cannot be."""
+    for name, absent in _FLAGS.items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, absent)
+    for name, absent in (
+        ("target_hidden_size", config.hidden_size),
+        ("draft_vocab_size", config.vocab_size),
+        ("head_dim", config.hidden_size // config.num_attention_heads),
+        ("num_key_value_heads", config.num_attention_heads),
+    ):
+        if getattr(config, name, None) is None:
+            setattr(config, name, absent)
+    if not 0 < config.draft_vocab_size <= config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size: must be in 1..{config.vocab_size}, got {config.draft_vocab_size}"
+        )
+    if config.num_hidden_layers < 1:
+        raise ValueError(f"num_hidden_layers: must be positive, got {config.num_hidden_layers}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads: {config.num_attention_heads} is no multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}"
+        )
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act: a draft is SwiGLU ('silu'), got {config.hidden_act!r}")
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, False):
+            raise ValueError(f"{name}: a draft has no biases; set it to false")
+    kind = rope_parameters(config)["rope_type"]
+    if kind not in STATIC_ROPE_TYPES:
+        raise ValueError(
+            f"rope_parameters: rope_type {kind!r} depends on the sequence's length; "
+            f"use one of {', '.join(STATIC_ROPE_TYPES)}"
+        )

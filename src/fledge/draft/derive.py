@@ -1,0 +1,203 @@
+"""A draft's config from its target's, and the proof that both turn positions the same way.
+
+What the draft cannot represent is refused here with the reason: a draft that trains on other
+positions than the engine serves looks healthy and accepts nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from fledge.draft.config import check_draft_config
+from fledge.draft.registry import TargetFamily, family_of
+from fledge.draft.rotary import STATIC_ROPE_TYPES, Rotary, rope_parameters
+from fledge.errors import BadInput
+
+# Rotary settings that a Llama-style draft carries over as they stand.
+_ROPE_KEYS = {
+    "rope_type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor",
+    "high_freq_factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "truncate",
+}  # fmt: skip
+
+
+def derive_draft_config(
+    target_config: Any,
+    *,
+    architecture: str | None = None,
+    draft_vocab_size: int | None = None,
+    num_hidden_layers: int = 1,
+    intermediate_size: int | None = None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+) -> LlamaConfig:
+    """The config of a draft that fits this target: same width, heads, norm and rotary positions.
+
+    `architecture` is the target's class name, for when its config does not say (a model in memory).
+    """
+    text = getattr(target_config, "text_config", None) or target_config
+    named = architecture or (getattr(target_config, "architectures", None) or [None])[0]
+    name = named or type(target_config).__name__
+    rope = _draft_rope(text, family_of(named), name)
+    _check_fields(text, name)
+    config = LlamaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=intermediate_size or _or(text, "intermediate_size", 4 * text.hidden_size),
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=_or(text, "num_key_value_heads", text.num_attention_heads),
+        head_dim=_or(text, "head_dim", text.hidden_size // text.num_attention_heads),
+        rms_norm_eps=_or(text, "rms_norm_eps", 1e-6),
+        max_position_embeddings=text.max_position_embeddings,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=rope,
+        bos_token_id=_or(text, "bos_token_id", None),
+        eos_token_id=_or(text, "eos_token_id", None),
+        pad_token_id=_or(text, "pad_token_id", None),
+        tie_word_embeddings=False,
+        draft_vocab_size=draft_vocab_size or text.vocab_size,
+        target_hidden_size=text.hidden_size,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+    )
+    check_draft_config(config)
+    return config
+
+
+def _check_fields(text: Any, name: str) -> None:
+    needed = ["vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"]
+    missing = [field for field in needed if getattr(text, field, None) is None]
+    if missing:
+        raise BadInput(
+            f"no draft can be derived: its config lacks {', '.join(missing)}",
+            where=name,
+            fix="give the draft's config by hand",
+        )
+
+
+def _or(config: Any, name: str, absent: Any) -> Any:
+    value = getattr(config, name, None)
+    return absent if value is None else value
+
+
+def _draft_rope(text: Any, family: TargetFamily, name: str) -> dict[str, Any]:
+    """The target's rotary settings, if a Llama-style draft can turn positions the same way."""
+
+    def refuse(why: str) -> BadInput:
+        return BadInput(f"no draft can be derived: {why}", where=name, fix="use another target")
+
+    if getattr(text, "alibi", False):
+        raise refuse("its positions are ALiBi, not rotary")
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not parameters and getattr(text, "rope_theta", None) is None:
+        raise refuse("it has no rotary positions (absolute or learned ones)")
+    local_theta = getattr(text, "rope_local_base_freq", None)  # transformers 4's Gemma-3
+    if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
+        rope = dict(_chosen_layers(parameters, family, refuse))
+    elif local_theta is not None and family.rope_layers is None:
+        raise refuse("its layers rotate differently and the registry does not say whose to take")
+    else:
+        rope = rope_parameters(text)
+    if "rope_type" not in rope:
+        rope["rope_type"] = rope.pop("type", "default")
+    kind = rope["rope_type"]
+    if rope.get("mrope_section") is not None or kind == "mrope":
+        raise refuse("it has multi-axis rotary positions (MRoPE)")
+    if kind not in STATIC_ROPE_TYPES:
+        raise refuse(
+            f"its rotary scaling {kind!r} depends on the sequence's length, or has no Llama form"
+        )
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if unknown := sorted(set(rope) - _ROPE_KEYS - {"type"}):
+        raise refuse(f"unknown rotary settings {', '.join(unknown)}")
+    rope.pop("type", None)
+    return rope
+
+
+def _chosen_layers(parameters: Mapping[str, Any], family: TargetFamily, refuse: Any) -> Any:
+    """One layer type's settings, when they differ by layer type."""
+    if family.rope_layers is not None and family.rope_layers in parameters:
+        return parameters[family.rope_layers]
+    first, *others = parameters.values()
+    if any(other != first for other in others):
+        raise refuse(
+            f"its layers rotate differently ({', '.join(parameters)}) "
+            "and the registry does not say whose to take"
+        )
+    return first
+
+
+# --- the proof ---------------------------------------------------------------------------------
+
+
+def verify_rotary(
+    draft_config: Any, target: nn.Module, *, max_position: int | None = None
+) -> float:
+    """Compare the draft's cos and sin with the target's own rotary module; returns the largest gap.
+
+    Positions run from 0 to the longest the target was made for (or `max_position`). The bound
+    grows with the angle, because fp32 angles round: at angle a, by about a * 2**-24.
+    """
+    name, rotary = _rotary_module(target)
+    last = (max_position or draft_config.max_position_embeddings) - 1
+    steps = torch.linspace(0, last, 257).round().long()
+    position_T = torch.unique(torch.cat([torch.arange(min(last + 1, 64)), steps]))
+    own = Rotary(draft_config)
+    theirs = _target_cos_sin(rotary, position_T, family_of(type(target).__name__))
+    angle = position_T[:, None].double() * torch.cat([own.inv_freq, own.inv_freq]).double()
+    allowed = 1e-5 + angle * 2**-22
+    gap = 0.0
+    for mine, their in zip(own(position_T, torch.float32), theirs, strict=True):
+        difference = _difference(mine.double(), their.double())
+        if difference is None or bool((difference > allowed).any()):
+            raise BadInput(
+                f"the draft's rotary positions differ from the target's {name} "
+                f"(up to position {last})",
+                where=type(target).__name__,
+                fix="the draft's config cannot represent this target's positions",
+            )
+        gap = max(gap, float(difference.max()))
+    return gap
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> Tensor | None:
+    """Per angle; some targets lay the two copies of an angle side by side instead of in halves."""
+    half = mine.shape[-1] // 2
+    if theirs.shape[-1] == half:  # one copy only (gpt-oss)
+        theirs = torch.cat([theirs, theirs], dim=-1)
+    if theirs.shape != mine.shape:
+        return None
+    interleaved = torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=-1)
+    halves, pairs = (mine - theirs).abs(), (mine - interleaved).abs()
+    return halves if halves.max() <= pairs.max() else pairs
+
+
+def _rotary_module(target: nn.Module) -> tuple[str, nn.Module]:
+    """The language model's rotary module (vision towers have their own)."""
+    for name, module in target.named_modules():
+        parts = name.split(".")
+        if parts[-1] == "rotary_emb" and not any("vis" in part for part in parts):
+            return name, module
+    raise BadInput(
+        "no rotary module (rotary_emb) in the target",
+        where=type(target).__name__,
+        fix="its positions cannot be checked, so no draft is derived from it",
+    )
+
+
+@torch.no_grad()
+def _target_cos_sin(
+    rotary: nn.Module, position_T: Tensor, family: TargetFamily
+) -> tuple[Tensor, Tensor]:
+    buffer = next(rotary.buffers())
+    x = torch.zeros(1, dtype=torch.float32, device=buffer.device)
+    args: tuple[Any, ...] = (x, position_T[None].to(buffer.device))
+    kinds = getattr(rotary, "rope_type", None)
+    if isinstance(kinds, dict):  # one set of frequencies a layer type
+        args += (family.rope_layers or next(iter(kinds)),)
+    cos, sin = rotary(*args)
+    return cos[0].cpu(), sin[0].cpu()

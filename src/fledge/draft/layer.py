@@ -1,0 +1,146 @@
+"""One decoder layer of the draft: its parameters, and the arithmetic as plain functions.
+
+Layer 0 is fused: q, k and v read [input_layernorm(embedding); hidden_norm(hidden)], twice as wide.
+A product with a concatenation is the sum of two products, and the embedding half depends only on
+the token: it is computed once per token and read by offset at every depth. Deeper layers are
+ordinary pre-norm Llama layers.
+
+The modules only hold parameters under the names that engines read. `LayerWeights` is what a step
+computes with: cast once per step, so that fp32 masters can train in bf16.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def linear(in_features: int, out_features: int) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Statistics in fp32 whatever the dtype."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _GatedDown(torch.autograd.Function):
+    """(silu(gate) * up) @ down.T, keeping gate and up alone: half of what autograd would keep.
+
+    The widest activations of a step are these, once per depth.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_NI: Tensor, up_NI: Tensor, down_EI: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_NI, up_NI, down_EI)
+        return F.linear(F.silu(gate_NI).mul_(up_NI), down_EI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (dout_NE,) = grads
+        gate_NI, up_NI, down_EI = ctx.saved_tensors
+        act_NI = F.silu(gate_NI)
+        ddown_EI = dout_NE.t() @ (act_NI * up_NI)
+        dgated_NI = dout_NE @ down_EI
+        dup_NI = act_NI.mul_(dgated_NI)
+        dgate_NI = torch.ops.aten.silu_backward(dgated_NI.mul_(up_NI), gate_NI)
+        return dgate_NI, dup_NI, ddown_EI
+
+
+def gated_mlp(x_NE: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor) -> Tensor:
+    """SwiGLU."""
+    gate_NI, up_NI = F.linear(x_NE, gate_IE), F.linear(x_NE, up_IE)
+    out_NE: Tensor = _GatedDown.apply(gate_NI, up_NI, down_EI)  # type: ignore[no-untyped-call]
+    return out_NE
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: Any, *, in_features: int) -> None:
+        super().__init__()
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = linear(in_features, q_size)
+        self.k_proj = linear(in_features, kv_size)
+        self.v_proj = linear(in_features, kv_size)
+        self.o_proj = linear(q_size, config.hidden_size)
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: Any, *, fused: bool) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fused = fused
+        self.self_attn = DraftAttention(config, in_features=2 * size if fused else size)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        if fused:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+
+    def weights(self, dtype: torch.dtype) -> "LayerWeights":
+        attn, mlp = self.self_attn, self.mlp
+        qkv = torch.cat([proj.weight.to(dtype) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)])
+        size = mlp.gate_proj.in_features
+        state_norm = self.hidden_norm if self.fused else self.input_layernorm
+        return LayerWeights(
+            token_norm=self.input_layernorm.weight.to(dtype) if self.fused else None,
+            token_qkv=qkv[:, :size] if self.fused else None,
+            state_norm=state_norm.weight.to(dtype),
+            state_qkv=qkv[:, size:] if self.fused else qkv,
+            q_size=attn.q_proj.out_features,
+            o=attn.o_proj.weight.to(dtype),
+            mlp_norm=self.post_attention_layernorm.weight.to(dtype),
+            gate=mlp.gate_proj.weight.to(dtype),
+            up=mlp.up_proj.weight.to(dtype),
+            down=mlp.down_proj.weight.to(dtype),
+            eps=state_norm.eps or 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The layer's weights in the dtype of the step; the fused ones split into their two halves."""
+
+    token_norm: Tensor | None  # layer 0: the embedding half
+    token_qkv: Tensor | None
+    state_norm: Tensor
+    state_qkv: Tensor
+    q_size: int
+    o: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    eps: float
+
+    def token_part(self, embedding_TE: Tensor) -> Tensor | None:
+        """The embedding half of q, k, v side by side, for every token once."""
+        if self.token_norm is None or self.token_qkv is None:
+            return None
+        return F.linear(rms_norm(embedding_TE, self.token_norm, self.eps), self.token_qkv)
+
+    def normed(self, state_NE: Tensor) -> Tensor:
+        return rms_norm(state_NE, self.state_norm, self.eps)
+
+    def project(self, normed_NE: Tensor, token_N: Tensor | None, columns: slice) -> Tensor:
+        """Some of the q, k, v outputs; `token_N` holds the embedding half of all of them."""
+        weight = self.state_qkv[columns]
+        if token_N is None:
+            return F.linear(normed_NE, weight)
+        return torch.addmm(token_N[:, columns], normed_NE, weight.t())
+
+    def finish(self, residual_NE: Tensor, attended_NHC: Tensor) -> Tensor:
+        """Output projection and SwiGLU, with their residuals."""
+        state_NE = residual_NE + F.linear(attended_NHC.flatten(1), self.o)
+        x = rms_norm(state_NE, self.mlp_norm, self.eps)
+        return state_NE + gated_mlp(x, self.gate, self.up, self.down)

@@ -1,0 +1,67 @@
+"""Rotary positions of the draft: the target's own frequencies, as Llama applies them.
+
+Which kinds of scaling a draft may carry, and how its config names them, is decided in `derive.py`;
+here a config becomes frequencies, and frequencies become cos / sin.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# Position only, whatever the length of the sequence. `dynamic` and `longrope` depend on the length,
+# so a packed row and a served request would rotate differently from the padded row.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The config's rotary settings as one flat dict, in transformers 5's spelling."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = dict(given)
+    if "rope_type" not in parameters:
+        parameters["rope_type"] = parameters.pop("type", "default")
+    if "rope_theta" not in parameters:
+        parameters["rope_theta"] = getattr(config, "rope_theta", None) or 10000.0
+    factor = getattr(config, "partial_rotary_factor", None)
+    if factor is not None:
+        parameters.setdefault("partial_rotary_factor", factor)
+    return parameters
+
+
+def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies (fp32, half as many as rotated channels) and the scale of cos and sin."""
+    parameters = rope_parameters(config)
+    kind = parameters["rope_type"]
+    if kind not in STATIC_ROPE_TYPES:
+        raise ValueError(f"rope_type: {kind!r} is not one of {', '.join(STATIC_ROPE_TYPES)}")
+    if kind != "default":
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return inv_freq.float(), float(scale)
+    channels = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    return 1.0 / parameters["rope_theta"] ** exponent, 1.0
+
+
+class Rotary:
+    """cos and sin for positions. No module: casting the draft to bf16 must not touch it."""
+
+    def __init__(self, config: Any) -> None:
+        self.inv_freq, self.scale = rotary_frequencies(config)
+
+    def __call__(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[T, rotated channels] each, computed in fp32; both halves carry the same angles."""
+        if self.inv_freq.device != position_T.device:
+            self.inv_freq = self.inv_freq.to(position_T.device)
+        angle = position_T.float()[:, None] * self.inv_freq
+        angle = torch.cat([angle, angle], dim=-1)
+        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+
+def rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
+    """Turn channel i against channel i + half; channels beyond the rotated ones pass through."""
+    channels = cos_NC.shape[-1]
+    turned, kept = x_NHC[..., :channels], x_NHC[..., channels:]
+    low, high = turned.chunk(2, dim=-1)
+    out = turned * cos_NC[:, None] + torch.cat([-high, low], dim=-1) * sin_NC[:, None]
+    return out if kept.shape[-1] == 0 else torch.cat([out, kept], dim=-1)

@@ -1,0 +1,182 @@
+"""Draft head, loss, metrics and their gradients, chunk by chunk: no [elements, W] survives a chunk.
+
+The gradients are written out and taken in the forward pass, while a chunk's logits exist; the
+backward pass only scales what was kept: [elements, E] for the states and [W, E] for the head.
+`losses.py` defines what is computed here.
+
+Elements come sorted by the slot that holds their target (`rollout.plan.HeadElements`), so a chunk
+needs a short range of target slots and derives each slot's distribution once for all depths.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.objective.losses import LossSpec
+from fledge.objective.supervision import Supervision
+from fledge.rollout.plan import HeadElements
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    loss: Tensor  # sum over elements of coefficient * row loss, differentiable
+    row_loss_N: Tensor  # per element, before the coefficient; elements as in `HeadElements`
+    correct_N: Tensor  # bool: the draft's top token is the target's
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Everything that is no differentiable input."""
+
+    elements: HeadElements
+    supervision: Supervision
+    charged_N: Tensor  # bool
+    coefficient_N: Tensor  # what a charged row's loss counts
+    num_depths: int
+    spec: LossSpec
+    chunk_rows: int
+    compute_dtype: torch.dtype
+    with_grad: bool
+
+
+def head_loss(
+    hidden_EE: Tensor,
+    head_WE: Tensor,
+    *,
+    elements: HeadElements,
+    supervision: Supervision,
+    charged_N: Tensor,
+    coefficient_N: Tensor,
+    num_depths: int,
+    spec: LossSpec,
+    chunk_rows: int,
+) -> HeadLoss:
+    """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
+
+    `head_WE` may be an fp32 master of a bf16 step: it is cast to the states' dtype here, and its
+    gradient is summed over the chunks in fp32.
+    """
+    task = _Task(
+        elements=elements,
+        supervision=supervision,
+        charged_N=charged_N,
+        coefficient_N=torch.where(charged_N, coefficient_N, 0.0),
+        num_depths=num_depths,
+        spec=spec,
+        chunk_rows=chunk_rows,
+        compute_dtype=hidden_EE.dtype,
+        with_grad=torch.is_grad_enabled(),
+    )
+    loss, row_loss_N, correct_N = _HeadLoss.apply(hidden_EE, head_WE, task)  # type: ignore[no-untyped-call]
+    return HeadLoss(loss, row_loss_N, correct_N)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_EE: Tensor, head_WE: Tensor, task: _Task
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(hidden_EE.dtype, torch.float32)
+        head = head_WE.to(task.compute_dtype)
+        want_hidden, want_head, _ = (task.with_grad and need for need in ctx.needs_input_grad)
+        dhidden_EE = torch.zeros_like(hidden_EE) if want_hidden else None
+        dhead_WE = torch.zeros_like(head_WE, dtype=wide) if want_head else None
+        row_loss_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
+        correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
+        ce_weight_N = _ce_weights(hidden_EE, head, task)
+        for part, element_C, probs_CW, top_C in _chunks(task, wide):
+            x_CE = hidden_EE.index_select(0, element_C)
+            logits_CW = F.linear(x_CE, head).to(wide)
+            correct_N[part] = logits_CW.argmax(-1) == top_C
+            ce_weight = None if ce_weight_N is None else ce_weight_N[part]
+            row_loss_N[part], dlogits_CW = _rows(logits_CW, probs_CW, task.spec, ce_weight)
+            dlogits_CW = dlogits_CW.mul_(task.coefficient_N[part, None]).to(task.compute_dtype)
+            if dhidden_EE is not None:
+                dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
+            if dhead_WE is not None:
+                dhead_WE += dlogits_CW.t() @ x_CE
+        loss = (row_loss_N * task.coefficient_N).sum()
+        ctx.save_for_backward(dhidden_EE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
+        ctx.mark_non_differentiable(row_loss_N, correct_N)
+        return loss, row_loss_N, correct_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        dhidden_EE, dhead_WE = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if dhidden_EE is None else dhidden_EE * scale.to(dhidden_EE.dtype),
+            None if dhead_WE is None else dhead_WE * scale.to(dhead_WE.dtype),
+            None,
+        )
+
+
+def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Chunk by chunk: which elements, their rows among the states, target's probabilities and top.
+
+    A slot that two chunks share is derived in both; all depths of it in one chunk share one.
+    """
+    elements = task.elements
+    for begin in range(0, len(elements), task.chunk_rows):
+        part = slice(begin, min(begin + task.chunk_rows, len(elements)))
+        first = int(elements.target_host[part.start])
+        last = int(elements.target_host[part.stop - 1])
+        slots_MW = task.supervision.probs(first, last + 1).to(wide)
+        slot_C = elements.target_N[part] - first
+        top_C = slots_MW.argmax(-1)[slot_C]
+        yield part, elements.element_N[part], slots_MW.index_select(0, slot_C), top_C
+
+
+def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
+    """Per element, the share of CE in the lambda loss; it needs the mean over the depth first.
+
+    A pass of its own over the logits: a third of the head's work, against two thirds for keeping
+    the gradients of both terms apart.
+    """
+    if task.spec.kind != "lambda":
+        return None
+    wide = torch.promote_types(hidden_EE.dtype, torch.float32)
+    alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
+    for part, element_C, probs_CW, _ in _chunks(task, wide):
+        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head).to(wide)
+        alpha_N[part] = torch.minimum(probs_CW, torch.softmax(logits_CW, dim=-1)).sum(-1)
+    depth_N = task.elements.depth_N
+    sums_K = alpha_N.new_zeros(task.num_depths).index_add_(0, depth_N, alpha_N * task.charged_N)
+    count_K = torch.zeros_like(sums_K).index_add_(0, depth_N, task.charged_N.to(wide))
+    return task.spec.ce_weight(sums_K / count_K.clamp_min(1))[depth_N]
+
+
+def _rows(
+    logits_CW: Tensor, probs_CW: Tensor, spec: LossSpec, ce_weight_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Row losses [C] and their gradients with respect to the logits [C, W], which are used up."""
+    if spec.kind == "hard":
+        probs_CW = F.one_hot(probs_CW.argmax(-1), probs_CW.shape[-1]).to(probs_CW.dtype)
+    lse_C1 = torch.logsumexp(logits_CW, dim=-1, keepdim=True)
+    mass_C = probs_CW.sum(-1)  # 1 up to how the probabilities were stored
+    loss_C = lse_C1.squeeze(-1) * mass_C - (probs_CW * logits_CW).sum(-1)
+    q_CW = logits_CW.sub_(lse_C1).exp_()
+    if spec.kind == "alpha":
+        alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
+        safe_C = torch.where(alpha_C > 0, alpha_C, 1.0)
+        return -safe_C.log(), dalpha_CW * torch.where(alpha_C > 0, -1 / safe_C, 0.0)[:, None]
+    if ce_weight_C is not None:
+        alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
+        loss_C = ce_weight_C * loss_C + (1 - ce_weight_C) * (1 - alpha_C)
+        dce_CW = q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
+        return loss_C, torch.lerp(-dalpha_CW, dce_CW, ce_weight_C[:, None])
+    if spec.kind == "kl":
+        loss_C = loss_C + torch.xlogy(probs_CW, probs_CW).sum(-1)
+    return loss_C, q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
+
+
+def _acceptance(q_CW: Tensor, probs_CW: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha = sum min(p, q) and its gradient with respect to the logits (half where p = q)."""
+    alpha_C = torch.minimum(probs_CW, q_CW).sum(-1)
+    below_CW = 0.5 * ((q_CW < probs_CW).to(q_CW.dtype) + (q_CW <= probs_CW).to(q_CW.dtype))
+    inner_C1 = (q_CW * below_CW).sum(-1, keepdim=True)
+    return alpha_C, q_CW * (below_CW - inner_C1)

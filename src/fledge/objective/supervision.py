@@ -1,0 +1,109 @@
+"""What the target says at the slots that hold targets, whichever way it was handed over.
+
+Three encodings, one interface: probabilities for a range of slots when a chunk of the loss needs
+them, and coverage (is the target's top token one the draft can say?) for all slots before. Nothing
+of [slots, V] exists for longer than a chunk unless the batch itself brought it.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fledge.target.head import TargetHead, target_distribution
+
+CHUNK_SCORES = 2**26  # elements of a [rows, vocabulary] chunk
+
+
+class Supervision(Protocol):
+    def probs(self, begin: int, end: int) -> Tensor:
+        """[end - begin, W], fp32 or as stored: the target's distribution at these target slots."""
+        ...
+
+    def coverage(self) -> Tensor:
+        """[M] bool: the draft can say the target's top token."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The draft's tokens: their target ids [W] in draft order, and membership [V]."""
+
+    ids_W: Tensor
+    member_V: Tensor
+
+
+@dataclass(frozen=True)
+class LogitsSupervision:
+    logits_SV: Tensor  # the whole batch flattened
+    slot_M: Tensor
+    vocabulary: DraftVocabulary
+
+    def _distribution(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        rows_CV = self.logits_SV.index_select(0, self.slot_M[begin:end])
+        return target_distribution(rows_CV, self.vocabulary.ids_W, self.vocabulary.member_V)
+
+    def probs(self, begin: int, end: int) -> Tensor:
+        return self._distribution(begin, end)[0]
+
+    def coverage(self) -> Tensor:
+        top = [
+            self.logits_SV.index_select(0, slot_C).argmax(dim=-1)
+            for slot_C in _chunks(self.slot_M, self.logits_SV.shape[-1])
+        ]
+        return self.vocabulary.member_V[torch.cat(top)]
+
+
+@dataclass(frozen=True)
+class ProbsSupervision:
+    probs_SW: Tensor
+    mask_S: Tensor
+    slot_M: Tensor
+
+    def probs(self, begin: int, end: int) -> Tensor:
+        return self.probs_SW.index_select(0, self.slot_M[begin:end])
+
+    def coverage(self) -> Tensor:
+        return self.mask_S.index_select(0, self.slot_M) != 0
+
+
+@dataclass(frozen=True)
+class HiddenSupervision:
+    hidden_SD: Tensor
+    slot_M: Tensor
+    head: TargetHead
+    draft_head: TargetHead  # the head's rows of the draft vocabulary, all that probabilities need
+    vocabulary: DraftVocabulary
+
+    @torch.no_grad()
+    def probs(self, begin: int, end: int) -> Tensor:
+        rows_CD = self.hidden_SD.index_select(0, self.slot_M[begin:end])
+        return torch.softmax(self.draft_head.logits(rows_CD).float(), dim=-1)
+
+    @torch.no_grad()
+    def coverage(self) -> Tensor:
+        if len(self.vocabulary.ids_W) == len(self.vocabulary.member_V):
+            return torch.ones_like(self.slot_M, dtype=torch.bool)
+        top = [
+            self.head.logits(self.hidden_SD.index_select(0, slot_C)).argmax(dim=-1)
+            for slot_C in _chunks(self.slot_M, len(self.head.weight_VD))
+        ]
+        return self.vocabulary.member_V[torch.cat(top)]
+
+
+def _chunks(slot_M: Tensor, width: int) -> tuple[Tensor, ...]:
+    return torch.split(slot_M, max(1, CHUNK_SCORES // width))
+
+
+def head_rows(head: TargetHead, vocabulary: DraftVocabulary) -> TargetHead:
+    """The head cut down to the draft vocabulary (the head itself when that is the whole one)."""
+    if len(vocabulary.ids_W) == len(vocabulary.member_V):
+        return head
+    bias_V = head.bias_V
+    return TargetHead(
+        head.weight_VD[vocabulary.ids_W],
+        None if bias_V is None else bias_V[vocabulary.ids_W],
+        head.scale,
+        head.softcap,
+    )

@@ -1,0 +1,302 @@
+"""Which elements (anchor, depth) a batch needs, decided once on the host from the masks.
+
+Everything after this file works on flat axes without asking the device for a number again:
+
+- the *key axis* T: the slots that anybody looks at (of each document, everything up to its last
+  anchor; padding and what follows the last anchor are gone);
+- the *rows* N of depth k: the anchors that still have something to predict at depth >= k. Rows are
+  ordered by how deep they reach, deepest first, so the rows of depth k are simply the first
+  `counts[k]` rows of depth 0: going one depth deeper is a slice, never a copy;
+- the *head elements*: (row, depth) pairs that are supervised, ordered by the slot that holds their
+  target, so that the target's distribution is derived once per slot and used for every depth.
+
+Example: one document of 6 tokens x0..x5, loss mask on x3, x4 (shifted: slots 2, 3), 3 depths.
+
+    slot t            0    1    2    3    4    5
+    holds token       x1   x2   x3   x4   x5   -
+    loss mask         0    0    1    1    0    0
+    supervised at k   2    1,2  0,1  0              (t + k is slot 2 or 3)
+    last depth        2    2    1    0
+
+    key axis  = slots 0..3        rows = 0, 1 (depth 2), 2 (depth 1), 3 (depth 0); counts 4, 3, 2
+
+Slot 0 is not supervised at depths 0 and 1, but its own chain must run through them to reach
+depth 2: it is a row there, and no head element.
+
+Not for the arithmetic: attention lives next door, the head in `objective`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+BLOCK_ROWS = 256  # query rows that share one block of scores
+BLOCK_SCORES = 2**19  # rows x keys of a block, per head: what bounds the memory of long documents
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Rows `order[row_start:row_end]` see no key outside [key_start, key_end)."""
+
+    row_start: int
+    row_end: int
+    key_start: int
+    key_end: int
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """The rows that ask at one depth: where each sits on the key axis, how to walk over them."""
+
+    slot_N: Tensor  # key-axis index of the anchor: the last depth-0 key the row may see
+    first_N: Tensor  # key-axis index of the first slot of its document
+    order_N: Tensor  # the rows sorted by slot, so that neighbours share keys
+    blocks: tuple[QueryBlock, ...]
+
+    def __len__(self) -> int:
+        return len(self.slot_N)
+
+
+@dataclass(frozen=True)
+class HeadElements:
+    """The supervised (row, depth) pairs, sorted by target slot."""
+
+    element_N: Tensor  # index into all depths' rows laid end to end (depth 0 first)
+    depth_N: Tensor
+    target_N: Tensor  # index into `RolloutPlan.target_M`, ascending
+    target_host: Ints  # the same on the host, to cut chunks without a sync
+
+    def __len__(self) -> int:
+        return len(self.target_host)
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    slot_T: Tensor  # position in the flattened [B * T] batch of every slot on the key axis
+    whole: bool  # the key axis is the flattened batch itself, nothing to gather
+    position_T: Tensor  # rotary position of every slot on the key axis
+    every: QueryRows  # all slots as queries: depth 0 of the lower layers of a deep draft
+    depths: tuple[QueryRows, ...]
+    counts: tuple[int, ...]  # rows per depth
+    target_M: Tensor  # flattened position of every slot that holds a target
+    head: HeadElements
+    supervised_E: Tensor  # bool, over all depths' rows laid end to end
+    step_valid_K: Tensor  # int64: slots supervised at all depths <= k
+
+    def by_depth(self, values_E: Tensor) -> tuple[Tensor, ...]:
+        """Split per-element values laid end to end into one tensor per depth."""
+        return torch.split(values_E, list(self.counts))
+
+    def on_key_axis(self, values_BT: Tensor) -> Tensor:
+        """The rows [T, ...] of a batch tensor [B, T, ...] that sit on the key axis."""
+        flat = values_BT.flatten(0, 1)
+        return flat if self.whole else flat.index_select(0, self.slot_T)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The batch flattened to one axis of B * T slots, on the host."""
+
+    start: Ints  # first slot of the slot's document
+    end: Ints  # one past its last slot, padding included
+    real: Bools
+    target: Bools  # the slot holds something to predict
+    reach: Ints  # depths k < reach stay inside the document
+    position: Ints
+
+
+def plan_rollout(
+    loss_mask: Tensor,  # [B, T], shifted
+    attention_mask: Tensor,  # [B, T]
+    *,
+    num_depths: int,
+    position_ids: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    doc_remaining: Tensor | None = None,
+    compact: bool = True,
+    device: torch.device | None = None,
+) -> RolloutPlan:
+    """Read the masks (the only host sync of a step) and lay out the rollout on `device`.
+
+    Masks that are still on the host cost no sync at all: plan before the target runs.
+
+    With `compact=False` every real slot is a row as long as its input token exists: the wasteful
+    layout that must give the same loss.
+    """
+    slots = _flatten(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
+    supervised_SK = _supervised(slots, num_depths)
+    last_S = _last_depth(slots, supervised_SK, compact=compact)
+    return _lay_out(slots, supervised_SK, last_S, device=device or loss_mask.device)
+
+
+def _flatten(
+    loss_mask: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None,
+    seq_lens: Tensor | None,
+    doc_remaining: Tensor | None,
+) -> _Slots:
+    rows, width = loss_mask.shape
+    given = [loss_mask, attention_mask, position_ids, seq_lens, doc_remaining]
+    loss, attend, position, lens, remaining = _to_host(given)
+    assert loss is not None
+    assert attend is not None
+    index = np.arange(rows * width, dtype=np.int64)
+    if lens is None:
+        start = index - index % width if width else index
+        end = start + width
+    else:
+        start, end = _document_bounds(lens, width)
+    real = attend.reshape(-1) != 0
+    reach = end - index
+    if remaining is not None:
+        reach = np.minimum(reach, remaining.reshape(-1))
+    place = index - start if position is None else position.reshape(-1)
+    if (place - place[start] != index - start)[real].any():
+        raise ValueError("position_ids: positions must rise by one inside a document")
+    target = (loss.reshape(-1) != 0) & real & (reach > 0)
+    return _Slots(start, end, real, target, reach, place)
+
+
+def _to_host(tensors: list[Tensor | None]) -> list[Ints | None]:
+    """All of them in one copy, so that a batch on the device costs one wait."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    flat = torch.cat([tensor.detach().reshape(-1).to(torch.int64) for tensor in present]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in present]))
+    return [
+        None if tensor is None else next(parts).numpy().reshape(tuple(tensor.shape))
+        for tensor in tensors
+    ]
+
+
+def _document_bounds(lens: Ints, width: int) -> tuple[Ints, Ints]:
+    if (lens < 0).any() or (lens.sum(axis=1) != width).any():
+        raise ValueError(
+            f"seq_lens: every row must sum to the width {width}, got {lens.sum(axis=1).tolist()}"
+        )
+    flat = lens.reshape(-1)
+    end = np.cumsum(flat)
+    return np.repeat(end - flat, flat), np.repeat(end, flat)
+
+
+def _supervised(slots: _Slots, num_depths: int) -> Bools:
+    """[slots, depths]: the rollout of slot t has something to predict at depth k."""
+    size = len(slots.start)
+    supervised = np.zeros((size, num_depths), dtype=np.bool_)
+    for k in range(min(num_depths, size)):
+        supervised[: size - k, k] = slots.target[k:] & (k < slots.reach[: size - k])
+    return supervised
+
+
+def _last_depth(slots: _Slots, supervised_SK: Bools, *, compact: bool) -> Ints:
+    """The deepest depth each slot's rollout has to reach, -1 where it need not start."""
+    num_depths = supervised_SK.shape[1]
+    if compact:
+        from_the_back = np.argmax(supervised_SK[:, ::-1], axis=1)
+        return np.where(supervised_SK.any(axis=1), num_depths - 1 - from_the_back, -1)
+    index = np.arange(len(slots.start), dtype=np.int64)
+    real_end = slots.start + _per_document(slots, slots.real.astype(np.int64), np.add)
+    return np.where(slots.real, np.minimum(num_depths, real_end - index) - 1, -1)
+
+
+def _per_document(slots: _Slots, values: Ints, reduce: np.ufunc) -> Ints:
+    """Reduce a value over each document and hand the result to each of its slots."""
+    if len(values) == 0:
+        return values
+    starts, inverse = np.unique(slots.start, return_inverse=True)
+    reduced: Ints = reduce.reduceat(values, starts)[inverse]
+    return reduced
+
+
+def _lay_out(
+    slots: _Slots, supervised_SK: Bools, last_S: Ints, *, device: torch.device
+) -> RolloutPlan:
+    num_depths = supervised_SK.shape[1]
+    index = np.arange(len(last_S), dtype=np.int64)
+    last_anchor = _per_document(slots, np.where(last_S >= 0, index, -1), np.maximum)
+    keep = np.flatnonzero(index <= last_anchor)
+    if not slots.real[keep].all():
+        raise ValueError("attention_mask: rows must be right-padded (ones, then zeros)")
+    key_of = np.cumsum(index <= last_anchor) - 1  # slot -> key axis
+    anchors = np.flatnonzero(last_S >= 0)
+    rows = anchors[np.lexsort((anchors, -last_S[anchors]))]
+    counts = tuple(int((last_S >= k).sum()) for k in range(num_depths))
+    row_key, row_first = key_of[rows], key_of[slots.start[rows]]
+    key_first = key_of[slots.start[keep]]
+
+    orders = [np.argsort(row_key[:count], kind="stable") for count in counts]
+    head = _head_elements(slots, supervised_SK, rows, counts)
+    supervised_E = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
+    arrays = [keep, slots.position[keep], key_first, row_key, row_first, *orders]
+    arrays += [np.flatnonzero(slots.target), *head, supervised_E.astype(np.int64)]
+    arrays += [np.logical_and.accumulate(supervised_SK, axis=1).sum(axis=0)]
+
+    it = iter(_to_device(arrays, device))
+    slot_T, position_T, first_T, slot_N, first_N = (next(it) for _ in range(5))
+    arange_T = torch.arange(len(keep), device=device)
+    every_blocks = _cut_blocks(np.arange(len(keep), dtype=np.int64), key_first)
+    depths = tuple(
+        QueryRows(
+            slot_N[:count],
+            first_N[:count],
+            next(it),
+            _cut_blocks(row_key[:count][order], row_first[:count][order]),
+        )
+        for count, order in zip(counts, orders, strict=True)
+    )
+    return RolloutPlan(
+        slot_T=slot_T,
+        whole=len(keep) == len(last_S),
+        position_T=position_T,
+        every=QueryRows(arange_T, first_T, arange_T, every_blocks),
+        depths=depths,
+        counts=counts,
+        target_M=next(it),
+        head=HeadElements(next(it), next(it), next(it), head[2]),
+        supervised_E=next(it).bool(),
+        step_valid_K=next(it),
+    )
+
+
+def _head_elements(
+    slots: _Slots, supervised_SK: Bools, rows: Ints, counts: tuple[int, ...]
+) -> tuple[Ints, Ints, Ints]:
+    """(element, depth, target) of every supervised pair, sorted by target slot."""
+    target_of = np.cumsum(slots.target) - 1  # slot -> index among the slots that hold targets
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    parts = []
+    for k, count in enumerate(counts):
+        row = np.flatnonzero(supervised_SK[rows[:count], k])
+        parts.append(np.stack([offsets[k] + row, np.full_like(row, k), target_of[rows[row] + k]]))
+    element, depth, target = np.concatenate(parts, axis=1)
+    order = np.argsort(target, kind="stable")
+    return element[order], depth[order], target[order]
+
+
+def _cut_blocks(slot: Ints, first: Ints) -> tuple[QueryBlock, ...]:
+    """Cut rows sorted by slot into blocks of bounded size, at document ends where that is cheap."""
+    blocks = []
+    begin = 0
+    while begin < len(slot):
+        stop = min(begin + BLOCK_ROWS, len(slot))
+        area = np.arange(1, stop - begin + 1) * (slot[begin:stop] + 1 - first[begin])
+        end = begin + max(1, int(np.searchsorted(area, BLOCK_SCORES, side="right")))
+        if end < len(slot):
+            changes = np.flatnonzero(first[begin + 1 : end + 1] != first[begin:end]) + 1
+            if len(changes) and changes[-1] >= (end - begin) // 2:
+                end = begin + int(changes[-1])
+        blocks.append(QueryBlock(begin, end, int(first[begin]), int(slot[end - 1]) + 1))
+        begin = end
+    return tuple(blocks)
+
+
+def _to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
+    """All index arrays in one copy."""
+    flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False))
+    return torch.split(flat.to(device), [len(array) for array in arrays])

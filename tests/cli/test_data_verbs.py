@@ -1,0 +1,85 @@
+"""`fledge data ...` as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": "Name a bird."},
+            {"role": "assistant", "content": "A <b>wren</b>."},
+        ]
+    },
+    {"messages": [{"role": "assistant", "content": "x"}]},
+]
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    return path
+
+
+@pytest.fixture
+def fledge(tmp_path, smollm2):
+    def run(*arguments, code=0):
+        command = [sys.executable, "-m", "fledge.cli.main", *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        assert result.returncode == code, result.stderr
+        return result
+
+    return run
+
+
+def test_preview_shows_supervised_and_dropped(fledge, chats, smollm2):
+    shown = json.loads(fledge("data", "preview", chats, "--model", smollm2, "--json").stdout)
+    said = "".join(token["text"] for token in shown[0]["tokens"] if token["supervised"])
+    assert said == "A <b>wren</b>.<|im_end|>"
+    assert shown[1]["dropped"] == "assistant first"
+    text = fledge("data", "preview", chats).stdout
+    assert "dropped: assistant first" in text
+    assert "<b>wren</b>" in text
+
+
+def test_preview_page_escapes_what_it_shows(fledge, chats, tmp_path):
+    fledge("data", "preview", chats, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;" in page
+    assert "<b>wren</b>" not in page
+    assert "http" not in page  # self-contained
+
+
+def test_prepare_and_stats_as_json(fledge, chats):
+    facts = json.loads(fledge("data", "prepare", chats, "--max-drop-share", 0.5, "--json").stdout)
+    assert facts["rows"] == 1
+    assert facts["drops"]["counts"] == {"assistant first": 1}
+    stats = json.loads(fledge("data", "stats", chats, "--pack", 64, "--json").stdout)
+    assert stats["packs"] == 1
+    assert stats["supervised"] == facts["supervised"]
+    assert stats["coverage"][0][0] == 1024
+    assert "supervised" in fledge("data", "stats", chats).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data", "prepare", "chats.jsonl"], "more than the allowed"),
+        (["data", "prepare", "none.jsonl"], "none.jsonl: no such file"),
+        (["data", "stats", "chats.jsonl", "--model", "smollm2-153m"], "smollm2-135m"),
+        (["data", "prepare", "chats.jsonl", "--overlong", "cutt"], "did you mean 'cut'?"),
+        (["data", "prepare", "chats.jsonl", "--template-option", "x"], "is not name=value"),
+        (["data", "prepare"], "Missing argument"),
+        (["dat"], "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(fledge, chats, arguments, message):
+    result = fledge(*arguments, code=2)
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1
+    assert lines[0].startswith("fledge: ")
+    assert message in lines[0]
+    assert result.stdout == ""

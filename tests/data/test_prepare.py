@@ -1,0 +1,258 @@
+"""Tokenise once: sources, drops, interrupts, damage; the fuzzed file of 10,000 rows."""
+
+import gzip
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fledge.data import sources
+from fledge.data.prepare import prepare_rows
+from fledge.data.tokenise import TokeniseOptions
+from fledge.errors import BadInput
+
+
+def chat(i):
+    messages = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}!"}]
+    return {"messages": messages}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answers(rows, tokenizer):
+    said = [tokenizer.decode(row.input_ids[row.loss_mask.astype(bool)]) for row in rows]
+    return [text.removesuffix("!<|im_end|>") for text in said]
+
+
+@pytest.fixture
+def prepare(smollm2, tmp_path):
+    def run(data, options=None, **more):
+        paths = [str(path) for path in (data if isinstance(data, list) else [data])]
+        more = {"workers": 1, "cache": tmp_path / "cache", **more}
+        return prepare_rows(paths, smollm2, options, **more)
+
+    return run
+
+
+def test_every_kind_of_file_gives_the_same_rows(prepare, smollm2_tokenizer, tmp_path):
+    rows = [chat(i) for i in range(7)]
+    files = tmp_path / "files"
+    files.mkdir()
+    write_jsonl(files / "a.jsonl", rows)
+    (files / "b.json").write_text(json.dumps(rows))
+    (files / "c.json").write_text(json.dumps({"data": rows}))
+    pq.write_table(pa.Table.from_pylist(rows), files / "d.parquet")
+    with gzip.open(files / "e.jsonl.gz", "wt") as handle:
+        handle.write((files / "a.jsonl").read_text())
+    expected = [str(i) for i in range(7)]
+    for path in sorted(files.iterdir()):
+        assert answers(prepare(path), smollm2_tokenizer) == expected, path
+    assert answers(prepare(files), smollm2_tokenizer) == expected * 5  # a directory of them
+
+
+def test_data_set_ids_with_slices(tmp_path):
+    """The real datasets library, on a local data set: the id and slice go through it."""
+    pq.write_table(pa.Table.from_pylist([chat(i) for i in range(9)]), tmp_path / "train.parquet")
+    parts = sources._load_dataset(str(tmp_path), "train[2:5]")
+    assert [row["messages"][1]["content"] for row in parts] == ["2!", "3!", "4!"]
+    assert sources.expand(["org/name:train[:1000]"]) == [("dataset", "org/name", "train[:1000]")]
+    assert sources.expand(["org/name"]) == [("dataset", "org/name", "")]
+    with pytest.raises(BadInput, match="cannot load the data set"):
+        sources.make_parts(["no/such-data-set"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "no such file"),
+        ("odd.txt", "x", "unknown kind of file"),
+        ("broken.json", "[{", "not valid JSON"),
+        ("text.json", '"x"', "not a list of rows"),
+        ("broken.parquet", "PAR", "not a parquet file"),
+        ("empty.jsonl", "", "no usable row"),
+    ],
+)
+def test_bad_sources_are_one_line(prepare, tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(BadInput, match=message) as caught:
+        prepare(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_second_start_reads_the_cache(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(5)])
+    seen = []
+    first = prepare(path)
+    again = prepare(path, on_progress=seen.append)
+    assert [p.reused for p in seen] == [1]
+    assert again.fingerprint == first.fingerprint
+    # Anything that shapes the rows makes another cache.
+    assert prepare(path, TokeniseOptions(last_turn_only=True)).directory != first.directory
+    write_jsonl(path, [chat(i) for i in range(6)])
+    assert prepare(path).directory != first.directory
+
+
+def test_processes_do_not_change_the_rows(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(10)])
+    one = prepare(path, cache=tmp_path / "one", rows_per_part=3)
+    two = prepare(path, cache=tmp_path / "two", workers=2, rows_per_part=3)
+    names = sorted(p.name for p in one.directory.glob("part-*"))
+    assert len(names) == 8
+    for name in names:
+        assert (one.directory / name).read_bytes() == (two.directory / name).read_bytes()
+
+
+def test_a_damaged_cache_is_made_again(prepare, smollm2_tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(8)])
+    rows = prepare(path, rows_per_part=3)
+    whole = {p.name: p.read_bytes() for p in rows.directory.glob("part-*")}
+    del rows
+
+    def damage(kind, victim):
+        if kind == "flip":
+            data = bytearray(victim.read_bytes())
+            data[len(data) // 2] ^= 1
+            victim.write_bytes(data)
+        elif kind == "cut":
+            victim.write_bytes(victim.read_bytes()[:-7])
+        elif kind == "empty":
+            victim.write_bytes(b"")
+        else:
+            victim.unlink()
+
+    directory = next((tmp_path / "cache" / "rows").iterdir())
+    for kind in ("flip", "cut", "empty", "gone"):
+        for name in ("part-00001.arrow", "part-00002.json"):
+            damage(kind, directory / name)
+            rows = prepare(path, rows_per_part=3)
+            assert answers(rows, smollm2_tokenizer) == [str(i) for i in range(8)]
+            assert {p.name: p.read_bytes() for p in directory.glob("part-*")} == whole
+
+
+def test_interrupt_and_run_again_continues(prepare, smollm2, tmp_path):
+    """Ctrl-C in a real process half-way; the parts it finished are kept."""
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(40)])
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from fledge.data import prepare\n"
+        "def show(p):\n"
+        "    if p.done == 5: print('five', flush=True); import time; time.sleep(60)\n"
+        "prepare.prepare_rows([sys.argv[1]], Path(sys.argv[2]), workers=1, rows_per_part=2,\n"
+        "                     cache=Path(sys.argv[3]), on_progress=show)\n"
+    )
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", script, str(path), str(smollm2), str(cache)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout.readline() == b"five\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) != 0
+    directory = next((cache / "rows").iterdir())
+    assert not (directory / "manifest.json").exists()
+    assert len(list(directory.glob("part-*.json"))) == 5
+    seen = []
+    rows = prepare(path, on_progress=seen.append, rows_per_part=2)
+    assert seen[0].reused == 5
+    assert len(rows) == 40
+    assert not list(directory.glob(".*tmp"))
+
+
+def test_masks_that_cannot_be_right_are_refused(smollm2, tmp_path):
+    """A template that gives the assistant everything: the mask over the data set is full."""
+    model = tmp_path / "model"
+    shutil.copytree(smollm2, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    words = "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}"
+    (model / "chat_template.jinja").write_text(words + "{% endfor %}")
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(1)])
+    with pytest.raises(BadInput, match="the loss mask is full"):
+        prepare_rows([str(path)], model, workers=1, cache=tmp_path / "cache")
+
+
+def _broken(rng, i):
+    """A dozen ways to break a row: (line, reason)."""
+    good = chat(i)
+    user, answer = good["messages"]
+    text = json.dumps(good)
+    ways = [
+        (text[: rng.randrange(5, len(text) - 3)].encode(), "broken or truncated JSON"),
+        (b'{"messages": [\xff\xfe]}', "broken UTF-8"),
+        (b"42", "row is not an object"),
+        ({"prompt": "x"}, "no messages"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": {"role": "user"}}, "messages is not a list"),
+        ({"messages": [user]}, "no assistant turn"),
+        ({"messages": [answer, user, answer]}, "assistant first"),
+        ({"messages": [{"role": "wizard", "content": "x"}, answer]}, "unknown role"),
+        ({"messages": [{"role": "user", "content": {"x": 1}}, answer]}, "content is not text"),
+        ({"messages": [user, {"role": "assistant", "content": ""}]}, "empty answer"),
+        ({"messages": [user, None]}, "message is not an object"),
+        ({"messages": [{"content": "x"}, answer]}, "message without a role"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "broken UTF-8"),
+    ]
+    line, reason = rng.choice(ways)
+    return line if isinstance(line, bytes) else json.dumps(line).encode(), reason
+
+
+def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenizer, tmp_path):
+    rng = random.Random(7)
+    lines, good, reasons, places = [], [], {}, {}
+    path = tmp_path / "fuzzed.jsonl"
+    for i in range(10_000):
+        if rng.random() < 0.15:
+            line, reason = _broken(rng, i)
+            reasons[reason] = reasons.get(reason, 0) + 1
+            places.setdefault(reason, []).append(f"{path}:{len(lines) + 1}")
+            lines.append(line)
+        else:
+            good.append(str(i))
+            lines.append(json.dumps(chat(i)).encode())
+        if rng.random() < 0.01:
+            lines.append(b"")  # blank lines are nothing, but they count as lines
+    path.write_bytes(b"\n".join(lines))
+    rows = prepare(path, max_drop_share=0.2, workers=2)
+    assert answers(rows, smollm2_tokenizer) == good
+    assert rows.drops.kept == len(good)
+    assert rows.drops.counts == reasons
+    assert len(reasons) >= 12
+    for reason, examples in rows.drops.examples.items():
+        assert len(examples) == 3
+        for example, place in zip(examples, places[reason], strict=False):
+            assert example.startswith(place)
+    with pytest.raises(BadInput, match="more than the allowed 5"):
+        prepare(path)
+
+
+def test_real_chats(smollm2, shared_data, tmp_path):
+    """The reference chats: padding after packing under 1 %, and cut answers without an end."""
+    from fledge.data.pack import pack_rows
+
+    start = time.perf_counter()
+    chats = [str(shared_data / "smollm2_chat.jsonl")]
+    rows = prepare_rows(chats, smollm2, cache=tmp_path, workers=2)
+    assert time.perf_counter() - start < 60
+    assert len(rows) == 19_847
+    assert rows.drops.counts == {}
+    assert pack_rows(rows.lengths, 4096).padding_share < 0.01
+    raw = [json.loads(line) for line in Path(chats[0]).read_bytes().splitlines()]
+    assert rows.truncated == sum(row["finish"] == "length" for row in raw)
+    # The file tells how many tokens the model generated; an end token is one of them. Re-encoding
+    # its text may tokenise some words otherwise than the model spelled them, in few rows.
+    expected = [row["tokens"] for row in raw]
+    found = [int(row.loss_mask.sum()) for row in rows]
+    different = sum(abs(a - b) > 1 for a, b in zip(expected, found, strict=True))
+    assert different / len(raw) < 0.02
+    start = time.perf_counter()
+    prepare_rows(chats, smollm2, cache=tmp_path)
+    assert time.perf_counter() - start < 2

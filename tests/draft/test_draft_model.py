@@ -1,0 +1,272 @@
+"""The draft network: names on disk, vocabulary maps, the split product, files."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from fledge import BadInput, LlamaEagle3DraftModel
+from fledge.draft.layer import gated_mlp
+from fledge.draft.rotary import Rotary, rotate
+
+
+def make_config(**changes):
+    settings = {
+        "vocab_size": 23, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64, "draft_vocab_size": 9, "target_hidden_size": 10,
+    }  # fmt: skip
+    return LlamaConfig(**(settings | changes))
+
+
+def make_draft(**changes):
+    torch.manual_seed(0)
+    return LlamaEagle3DraftModel(make_config(**changes))
+
+
+def some_vocabulary():
+    ids = torch.tensor([0, 2, 3, 7, 11, 12, 18, 20, 22])
+    mask = torch.zeros(23, dtype=torch.bool)
+    mask[ids] = True
+    return ids, mask
+
+
+LAYER = {
+    "self_attn.q_proj.weight": (24, None),
+    "self_attn.k_proj.weight": (12, None),
+    "self_attn.v_proj.weight": (12, None),
+    "self_attn.o_proj.weight": (12, 24),
+    "mlp.gate_proj.weight": (20, 12),
+    "mlp.up_proj.weight": (20, 12),
+    "mlp.down_proj.weight": (12, 20),
+    "input_layernorm.weight": (12,),
+    "post_attention_layernorm.weight": (12,),
+}
+
+
+def test_state_dict_is_the_plain_layout():
+    draft = make_draft(num_hidden_layers=2, fc_norm=True, norm_output=True)
+    expected = {
+        "embed_tokens.weight": (23, 12),
+        "fc.weight": (12, 30),
+        "norm.weight": (12,),
+        "lm_head.weight": (9, 12),
+        "d2t": (9,),
+        "t2d": (23,),
+        "layers.0.hidden_norm.weight": (12,),
+    }
+    expected |= {f"fc_norm.{i}.weight": (10,) for i in range(3)}
+    for index, width in ((0, 24), (1, 12)):
+        for name, shape in LAYER.items():
+            expected[f"layers.{index}.{name}"] = tuple(width if n is None else n for n in shape)
+    assert {name: tuple(t.shape) for name, t in draft.state_dict().items()} == expected
+    assert draft.d2t.dtype == torch.int64
+    assert draft.t2d.dtype == torch.bool
+
+
+def test_a_full_vocabulary_has_no_maps():
+    draft = make_draft(draft_vocab_size=None)
+    assert draft.lm_head.weight.shape == (23, 12)
+    assert not {"d2t", "t2d"} & set(draft.state_dict())
+    assert not any(name.startswith(("fc_norm", "mask_hidden")) for name in draft.state_dict())
+    draft.set_vocab_mapping(torch.arange(23), torch.ones(23, dtype=torch.bool))
+
+
+def test_d2t_is_an_offset():
+    draft = make_draft()
+    assert draft.selected_token_ids is None
+    ids, mask = some_vocabulary()
+    draft.set_vocab_mapping(ids, mask)
+    assert (torch.arange(9) + draft.d2t).tolist() == ids.tolist()
+    assert torch.equal(draft.t2d, mask)
+    assert torch.equal(draft.selected_token_ids, ids)
+    draft.set_vocab_mapping(ids, mask)  # the same again is fine
+
+
+def test_bad_maps_are_refused():
+    ids, mask = some_vocabulary()
+    other = mask.roll(1)
+    twice = ids.clone()
+    twice[0] = twice[1]
+    for bad_ids, bad_mask in ((ids[:-1], mask), (ids, mask[:-1]), (ids, other), (twice, mask)):
+        with pytest.raises(ValueError, match="selected_token"):
+            make_draft().set_vocab_mapping(bad_ids, bad_mask)
+    draft = make_draft()
+    draft.set_vocab_mapping(ids, mask)
+    with pytest.raises(ValueError, match="another map"):
+        draft.set_vocab_mapping(other.nonzero().flatten(), other)
+
+
+def test_embeddings_and_head_come_from_the_target():
+    draft = make_draft()
+    table = torch.nn.Embedding(23, 12)
+    head = torch.nn.Linear(12, 23, bias=False)
+    draft.copy_embeddings_from_target(table)
+    assert torch.equal(draft.embed_tokens.weight, table.weight)
+    with pytest.raises(ValueError, match="mapping"):
+        draft.copy_head_from_target(head)
+    ids, mask = some_vocabulary()
+    draft.set_vocab_mapping(ids, mask)
+    draft.copy_head_from_target(head)
+    assert torch.equal(draft.lm_head.weight, head.weight[ids])
+    with pytest.raises(ValueError, match="embedding"):
+        draft.copy_embeddings_from_target(torch.nn.Embedding(22, 12))
+
+
+def test_split_product_is_the_product_with_the_concatenation():
+    """q, k, v of layer 0 read [norm(embedding); norm(hidden)]: two products, one sum."""
+    layer = make_draft().double().layers[0]
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    embedding, state = torch.randn(2, 7, 12, dtype=torch.float64)
+    weights = layer.weights(torch.float64)
+    joined = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(state)], dim=-1)
+    projections = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    expected = torch.cat([proj(joined) for proj in projections], dim=-1)
+    token = weights.token_part(embedding)
+    for columns in (slice(None), slice(0, 24), slice(24, None)):
+        mine = weights.project(weights.normed(state), token, columns)
+        torch.testing.assert_close(mine, expected[:, columns], rtol=1e-12, atol=1e-12)
+
+
+def test_lean_mlp_is_the_plain_mlp():
+    mlp = make_draft().double().layers[0].mlp
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
+    weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    lean = gated_mlp(x, *weights)
+    plain = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    torch.testing.assert_close(lean, plain, rtol=1e-13, atol=1e-13)
+    grads = [torch.autograd.grad((y**2).sum(), [x, *weights]) for y in (lean, plain)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_project_hidden_states_norms_each_chunk():
+    draft = make_draft(fc_norm=True)
+    for norm in draft.fc_norm:
+        torch.nn.init.normal_(norm.weight)
+    aux = torch.randn(2, 5, 30)
+    chunks = [norm(chunk) for norm, chunk in zip(draft.fc_norm, aux.chunk(3, -1), strict=True)]
+    torch.testing.assert_close(draft.project_hidden_states(aux), draft.fc(torch.cat(chunks, -1)))
+    plain = make_draft()
+    torch.testing.assert_close(plain.project_hidden_states(aux), F.linear(aux, plain.fc.weight))
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_compute_logits_norms_once(norm_output):
+    draft = make_draft(norm_output=norm_output)
+    torch.nn.init.normal_(draft.norm.weight)
+    hidden = torch.randn(3, 12)
+    expected = draft.lm_head(hidden if norm_output else draft.norm(hidden))
+    torch.testing.assert_close(draft.compute_logits(hidden), expected)
+
+
+def test_partial_rotary_leaves_the_rest_alone():
+    rotary = Rotary(make_config(partial_rotary_factor=0.5, head_dim=8))
+    cos, sin = rotary(torch.tensor([0, 3, 50]), torch.float64)
+    assert cos.shape == (3, 4)
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    y = rotate(x, cos, sin)
+    assert torch.equal(y[..., 4:], x[..., 4:])
+    assert torch.equal(y[0], x[0])
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
+
+
+def test_scores_depend_on_distance_only():
+    rotary = Rotary(make_config())
+    q, k = torch.randn(2, 1, 1, 6, dtype=torch.float64)
+    scores = []
+    for shift in (0, 5, 40):
+        turned = [
+            rotate(x, *rotary(torch.tensor([p + shift]), torch.float64))
+            for x, p in ((q, 9), (k, 2))
+        ]
+        scores.append(float((turned[0] * turned[1]).sum()))
+    assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)
+
+
+def test_casting_the_draft_keeps_fp32_angles():
+    draft = make_draft()
+    position = torch.tensor([63])
+    before = draft.rotary(position, torch.float32)
+    draft.to(torch.bfloat16)
+    assert torch.equal(draft.rotary(position, torch.float32)[0], before[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_read_back_bitwise(tmp_path, dtype):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    draft = make_draft(
+        fc_norm=True, norm_output=True, num_hidden_layers=2, rope_theta=5e5, rope_scaling=rope
+    ).to(dtype)
+    draft.set_vocab_mapping(*some_vocabulary())
+    draft.save_pretrained(tmp_path / "draft")
+    again = LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
+    assert again.state_dict().keys() == draft.state_dict().keys()
+    for name, tensor in draft.state_dict().items():
+        assert tensor.dtype == again.state_dict()[name].dtype
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    for name in ("fc_norm", "norm_output", "draft_vocab_size", "target_hidden_size", "head_dim"):
+        assert getattr(again.config, name) == getattr(draft.config, name)
+    assert torch.equal(again.rotary.inv_freq, draft.rotary.inv_freq)
+    assert again.rotary.scale == draft.rotary.scale != 1.0
+    assert (
+        LlamaEagle3DraftModel.from_pretrained(
+            tmp_path / "draft", dtype=torch.float64
+        ).fc.weight.dtype
+        == torch.float64
+    )
+
+
+def test_config_json_says_what_engines_read(tmp_path):
+    draft = make_draft(rope_theta=5e5)
+    draft.save_pretrained(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["model_type"] == "llama"
+    assert config["vocab_size"] == 23
+    assert config["draft_vocab_size"] == 9
+    assert config["num_hidden_layers"] == 1
+    assert config["tie_word_embeddings"] is False
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+    assert config["target_hidden_size"] == 10
+    assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == [
+        "config.json", "model.safetensors",
+    ]  # fmt: skip
+
+
+def test_reading_says_what_is_missing(tmp_path):
+    with pytest.raises(BadInput, match=r"config\.json"):
+        LlamaEagle3DraftModel.from_pretrained(tmp_path)
+    make_draft().save_pretrained(tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["extra"] = tensors.pop("fc.weight")
+    save_file(tensors, path)
+    with pytest.raises(
+        BadInput, match=r"missing tensors \['fc.weight'\], unknown tensors \['extra'\]"
+    ):
+        LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"draft_vocab_size": 0}, "draft_vocab_size"),
+        ({"draft_vocab_size": 24}, "draft_vocab_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_attention_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
+    ],
+)
+def test_bad_configs_name_the_field(changes, field):
+    with pytest.raises(ValueError, match=field):
+        make_draft(**changes)

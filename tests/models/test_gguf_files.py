@@ -1,0 +1,244 @@
+"""A GGUF file becomes a whole directory, once, with the tokenizer of the model's training."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_gguf import TEMPLATE, tiny_llama, write_gguf
+
+from fledge.errors import BadInput
+from fledge.models import convert_gguf
+from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
+from fledge.models.stored import models_root
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+
+
+def leftovers() -> list[str]:
+    """What is in the model cache besides finished directories, locks and noted hashes."""
+    root = models_root()
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    return [n for n in names if n.startswith(".")]
+
+
+def directories() -> list[Path]:
+    return sorted(models_root().glob("gguf-*[!k]"))
+
+
+def test_the_converted_model_computes_what_the_original_did(file: Path) -> None:
+    model, original = load_model(str(file)), tiny_llama()
+    ids = torch.randint(0, 264, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-6)
+    assert not model.training
+    assert next(model.parameters()).dtype == torch.float32
+    config = load_config(str(file))
+    assert config.rms_norm_eps == 1e-5
+    assert config.tie_word_embeddings
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
+    generation = model.generation_config
+    assert (generation.eos_token_id, generation.pad_token_id) == (2, 2)
+
+
+def test_the_tokenizer_splits_digits_and_ends_turns(file: Path) -> None:
+    tokenizer = load_tokenizer(str(file))
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer(" 1234 hi\n")["input_ids"])
+    assert pieces == ["Ġ", "1", "2", "3", "4", "Ġhi", "Ċ"]
+    assert tokenizer.decode(tokenizer(" 12 hi é\n")["input_ids"]) == " 12 hi é\n"
+    special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    assert special == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.model_max_length == 128
+    assert tokenizer("<|im_start|>hi<|im_end|>")["input_ids"][0] == 1
+    saved = (local_model(str(file)) / "tokenizer_config.json").read_text()
+    assert "PreTrainedTokenizerFast" in saved  # transformers 4 and 5 both know it
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["123", "4", "Ġhi"]),
+        ("llama-bpe", ["123", "4", "Ġhi"]),  # up to three digits a piece
+        ("qwen2", ["1", "2", "3", "4", "Ġhi"]),
+    ],
+)
+def test_other_families_cut_text_their_own_way(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "other.gguf", tiny_llama(), pre=pre)))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("1234 hi")["input_ids"]) == pieces
+
+
+def test_tokens_that_no_merge_leads_to_and_tokens_of_the_user(tmp_path: Path) -> None:
+    pieces = {}
+    for pre in ("smollm", "llama-bpe"):
+        path = write_gguf(tmp_path / f"{pre}.gguf", tiny_llama(), pre=pre)
+        tokenizer = load_tokenizer(str(path))
+        pieces[pre] = tokenizer.convert_ids_to_tokens(tokenizer("zq<tool>")["input_ids"])
+        ids = tokenizer("hi<tool><|im_end|>")["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "hi<tool>"
+    assert pieces == {"smollm": ["z", "q", "<tool>"], "llama-bpe": ["zq", "<tool>"]}
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"), [("smollm", ["<|im_start|>", "hi"]), ("sentencepiece", ["<s>", "▁hi"])]
+)
+def test_bos_is_added_where_the_file_says_so(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    path = write_gguf(tmp_path / "bos.gguf", tiny_llama(), pre=pre, add_bos=True)
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == pieces
+    plain = tokenizer("hi", add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(plain) == pieces[1:]
+
+
+def test_sentencepiece_families_keep_their_rules(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "s.gguf", tiny_llama(), pre="sentencepiece")
+    tokenizer = load_tokenizer(str(path))
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("hi é")["input_ids"])
+    assert pieces == ["▁hi", "▁", "<0xC3>", "<0xA9>"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
+def test_qwen_composes_accents(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "q.gguf", tiny_llama(), pre="qwen2")))
+    assert tokenizer.decode(tokenizer("e\u0301")["input_ids"]) == "é"
+
+
+def test_an_unknown_pre_tokenizer_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "odd.gguf", tiny_llama(), pre="martian")
+    with pytest.raises(BadInput, match="pre-tokenizer 'martian' is not known"):
+        local_model(str(path))
+    assert directories() == []
+    assert leftovers() == []
+
+
+def test_converted_once_and_found_by_content(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = local_model(str(file))
+    monkeypatch.setattr(convert_gguf, "convert", None)  # a second conversion would fail
+    assert local_model(str(file)) == first
+    moved = file.rename(tmp_path / "renamed.GGUF")
+    assert local_model(str(moved)) == first
+    assert first.name == f"gguf-v1-{convert_gguf._sha256_of(moved)}"
+
+
+def test_a_changed_file_is_another_model(file: Path) -> None:
+    first = local_model(str(file))
+    write_gguf(file, tiny_llama(seed=1))
+    assert local_model(str(file)) != first
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "unsealed"])
+def test_a_damaged_directory_is_made_again(file: Path, damage: str) -> None:
+    directory = local_model(str(file))
+    weights = directory / "model.safetensors"
+    whole = weights.stat().st_size
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "short":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    else:
+        (directory / "fledge_source.json").write_text("{")
+    assert local_model(str(file)) == directory
+    assert weights.stat().st_size == whole
+    assert leftovers() == []
+
+
+def test_an_interrupt_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, directory: Path, tokenizer: object) -> None:
+        assert (directory / "tokenizer.json").is_file()  # half of it is there
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_gguf, "_save_model", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            local_model(str(file))
+    assert directories() == []
+    assert leftovers() == []
+    load_model(str(file))
+
+
+KILLED = """
+import os, sys
+from fledge.models import convert_gguf
+from fledge.models.resolve import local_model
+convert_gguf._save_model = lambda *_: os._exit(9)
+local_model(sys.argv[1])
+"""
+
+
+def test_a_killed_conversion_is_swept_away_by_the_next(file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(file)], env=os.environ, capture_output=True, check=False
+    )
+    assert done.returncode == 9, done.stderr
+    assert directories() == []
+    assert len(leftovers()) == 1
+    load_tokenizer(str(file))
+    assert leftovers() == []
+
+
+def test_callers_at_the_same_time_convert_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert, calls = convert_gguf.convert, []
+
+    def counted(path: Path, directory: Path, *, name: str) -> None:
+        calls.append(directory)
+        convert(path, directory, name=name)
+
+    monkeypatch.setattr(convert_gguf, "convert", counted)
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(local_model(str(file)))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert found == [directories()[0]] * 4
+
+
+@pytest.mark.parametrize("keep", [4, 100, 4000])
+def test_a_truncated_file_is_refused_in_one_line(file: Path, keep: int) -> None:
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(BadInput, match=r"tiny\.gguf: cannot convert") as caught:
+        local_model(str(file))
+    assert "\n" not in str(caught.value)
+    assert directories() == []
+
+
+def test_files_that_are_not_there_or_not_gguf(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such file"):
+        local_model(str(tmp_path / "missing.gguf"))
+    (tmp_path / "text.gguf").write_text("hello")
+    with pytest.raises(BadInput, match="not a GGUF file"):
+        local_model(str(tmp_path / "text.gguf"))
+    (tmp_path / "weights.bin").write_text("hello")
+    with pytest.raises(BadInput, match="is a file, but not a GGUF file"):
+        local_model(str(tmp_path / "weights.bin"))
+
+
+def test_a_full_or_forbidden_disk_is_said_in_one_line(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("usage", (), {"free": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: usage)
+        with pytest.raises(BadInput, match="FLEDGE_CACHE"):
+            local_model(str(file))
+    (tmp_path / "a_file").write_text("")
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "a_file"))
+    with pytest.raises(BadInput, match="FLEDGE_CACHE"):
+        local_model(str(file))

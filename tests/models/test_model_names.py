@@ -1,0 +1,163 @@
+"""What may be written as a model, and what is said when it cannot be found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from tiny_gguf import tiny_llama, write_gguf
+
+from fledge.errors import BadInput
+from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    tiny_llama().save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_a_directory_is_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local_model(str(directory)) == directory
+    monkeypatch.chdir(directory.parent)
+    assert local_model("tiny") == directory
+    assert load_config("./tiny").hidden_size == 32
+
+
+def test_models_load_in_the_asked_dtype(directory: Path) -> None:
+    import torch
+
+    for dtype in ("bfloat16", torch.bfloat16):
+        assert next(load_model(str(directory), dtype=dtype).parameters()).dtype == torch.bfloat16
+    with pytest.raises(BadInput, match="'bf17' is not a dtype"):
+        load_model(str(directory), dtype="bf17")
+
+
+def test_a_directory_without_a_model_or_tokenizer(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot load the tokenizer of") as caught:
+        load_tokenizer(str(directory))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"has no config\.json; it must hold"):
+        local_model(str(tmp_path / "empty"))
+    write_gguf(tmp_path / "empty" / "w.gguf", tiny_llama())
+    with pytest.raises(BadInput, match=r"name the file itself: .*w\.gguf"):
+        local_model(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("smollm2-135", r"did you mean 'smollm2-135m'\?"),
+        ("gpt2", "hub ids are written org/name"),
+        ("./nowhere", "no such model './nowhere'; give a directory"),
+        ("/a/b/c", "no such model"),
+        ("a b/c", "no such model"),
+        ("", "no such model"),
+    ],
+)
+def test_names_that_mean_nothing(name: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        local_model(name)
+
+
+def bare(kind: type[Exception]) -> Exception:
+    """An error of the hub's library without the HTTP response it would carry."""
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (bare(errors.GatedRepoError), "'org/name@v1' is gated; accept its licence"),
+        (bare(errors.RevisionNotFoundError), "'org/name' has no revision 'v1'"),
+        (bare(errors.RepositoryNotFoundError), "no 'org/name' on the hub"),
+        (errors.LocalEntryNotFoundError("x"), "is not on the disk, and the hub cannot be reached"),
+        (errors.HFValidationError("odd"), "'org/name@v1' is not a hub id; odd"),
+        (bare(errors.HfHubHTTPError), "the hub failed on"),
+    ],
+)
+def test_every_refusal_of_the_hub_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(BadInput, match=says):
+        local_model("org/name@v1")
+
+
+def test_only_small_files_are_fetched_when_weights_are_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> None:
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def give(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repo, revision, allow_patterns))
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", give)
+    load_config("org/name@abc")
+    load_model("org/name")
+    assert [call[:2] for call in asked] == [("org/name", "abc"), ("org/name", None)]
+    assert "*.safetensors" not in asked[0][2]
+    assert "*.safetensors" in asked[1][2]
+
+
+def test_an_incomplete_snapshot_is_not_taken_for_a_model(
+    monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(directory))
+    (directory / "model.safetensors").unlink()
+    assert local_model("org/name", weights=False) == directory
+    with pytest.raises(BadInput, match=r"missing, the first is model\.safetensors"):
+        local_model("org/name")
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (directory / "model.safetensors.index.json").write_text(index)
+    (directory / "model-1.safetensors").touch()
+    with pytest.raises(BadInput, match=r"1 weight file\(s\) are missing.*model-2"):
+        local_model("org/name")
+    (directory / "config.json").unlink()
+    with pytest.raises(BadInput, match=r"no config\.json; for a GGUF repository"):
+        local_model("org/name")
+
+
+OFFLINE = """
+import sys
+from fledge.errors import BadInput
+from fledge.models.resolve import local_model
+for name in sys.argv[1:]:
+    try:
+        print(local_model(name))
+    except BadInput as error:
+        print(error)
+"""
+
+
+def test_offline_what_was_fetched_works_and_the_rest_is_refused(
+    directory: Path, tmp_path: Path
+) -> None:
+    """The real library, told to stay offline, on a cache laid out as it lays it out."""
+    repository = tmp_path / "hf" / "models--org--name"
+    revision = "a" * 40
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    directory.rename(repository / "snapshots" / revision)
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, "org/name", f"org/name@{revision}", "org/other"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found, pinned, refused = done.stdout.splitlines()
+    assert found == pinned == str(repository / "snapshots" / revision)
+    assert "'org/other': it is not on the disk, and the hub cannot be reached" in refused
+    assert "unset HF_HUB_OFFLINE" in refused

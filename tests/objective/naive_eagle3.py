@@ -1,0 +1,234 @@
+"""EAGLE-3's training-time test as a textbook would write it, and batches to feed both versions.
+
+Dense masks, explicit concatenation, tensors shifted at every step, one padded row per document.
+Nothing is shared with the code under test except the draft's parameters and rotary table.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.target.head import TargetHead, target_distribution
+
+V, W, D, E = 31, 17, 10, 12
+
+
+def make_draft(*, dtype=torch.float64, seed=0, spread=0.3, **changes):
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": V, "hidden_size": E, "intermediate_size": 20, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+        "max_position_embeddings": 64, "draft_vocab_size": W, "target_hidden_size": D,
+    }  # fmt: skip
+    draft = LlamaEagle3DraftModel(LlamaConfig(**(settings | changes))).to(dtype)
+    with torch.no_grad():
+        for parameter in draft.parameters():  # norms too, so that a forgotten one shows
+            parameter.add_(torch.randn_like(parameter) * spread)
+    return draft
+
+
+def vocabulary(width=W, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(V, generator=generator)[:width].sort().values
+    mask = torch.zeros(V, dtype=torch.bool)
+    mask[ids] = True
+    return ids, mask
+
+
+def make_head(dtype=torch.float64, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return TargetHead(torch.randn(V, D, generator=generator, dtype=dtype))
+
+
+@dataclass
+class Document:
+    """One conversation, unshifted: what the tokens are and what the target said after each."""
+
+    ids: torch.Tensor
+    loss: torch.Tensor
+    aux: torch.Tensor
+    hidden: torch.Tensor
+
+
+def make_documents(lengths, *, seed=3, supervised=0.6, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return [
+        Document(
+            torch.randint(0, V, (n,), generator=g),
+            (torch.rand(n, generator=g) < supervised).long(),
+            torch.randn(n, 3 * D, generator=g, dtype=dtype),
+            torch.randn(n, D, generator=g, dtype=dtype),
+        )
+        for n in lengths
+    ]
+
+
+def shift(x):
+    """Left by one along the positions of each row, zeros at the end."""
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+
+
+def _pad(tensors, width):
+    return torch.stack([F.pad(x, (0, 0) * (x.ndim - 1) + (0, width - len(x))) for x in tensors])
+
+
+def padded_batch(documents, width=None):
+    """One document a row, as `Eagle3TargetBatch.to_trainer_inputs` emits it (hidden encoding)."""
+    width = width or max(len(d.ids) for d in documents)
+    return {
+        "input_ids": shift(_pad([d.ids for d in documents], width)),
+        "attention_mask": _pad([torch.ones_like(d.ids) for d in documents], width),
+        "loss_mask": shift(_pad([d.loss for d in documents], width)),
+        "aux_hidden_states": _pad([d.aux for d in documents], width),
+        "target_last_hidden_states": shift(_pad([d.hidden for d in documents], width)),
+    }
+
+
+def packed_batch(rows, width):
+    """Several documents a row; the trailing pad is folded into the last document."""
+    most = max(len(row) for row in rows)
+    batch = {}
+    joined = [
+        Document(
+            *(torch.cat([getattr(d, f) for d in row]) for f in ("ids", "loss", "aux", "hidden"))
+        )
+        for row in rows
+    ]
+    batch |= padded_batch(joined, width)
+    seq_lens = torch.zeros(len(rows), most, dtype=torch.long)
+    position_ids = torch.zeros(len(rows), width, dtype=torch.long)
+    doc_remaining = torch.zeros(len(rows), width, dtype=torch.long)
+    for r, row in enumerate(rows):
+        begin = 0
+        for i, d in enumerate(row):
+            n = len(d.ids)
+            seq_lens[r, i] = n
+            position_ids[r, begin:] = torch.arange(width - begin)
+            doc_remaining[r, begin : begin + n] = torch.arange(n - 1, -1, -1)
+            begin += n
+        seq_lens[r, len(row) - 1] += width - begin
+    return batch | {
+        "seq_lens": seq_lens, "position_ids": position_ids, "doc_remaining": doc_remaining,
+    }  # fmt: skip
+
+
+def with_logits(batch, head):
+    batch = dict(batch)
+    hidden = batch.pop("target_last_hidden_states")
+    return batch | {
+        "target_logits": head.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+    }
+
+
+def with_probs(batch, head, ids, mask):
+    batch = with_logits(batch, head)
+    logits = batch.pop("target_logits")
+    probs, covered = target_distribution(logits.flatten(0, 1), ids, mask)
+    position_mask = covered.view(logits.shape[:2]) & batch["loss_mask"].bool()
+    return batch | {
+        "target_probs": probs.unflatten(0, logits.shape[:2]),
+        "position_mask": position_mask[..., None],
+    }
+
+
+def _norm(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _rope(x, position, rotary):  # x [B, heads, T, C]
+    cos, sin = rotary(position, x.dtype)
+    n = cos.shape[-1]
+    a, b = x[..., : n // 2], x[..., n // 2 : n]
+    return torch.cat([x[..., :n] * cos + torch.cat([-b, a], -1) * sin, x[..., n:]], -1)
+
+
+@dataclass
+class Naive:
+    loss: torch.Tensor
+    correct: list
+    charged: list
+    hits: list
+    valid: list
+
+
+def naive_eagle3(draft, batch, *, ids, mask, steps, depth_loss, decay=0.8):
+    """`batch`: logits encoding, padded. `depth_loss(logits, probs, charged)` scores a depth."""
+    c = draft.config
+    p = dict(draft.named_parameters())
+    tokens, loss_mask = batch["input_ids"], batch["loss_mask"].bool()
+    rows, width = tokens.shape
+    flat_probs, flat_covered = target_distribution(batch["target_logits"].flatten(0, 1), ids, mask)
+    probs = flat_probs.unflatten(0, (rows, width))
+    covered = flat_covered.view(rows, width)
+    aux = batch["aux_hidden_states"]
+    if c.fc_norm:
+        chunks = aux.chunk(3, dim=-1)
+        aux = torch.cat(
+            [_norm(x, p[f"fc_norm.{i}.weight"], c.rms_norm_eps) for i, x in enumerate(chunks)], -1
+        )
+    state = aux @ p["fc.weight"].T
+    causal = torch.ones(width, width).tril().bool()
+    visible = causal[None] & batch["attention_mask"].bool()[:, None]  # [B, T, T]
+    caches = [[] for _ in range(c.num_hidden_layers)]
+    total, weights = 0.0, sum(decay**k for k in range(steps))
+    out = Naive(None, [], [], [], [])
+    alive, valid = torch.ones_like(loss_mask), torch.ones_like(loss_mask)
+    for k in range(steps):
+        embed = p["embed_tokens.weight"][tokens]
+        for i in range(c.num_hidden_layers):
+            state = _naive_layer(draft, p, f"layers.{i}.", embed, state, visible, caches[i], k)
+        normed = _norm(state, p["norm.weight"], c.rms_norm_eps)
+        if c.norm_output:
+            state = normed
+        logits = normed @ p["lm_head.weight"].T
+        charged = loss_mask & covered
+        total = total + decay**k * depth_loss(
+            logits.flatten(0, 1), probs.flatten(0, 1), charged.flatten()
+        )
+        right = (logits.argmax(-1) == probs.argmax(-1)) & charged
+        alive, valid = alive & right, valid & loss_mask
+        out.correct.append(int(right.sum()))
+        out.charged.append(int(charged.sum()))
+        out.hits.append(int(alive.sum()))
+        out.valid.append(int(valid.sum()))
+        tokens, loss_mask, covered, probs = map(shift, (tokens, loss_mask, covered, probs))
+    out.loss = total / weights
+    return out
+
+
+def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
+    c = draft.config
+    b, t, _ = state.shape
+    if prefix == "layers.0.":
+        left = _norm(embed, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
+        right = _norm(state, p[prefix + "hidden_norm.weight"], c.rms_norm_eps)
+        x = torch.cat([left, right], -1)
+    else:
+        x = _norm(state, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
+
+    def heads(name, n):
+        return (x @ p[f"{prefix}self_attn.{name}_proj.weight"].T).view(b, t, n, -1).transpose(1, 2)
+
+    position = torch.arange(t) + k
+    q = _rope(heads("q", c.num_attention_heads), position, draft.rotary)
+    key = _rope(heads("k", c.num_key_value_heads), position, draft.rotary)
+    value = heads("v", c.num_key_value_heads)
+    repeat = c.num_attention_heads // c.num_key_value_heads
+    cache.append((key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)))
+    scores = q @ cache[0][0].transpose(-1, -2) / c.head_dim**0.5
+    scores = [scores.masked_fill(~visible[:, None], -1e30)]
+    scores += [(q * keys).sum(-1, keepdim=True) / c.head_dim**0.5 for keys, _ in cache[1:]]
+    weight = torch.cat(scores, -1).softmax(-1)
+    out = weight[..., :t] @ cache[0][1]
+    for j, (_, values) in enumerate(cache[1:]):
+        out = out + weight[..., t + j, None] * values
+    state = state + out.transpose(1, 2).reshape(b, t, -1) @ p[prefix + "self_attn.o_proj.weight"].T
+    y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
+    gate = F.silu(y @ p[prefix + "mlp.gate_proj.weight"].T)
+    return (
+        state
+        + (gate * (y @ p[prefix + "mlp.up_proj.weight"].T)) @ p[prefix + "mlp.down_proj.weight"].T
+    )

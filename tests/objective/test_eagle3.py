@@ -1,0 +1,405 @@
+"""The EAGLE-3 objective against the textbook, and every equality that the design promises."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_eagle3 import (
+    D,
+    E,
+    V,
+    W,
+    make_documents,
+    make_draft,
+    make_head,
+    naive_eagle3,
+    packed_batch,
+    padded_batch,
+    vocabulary,
+    with_logits,
+    with_probs,
+)
+
+from fledge import Eagle3TrainerModule, simulated_accept_length
+from fledge.objective.losses import LossSpec, reference_loss
+
+STEPS = 4
+LENGTHS = [9, 1, 6, 13, 2]
+
+
+def make_module(draft=None, *, steps=STEPS, **options):
+    ids, mask = vocabulary()
+    return Eagle3TrainerModule(
+        draft if draft is not None else make_draft(),
+        selected_token_ids=ids,
+        selected_token_mask=mask,
+        ttt_steps=steps,
+        **({"target_head": make_head()} | options),
+    )
+
+
+def run(module, batch, **extra):
+    """(output, gradient of every parameter by name)."""
+    module.zero_grad()
+    out = module(**batch, **extra)
+    out.loss.backward()
+    return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
+
+
+def assert_same(one, other, *, tolerance=1e-11, metrics=True):
+    (out_a, grads_a), (out_b, grads_b) = one, other
+    torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
+    assert grads_a.keys() == grads_b.keys()
+    for name in grads_a:
+        torch.testing.assert_close(
+            grads_a[name],
+            grads_b[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: n + m,
+        )
+    if metrics:
+        for field in ("step_prefix_hits", "step_valid", "step_reached", "charged", "correct"):
+            assert getattr(out_a, field).tolist() == getattr(out_b, field).tolist(), field
+        torch.testing.assert_close(out_a.loss_sums, out_b.loss_sums, rtol=tolerance, atol=tolerance)
+        assert out_a.valid_tokens == out_b.valid_tokens
+        assert out_a.accuracy == out_b.accuracy
+
+
+VARIANTS = {
+    "one layer": {},
+    "two layers": {"num_hidden_layers": 2},
+    "three layers, fc_norm": {"num_hidden_layers": 3, "fc_norm": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "both, two layers": {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2},
+    "partial rotary": {"partial_rotary_factor": 0.5},
+    "no GQA": {"num_key_value_heads": 4},
+    "one kv head": {"num_key_value_heads": 1},
+}
+LOSSES = {
+    "ce": {},
+    "kl": {"loss": "kl"},
+    "hard": {"loss": "hard"},
+    "alpha": {"lk_loss_type": "alpha"},
+    "lambda": {"lk_loss_type": "lambda", "lk_kl_scale": 0.7, "lk_kl_decay": 2.0},
+}
+
+
+def check_against_textbook(changes, loss, kind, **options):
+    module = make_module(make_draft(**changes), **loss, **options)
+    ids, mask = vocabulary()
+    batch = with_logits(padded_batch(make_documents(LENGTHS)), make_head())
+    ours = run(module, batch)
+    spec = LossSpec(kind, loss.get("lk_kl_scale", 1.0), loss.get("lk_kl_decay", 3.0))
+    module.zero_grad()
+    naive = naive_eagle3(
+        module.draft_model, batch, ids=ids, mask=mask, steps=STEPS,
+        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, spec),
+    )  # fmt: skip
+    naive.loss.backward()
+    out, grads = ours
+    torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
+    for name, parameter in module.draft_model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-11)
+        assert parameter.grad.abs().max() > 0, name
+    assert out.charged.tolist() == naive.charged
+    assert out.correct.tolist() == naive.correct
+    assert out.step_prefix_hits.tolist() == naive.hits
+    assert out.step_valid.tolist() == naive.valid
+    assert out.valid_tokens.item() == sum(naive.charged)
+    torch.testing.assert_close(
+        out.accuracy, torch.tensor(sum(naive.correct) / sum(naive.charged)), check_dtype=False
+    )
+    assert 0 < sum(naive.charged) < STEPS * naive.valid[0]  # the vocabulary does leave targets out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_module_equals_the_textbook(variant):
+    check_against_textbook(VARIANTS[variant], {}, "ce")
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_every_loss_equals_the_textbook(kind):
+    check_against_textbook({}, LOSSES[kind], kind)
+
+
+@pytest.mark.parametrize("attention", ["fast", "reference"])
+@pytest.mark.parametrize("compact", [True, False])
+def test_slow_twins_equal_the_textbook(attention, compact):
+    check_against_textbook({"num_hidden_layers": 2}, {}, "ce", attention=attention, compact=compact)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_packed_equals_padded(layers, kind):
+    module = make_module(make_draft(num_hidden_layers=layers), **LOSSES[kind])
+    documents = make_documents(LENGTHS)
+    padded = run(module, padded_batch(documents))
+    rows = [documents[:3], documents[3:]]
+    assert_same(padded, run(module, packed_batch(rows, 20)))
+    assert_same(padded, run(module, packed_batch([documents], sum(LENGTHS))))
+    assert_same(padded, run(module, packed_batch([[d] for d in documents], 15)))
+    assert_same(padded, run(module, padded_batch(documents, width=40)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3),
+    pad=st.integers(0, 3),
+    supervised=st.sampled_from([0.2, 0.6, 1.1]),
+    seed=st.integers(0, 999),
+)
+def test_packed_equals_padded_for_any_documents(rows, pad, supervised, seed):
+    module = make_module(make_draft(num_hidden_layers=2), steps=3)
+    packs = [
+        make_documents(row, seed=seed + i, supervised=supervised) for i, row in enumerate(rows)
+    ]
+    width = max(sum(row) for row in rows) + pad
+    padded = padded_batch([document for pack in packs for document in pack])
+    assert_same(run(module, padded), run(module, packed_batch(packs, width)))
+
+
+def test_packed_equals_padded_when_everything_is_supervised():
+    """The shift pulls the next document's first token into the last slot: never charged."""
+    module = make_module()
+    documents = make_documents(LENGTHS, supervised=1.1)
+    padded = run(module, padded_batch(documents))
+    assert padded[0].step_valid.tolist() == [
+        sum(max(0, n - 1 - k) for n in LENGTHS) for k in range(STEPS)
+    ]
+    assert_same(padded, run(module, packed_batch([documents], 33)))
+
+
+def test_the_worked_packing_example_of_semantics_5():
+    batch = packed_batch([make_documents([3, 2], supervised=1.1)], 8)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch["doc_remaining"].tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
+    assert batch["seq_lens"].tolist() == [[3, 5]]
+    prepared = make_module().prepare(**batch)
+    assert prepared.plan.step_valid_K.tolist() == [3, 1, 0, 0]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 7, 1000])
+@pytest.mark.parametrize("kind", ["ce", "lambda"])
+def test_chunk_sizes_do_not_matter(chunk_rows, kind):
+    draft = make_draft()
+    batch = padded_batch(make_documents(LENGTHS))
+    whole = run(make_module(draft, **LOSSES[kind]), batch)
+    assert_same(whole, run(make_module(draft, chunk_rows=chunk_rows, **LOSSES[kind]), batch))
+
+
+def test_compaction_changes_nothing():
+    draft = make_draft(num_hidden_layers=2)
+    batch = packed_batch([make_documents(LENGTHS)], 40)
+    compact, wasteful = make_module(draft), make_module(draft, compact=False)
+    assert_same(run(compact, batch), run(wasteful, batch))
+    assert sum(compact.prepare(**batch).plan.counts) < sum(wasteful.prepare(**batch).plan.counts)
+
+
+def test_encodings_agree_logits_and_probs_bitwise():
+    module = make_module(make_draft(dtype=torch.float32), target_head=make_head(torch.float32))
+    ids, mask = vocabulary()
+    hidden = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
+    from_logits = run(module, with_logits(hidden, module.target_head))
+    from_probs = run(module, with_probs(hidden, module.target_head, ids, mask))
+    assert_same(from_logits, from_probs, tolerance=0)
+    assert_same(from_logits, run(module, hidden), tolerance=2e-6)
+
+
+def test_full_vocabulary_needs_no_map():
+    draft = make_draft(draft_vocab_size=V)
+    module = Eagle3TrainerModule(
+        draft,
+        selected_token_ids=torch.arange(V),
+        selected_token_mask=torch.ones(V, dtype=torch.bool),
+        ttt_steps=2,
+        target_head=make_head(),
+    )
+    batch = padded_batch(make_documents(LENGTHS))
+    by_hidden = run(module, batch)
+    assert_same(by_hidden, run(module, with_logits(batch, make_head())))
+    assert by_hidden[0].charged[0] == by_hidden[0].step_valid[0]
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "hard", "alpha"])
+def test_micro_batches_add_up_to_one_batch(kind):
+    module = make_module(**LOSSES[kind])
+    documents = make_documents(LENGTHS)
+    whole = run(module, padded_batch(documents))
+    micro = [padded_batch(documents[:2]), packed_batch([documents[2:]], 30)]
+    prepared = [module.prepare(**batch) for batch in micro]
+    normalizer = sum(p.charged_K for p in prepared)
+    assert normalizer.tolist() == whole[0].charged.tolist()
+    assert not torch.equal(prepared[0].charged_K, prepared[1].charged_K)
+    module.zero_grad()
+    outs = [
+        module(**batch, normalizer=normalizer, prepared=p)
+        for batch, p in zip(micro, prepared, strict=True)
+    ]
+    for out in outs:
+        out.loss.backward()
+    torch.testing.assert_close(sum(o.loss for o in outs), whole[0].loss, rtol=1e-12, atol=1e-12)
+    for name, parameter in module.draft_model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[1][name], rtol=1e-11, atol=1e-12)
+    assert sum(o.step_prefix_hits for o in outs).tolist() == whole[0].step_prefix_hits.tolist()
+
+
+def test_a_plan_made_beforehand_is_the_same_plan():
+    module = make_module()
+    batch = packed_batch([make_documents(LENGTHS)], 40)
+    fields = ("loss_mask", "attention_mask", "position_ids", "seq_lens", "doc_remaining")
+    plan = module.plan(**{name: batch[name] for name in fields})
+    ahead = run(module, batch, prepared=module.prepare(**batch, plan=plan))
+    assert_same(run(module, batch), ahead, tolerance=0)
+
+
+def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
+    module = make_module(make_draft(num_hidden_layers=2))
+    for kind in LOSSES.values():
+        module.spec = make_module(**kind).spec
+        out, grads = run(module, padded_batch(make_documents(LENGTHS, supervised=-1)))
+        assert out.loss == 0
+        assert all(bool((g == 0).all()) for g in grads.values())
+        assert simulated_accept_length(out.step_prefix_hits, out.step_valid) == 1.0
+
+
+def test_a_target_outside_the_vocabulary_is_a_rejection():
+    """All probability on a token the draft cannot say: uncharged, valid, never a hit."""
+    module = make_module()
+    _, mask = vocabulary()
+    batch = with_logits(padded_batch(make_documents([8], supervised=1.1)), make_head())
+    outside = int((~mask).nonzero()[0])
+    batch["target_logits"][..., outside] = 1e6
+    out = module(**batch)
+    assert out.charged.tolist() == [0] * STEPS
+    assert out.step_prefix_hits.tolist() == [0] * STEPS
+    assert out.step_valid.tolist() == [7, 6, 5, 4]
+    assert out.loss == 0
+
+
+def test_depths_are_weighted_by_powers_of_the_decay():
+    module = make_module(step_decay=0.5)
+    out = module(**padded_batch(make_documents(LENGTHS)))
+    means = out.loss_sums / out.charged
+    expected = sum(0.5**k * means[k] for k in range(STEPS)) / sum(0.5**k for k in range(STEPS))
+    torch.testing.assert_close(out.loss, expected.to(out.loss.dtype), rtol=1e-6, atol=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    draft = make_draft(num_hidden_layers=2)
+    module = make_module(draft)
+    batch = packed_batch([make_documents(LENGTHS)], 40)
+    plain = run(module, batch)
+    draft.gradient_checkpointing = True
+    assert_same(plain, run(module, batch), tolerance=1e-13)
+
+
+def test_backward_twice_and_scaled():
+    module = make_module()
+    out = module(**padded_batch(make_documents(LENGTHS)))
+    head = module.draft_model.lm_head.weight
+    (once,) = torch.autograd.grad(out.loss, head, retain_graph=True)
+    (thrice,) = torch.autograd.grad(3 * out.loss, head)
+    torch.testing.assert_close(thrice, 3 * once)
+
+
+def test_bf16_compute_trains_fp32_masters():
+    draft = make_draft(dtype=torch.float32)
+    batch = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
+    head = make_head(torch.float32)
+    out, grads = run(make_module(draft, target_head=head), batch)
+    low = make_module(draft, target_head=head, compute_dtype=torch.bfloat16)
+    out_low, grads_low = run(low, batch)
+    assert out_low.loss.dtype == torch.float32
+    torch.testing.assert_close(out_low.loss, out.loss, rtol=0.03, atol=0.03)
+    for name, grad in grads_low.items():
+        assert grad.dtype == torch.float32
+        cosine = torch.nn.functional.cosine_similarity(grad.flatten(), grads[name].flatten(), dim=0)
+        assert cosine > 0.97, name
+
+
+def test_evaluation_without_gradients():
+    module = make_module()
+    batch = padded_batch(make_documents(LENGTHS))
+    with torch.no_grad():
+        quiet = module(**batch)
+    assert not quiet.loss.requires_grad
+    assert quiet.loss == module(**batch).loss
+
+
+def test_conditional_accuracy_multiplies_to_the_prefix():
+    out = make_module()(**padded_batch(make_documents([40, 40], supervised=1.1)))
+    assert out.step_reached[0] == out.step_valid[0]
+    assert (out.step_reached[1:] <= out.step_prefix_hits[:-1]).all()
+    torch.testing.assert_close(
+        out.conditional_accuracy * out.step_reached.clamp_min(1), out.step_prefix_hits.float()
+    )
+
+
+@pytest.mark.parametrize(
+    ("hits", "valid", "tau"),
+    [
+        ([4, 4, 4], [4, 4, 4], 4.0),
+        ([2, 1], [4, 4], 1.75),
+        ([0, 0], [0, 0], 1.0),
+        ([3, 0], [4, 0], 1.75),
+    ],
+)
+def test_tau_hand_values(hits, valid, tau):
+    assert simulated_accept_length(torch.tensor(hits), torch.tensor(valid)) == tau
+    assert simulated_accept_length(hits, valid) == tau
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, 2.0, True, "3", None])
+def test_ttt_steps_must_be_a_positive_int(steps):
+    with pytest.raises(ValueError, match="ttt_steps"):
+        make_module(steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"lk_loss_type": "beta"}, "lk_loss_type"),
+        ({"lk_kl_scale": 1.5}, "lk_kl_scale"),
+        ({"lk_kl_decay": -1.0}, "lk_kl_decay"),
+        ({"loss": "mse"}, "loss"),
+        ({"chunk_rows": 0}, "chunk_rows"),
+    ],
+)
+def test_bad_options_name_themselves(options, field):
+    with pytest.raises(ValueError, match=field):
+        make_module(**options)
+
+
+def test_exactly_one_supervision():
+    module = make_module()
+    batch = padded_batch(make_documents([5]))
+    neither = {k: v for k, v in batch.items() if k != "target_last_hidden_states"}
+    both = batch | with_logits(batch, make_head())
+    half = neither | {"target_probs": torch.zeros(1, 5, W)}
+    for bad in (neither, both, half):
+        with pytest.raises(ValueError, match="supervision"):
+            module(**bad)
+    with pytest.raises(ValueError, match="target_head"):
+        make_module(target_head=None)(**batch)
+
+
+def test_left_padding_is_refused():
+    batch = padded_batch(make_documents([6, 6], supervised=1.1))
+    batch["attention_mask"][0, :2] = 0
+    with pytest.raises(ValueError, match="attention_mask"):
+        make_module()(**batch)
+
+
+def test_a_draft_keeps_its_vocabulary_map():
+    draft = make_draft()
+    make_module(draft)
+    other, mask = vocabulary(seed=9)
+    with pytest.raises(ValueError, match="another map"):
+        Eagle3TrainerModule(draft, selected_token_ids=other, selected_token_mask=mask, ttt_steps=1)
+
+
+def test_sizes_of_this_file_are_all_different():
+    """A shape mix-up can only hide where sizes coincide."""
+    assert len({V, W, D, E, 3 * D}) == 5

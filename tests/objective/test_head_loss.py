@@ -1,0 +1,151 @@
+"""The chunked head and loss against the definitions, values and gradients."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.objective.head_loss import head_loss
+from fledge.objective.losses import LossSpec, acceptance, kl_divergence, reference_loss
+from fledge.objective.supervision import ProbsSupervision
+from fledge.rollout.plan import HeadElements
+
+E, W, DEPTHS = 5, 11, 3
+KINDS = ["ce", "kl", "hard", "alpha", "lambda"]
+
+
+def make_case(count, *, slots=6, seed=0, dtype=torch.float64):
+    """Elements with random states, depths and target slots, sorted by target."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count + 2, E, generator=g, dtype=dtype).requires_grad_()
+    head = torch.randn(W, E, generator=g, dtype=dtype).requires_grad_()
+    target = torch.randint(0, slots, (count,), generator=g).sort().values
+    elements = HeadElements(
+        torch.randperm(count + 2, generator=g)[:count],  # two states are no element at all
+        torch.randint(0, DEPTHS, (count,), generator=g),
+        target,
+        target.numpy().astype(np.int64),
+    )
+    probs = torch.softmax(2 * torch.randn(slots, W, generator=g, dtype=dtype), -1)
+    charged = torch.rand(count, generator=g) < 0.7
+    supervision = ProbsSupervision(probs, torch.ones(slots), torch.arange(slots))
+    return hidden, head, elements, supervision, charged
+
+
+def by_definition(hidden, head, elements, supervision, charged, spec):
+    logits = hidden[elements.element_N] @ head.T
+    probs = supervision.probs_SW[elements.target_N]
+    return sum(
+        (k + 1) * reference_loss(logits, probs, charged & (elements.depth_N == k), spec)
+        for k in range(DEPTHS)
+    )
+
+
+def chunked(hidden, head, elements, supervision, charged, spec, chunk_rows):
+    counts = torch.bincount(elements.depth_N[charged], minlength=DEPTHS).clamp_min(1)
+    coefficient = torch.arange(1, DEPTHS + 1, dtype=hidden.dtype) / counts
+    return head_loss(
+        hidden, head, elements=elements, supervision=supervision, charged_N=charged,
+        coefficient_N=coefficient[elements.depth_N], num_depths=DEPTHS, spec=spec,
+        chunk_rows=chunk_rows,
+    )  # fmt: skip
+
+
+def assert_chunked_is_definition(count, kind, chunk_rows, seed):
+    case = make_case(count, seed=seed)
+    spec = LossSpec(kind, kl_scale=0.8, kl_decay=1.5)
+    expected = by_definition(*case, spec)
+    ours = chunked(*case, spec, chunk_rows)
+    torch.testing.assert_close(ours.loss, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(2.5 * ours.loss, case[:2])
+    expected_grads = torch.autograd.grad(2.5 * expected, case[:2])
+    for mine, theirs in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk_rows", [1, 3, 8, 100])
+def test_chunked_is_definition(kind, chunk_rows):
+    assert_chunked_is_definition(17, kind, chunk_rows, seed=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    count=st.integers(0, 20),
+    kind=st.sampled_from(KINDS),
+    chunk_rows=st.integers(1, 25),
+    seed=st.integers(0, 999),
+)
+def test_chunked_is_definition_for_any_sizes(count, kind, chunk_rows, seed):
+    assert_chunked_is_definition(count, kind, chunk_rows, seed)
+
+
+def test_row_values_and_hits():
+    hidden, head, elements, supervision, _ = case = make_case(9)
+    ours = chunked(*case, LossSpec("kl"), 4)
+    logits = hidden[elements.element_N] @ head.T
+    probs = supervision.probs_SW[elements.target_N]
+    torch.testing.assert_close(ours.row_loss_N, kl_divergence(logits, probs).detach())
+    assert torch.equal(ours.correct_N, logits.argmax(-1) == probs.argmax(-1))
+
+
+def test_no_acceptance_has_no_direction():
+    """alpha == 0: the loss is 0 and so is its gradient, not an infinity."""
+    hidden, head, elements, supervision, charged = make_case(4, slots=1)
+    one_hot = torch.zeros(1, W, dtype=torch.float64)
+    one_hot[0, 3] = 1.0
+    head.data.zero_()
+    head.data[0] = 1.0
+    hidden.data.fill_(1e4)  # q is 1 on token 0 and underflows to 0 on token 3
+    supervision = ProbsSupervision(one_hot, torch.ones(1), torch.zeros(1, dtype=torch.long))
+    charged = torch.ones_like(charged)
+    assert acceptance(hidden @ head.T, one_hot).max() == 0
+    for spec in (LossSpec("alpha"), LossSpec("lambda")):
+        case = (hidden, head, elements, supervision, charged)
+        ours = chunked(*case, spec, 3)
+        torch.testing.assert_close(ours.loss, by_definition(*case, spec))
+        assert all(g.isfinite().all() for g in torch.autograd.grad(ours.loss, (hidden, head)))
+    assert chunked(hidden, head, elements, supervision, charged, LossSpec("alpha"), 3).loss == 0
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, head, *rest = make_case(6)
+    ours = chunked(hidden, head.detach(), *rest, LossSpec(), 4)
+    with_head = chunked(hidden, head, *rest, LossSpec(), 4)
+    (mine,) = torch.autograd.grad(ours.loss, hidden)
+    (theirs,) = torch.autograd.grad(with_head.loss, hidden)
+    assert torch.equal(mine, theirs)
+
+
+def test_probabilities_that_do_not_sum_to_one_still_match_the_definition():
+    """A cache may store them rounded; the gradient must be that of the loss as written."""
+    hidden, head, elements, supervision, charged = make_case(8)
+    rough = ProbsSupervision(
+        supervision.probs_SW.bfloat16().double(), supervision.mask_S, supervision.slot_M
+    )
+    case = (hidden, head, elements, rough, charged)
+    for kind in ("ce", "kl"):
+        expected, ours = by_definition(*case, LossSpec(kind)), chunked(*case, LossSpec(kind), 3)
+        torch.testing.assert_close(ours.loss, expected, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(
+            torch.autograd.grad(ours.loss, (hidden, head)),
+            torch.autograd.grad(expected, (hidden, head)),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_bf16_states_with_an_fp32_head():
+    """The head's gradient comes back in fp32, summed over chunks in fp32."""
+    hidden, head, elements, supervision, charged = make_case(40, dtype=torch.float32)
+    low = hidden.detach().bfloat16().requires_grad_()
+    ours = chunked(low, head, elements, supervision, charged, LossSpec(), 7)
+    exact = by_definition(hidden, head, elements, supervision, charged, LossSpec())
+    grads = torch.autograd.grad(ours.loss, (low, head))
+    assert (ours.loss.dtype, grads[0].dtype, grads[1].dtype) == (
+        torch.float32, torch.bfloat16, torch.float32,
+    )  # fmt: skip
+    torch.testing.assert_close(ours.loss, exact, rtol=1e-2, atol=1e-2)
+    expected = torch.autograd.grad(exact, (hidden, head))
+    torch.testing.assert_close(grads[1], expected[1], rtol=0.05, atol=0.02)

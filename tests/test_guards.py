@@ -1,0 +1,101 @@
+"""Rules of the house that a reviewer would otherwise have to watch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "fledge"
+
+# Rooms in the order in which data flows: a room imports only itself and rooms before it.
+ROOMS = ["models", "data", "target", "rollout", "draft", "objective", "train", "cli"]
+ENGINES = {"vllm", "sglang", "fastapi", "uvicorn", "wandb", "tensorboard", "trackio", "mlflow"}
+
+
+def imports(path: Path) -> set[str]:
+    """Everything a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_rooms_import_downwards_only(path):
+    room = path.relative_to(SRC).parts[0]
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("fledge.")}
+    if room in ROOMS:
+        later = set(ROOMS[ROOMS.index(room) + 1 :])
+        assert not used & later, f"{room} must not know about {used & later}"
+    elif path.name != "__init__.py":
+        assert not used & set(ROOMS), "files beside the rooms are for everybody"
+
+
+def test_no_file_is_named_after_nothing():
+    assert not [p for p in SRC.rglob("*.py") if p.stem in {"utils", "common", "helpers", "misc"}]
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"{code}\nimport sys; print(' '.join(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return {name.partition(".")[0] for name in result.stdout.split()}
+
+
+def test_import_fledge_is_light():
+    loaded = loaded_after("import fledge")
+    assert not loaded & {"torch", "transformers", "pydantic", *ENGINES}
+
+
+def verbs():
+    import typer.main
+
+    from fledge.cli.main import app
+
+    def walk(command, path):
+        yield path
+        for name, sub in getattr(command, "commands", {}).items():
+            yield from walk(sub, [*path, name])
+
+    return list(walk(typer.main.get_command(app), []))
+
+
+def test_help_imports_no_torch():
+    code = "from fledge.cli.main import run\ntry:\n    run({!r})\nexcept SystemExit: pass"
+    for verb in ([], ["data", "prepare"]):
+        loaded = loaded_after(code.format([*verb, "--help"]))
+        assert not loaded & {"torch", "transformers", *ENGINES}
+
+
+@pytest.mark.parametrize("verb", verbs(), ids=" ".join)
+def test_every_verb_has_help_with_an_example(verb):
+    from typer.testing import CliRunner
+
+    from fledge.cli.main import app
+
+    result = CliRunner().invoke(app, [*verb, "--help"])
+    assert result.exit_code == 0
+    if "COMMAND [ARGS]" not in result.output:  # groups list their verbs, verbs show an example
+        assert "Example" in result.output
+        assert "fledge" in result.output
+
+
+def test_public_names_exist():
+    import fledge
+
+    for name in fledge.__all__:
+        assert getattr(fledge, name) is not None
+
+
+def test_readme_commands_exist():
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("demo", "test"):
+        assert f"make {target}" in readme
+        assert f"\n{target}:" in makefile
