@@ -160,7 +160,8 @@ def overhead_in_tokens(model: nn.Module, *, depth: int) -> int:
     two operations per weight. Rough figures are enough: they only decide how finely documents are
     grouped by length.
     """
-    weights = max(1, sum(parameter.numel() for parameter in model.parameters()))
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    parameters = list(model.parameters())
+    weights = max(1, sum(parameter.numel() for parameter in parameters))
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
     seconds_per_layer, operations_per_second = (2e-4, 1e11) if on_cpu else (5e-4, 4e14)
     return round(depth * seconds_per_layer / (2 * weights / operations_per_second))

@@ -166,8 +166,9 @@ class RunnerEagle3TargetModel(InProcessTarget):
         return self.runner.target_head()
 
     def _device(self) -> torch.device:
-        device: torch.device = next(iter(self.runner.model.parameters())).device
-        return device
+        parameters = list(self.runner.model.parameters())
+        return parameters[0].device if parameters else torch.device("cpu")
 
     def _vocabulary_rows(self) -> int | None:
-        return len(self.runner.input_embedding_weight())
+        rows: int | None = getattr(text_config(self.runner.model.config), "vocab_size", None)
+        return rows
