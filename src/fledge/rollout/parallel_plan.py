@@ -136,7 +136,8 @@ def _segment(
     rows = [chains[chains < count] for count in axis.counts[1:]]
     elements = [anchors, *(offsets[depth] + row for depth, row in enumerate(rows, start=1))]
     chain = axis.row_key[np.concatenate([anchors[:0], *rows])]
-    depth = np.repeat(np.arange(1, len(rows) + 1), [len(row) for row in rows])
+    counts = tuple(len(row) for row in rows)
+    depth = np.repeat(np.arange(1, len(rows) + 1), np.array(counts, dtype=np.int64))
     every = np.concatenate([np.arange(begin, end), chain])
     asking = np.concatenate([axis.row_key[anchors], chain])
     position_M, anchor_N = to_device(
@@ -145,7 +146,7 @@ def _segment(
     segment = Segment(
         begin=begin,
         end=end,
-        counts=tuple(len(row) for row in rows),
+        counts=counts,
         chain_position_M=position_M,
         every=query_rows(every, axis.first[every], device),
         anchor_N=anchor_N,
