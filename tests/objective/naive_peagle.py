@@ -60,7 +60,9 @@ def naive_peagle(draft, documents, deepest, *, head, ids, mask, num_depths, spec
     walks = []
     for document, deep in zip(documents, deepest, strict=True):
         elements = [(a, 0) for a in range(len(document.ids))]
-        elements += [(a, d) for d in range(1, num_depths) for a, last in enumerate(deep) if last >= d]
+        elements += [
+            (a, d) for d in range(1, num_depths) for a, last in enumerate(deep) if last >= d
+        ]
         doc_logits = element_logits(draft, document, elements)
         follows = F.pad(document.hidden[1:], (0, 0, 0, 1))
         doc_probs, covered = target_distribution(head.logits(follows), ids, mask)
@@ -73,7 +75,8 @@ def naive_peagle(draft, documents, deepest, *, head, ids, mask, num_depths, spec
         charged.append(pays)
         depths.append(torch.tensor([d for _, d in elements]))
         right.append(hit)
-        walks.append((elements, dict(zip(elements, zip(hit.tolist(), pays.tolist()), strict=True))))
+        outcomes = zip(hit.tolist(), pays.tolist(), strict=True)
+        walks.append((elements, dict(zip(elements, outcomes, strict=True))))
     logits, probs, charged, depths, right = map(torch.cat, (logits, probs, charged, depths, right))
     out = NaiveParallel(loss=reference_loss(logits, probs, charged, spec or LossSpec("kl")))
     for k in range(num_depths):
@@ -127,5 +130,7 @@ def _layer(draft, p, prefix, embed, state, sees, position):
     attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)
     state = state + attended @ p[prefix + "self_attn.o_proj.weight"].T
     y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
-    gated = F.silu(y @ p[prefix + "mlp.gate_proj.weight"].T) * (y @ p[prefix + "mlp.up_proj.weight"].T)
+    gated = F.silu(y @ p[prefix + "mlp.gate_proj.weight"].T) * (
+        y @ p[prefix + "mlp.up_proj.weight"].T
+    )
     return state + gated @ p[prefix + "mlp.down_proj.weight"].T

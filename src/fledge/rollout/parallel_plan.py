@@ -27,6 +27,7 @@ from fledge.rollout.plan import (
     KeyAxis,
     QueryRows,
     RolloutPlan,
+    Slots,
     flatten_slots,
     key_axis,
     lay_out,
@@ -85,11 +86,23 @@ def plan_parallel(
         row=index // max(1, loss_mask.shape[1]),
         max_anchors=max_anchors,
     )
-    supervised_SK = np.zeros((len(index), num_depths), dtype=np.bool_)
+    return lay_out_parallel(
+        slots,
+        deepest_S,
+        num_depths=num_depths,
+        partitions=partitions,
+        device=device or loss_mask.device,
+    )
+
+
+def lay_out_parallel(
+    slots: Slots, deepest_S: Ints, *, num_depths: int, partitions: int, device: torch.device
+) -> ParallelPlan:
+    """The plan of a given draw: the deepest depth of each slot's rollout."""
+    supervised_SK = np.zeros((len(deepest_S), num_depths), dtype=np.bool_)
     supervised_SK[:, 0] = slots.target
     supervised_SK[:, 1:] = deepest_S[:, None] >= np.arange(1, num_depths)
     last_S = np.where(supervised_SK.any(axis=1), deepest_S, -1)
-    device = device or loss_mask.device
     axis = key_axis(slots, last_S, num_depths)
     plan = lay_out(slots, supervised_SK, axis, device=device)
     segments, element_E = _cut(axis, partitions, device)

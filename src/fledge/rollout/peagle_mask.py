@@ -34,7 +34,7 @@ def create_peagle_mask_mod(
 ) -> MaskMod:
     """Visible(q, kv) = same document, not padding, and (kv is a depth-0 element not after q's
     anchor, or an element of q's own rollout that is no deeper)."""
-    anchor_N, depth_N = anchor_pos.reshape(-1), depth.reshape(-1)
+    anchor_N, depth_N = anchor_pos.reshape(-1).contiguous(), depth.reshape(-1)
     if anchor_N.shape != depth_N.shape:
         raise ValueError(f"depth: {len(depth_N)} elements for {len(anchor_N)} in anchor_pos")
     document_N = _documents(anchor_N, lengths, total_seq_len)
