@@ -107,7 +107,8 @@ class DraftMLP(nn.Module):
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        return gated_mlp(x.flatten(0, -2), *weights).view_as(x)
 
 
 class DraftLayer(nn.Module):
