@@ -33,7 +33,7 @@ def test_rooms_import_downwards_only(path):
     if room in ROOMS:
         later = set(ROOMS[ROOMS.index(room) + 1 :])
         assert not used & later, f"{room} must not know about {used & later}"
-    elif path.name != "__init__.py":
+    elif path.name not in ("__init__.py", "precompute_eagle3.py"):  # the latter is a command
         assert not used & set(ROOMS), "files beside the rooms are for everybody"
 
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _PUBLIC = {
     "BadInput": "fledge.errors",
+    "CachedEagle3TargetModel": "fledge.target.cache",
     "Eagle3TargetBackend": "fledge.target.base",
     "Eagle3TargetBatch": "fledge.target.batch",
     "HFEagle3TargetModel": "fledge.target.hf",

@@ -1,0 +1,209 @@
+"""The target from disk: answers about known rows, written by `fledge precompute`.
+
+Takes the same arguments as every backend and finds each document by its tokens; the target itself
+is never loaded. Documents may be packed in any way: what the target said about a document does not
+depend on its neighbours.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fledge.data.vocab import DraftVocabulary
+from fledge.errors import BadInput
+from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
+from fledge.target.batch import (
+    Eagle3TargetBatch,
+    Supervision,
+    _shift_left_with_zero,
+    check_rows,
+)
+from fledge.target.cache_codec import decode_states
+from fledge.target.cache_format import Field
+from fledge.target.cache_manifest import VOCABULARY, read_target
+from fledge.target.cache_store import CachedRows, CacheStore, OnDamage
+from fledge.target.packing import Documents, find_documents
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A document of the batch and the row of the cache that answers it."""
+
+    start: int  # flat slot of its first token
+    length: int
+    row: int
+    slots: NDArray[np.int64]  # slots of the row whose supervision is kept
+
+
+class CachedEagle3TargetModel(Eagle3TargetBackend):
+    """Backend over an offline cache.
+
+    A cache of hidden states serves every supervision; one of probabilities serves `probs` over the
+    draft vocabulary it was made for. States come in the precision they are kept in (`hidden-fp8`:
+    the target's own).
+    """
+
+    def __init__(
+        self,
+        cached_target_path: str | Path,
+        *,
+        supervision: Supervision | None = None,
+        device: torch.device | str = "cpu",
+        on_damage: OnDamage = "fail",
+    ) -> None:
+        self.store = CacheStore(cached_target_path, on_damage=on_damage)
+        self.shape, manifest = self.store.shape, self.store.manifest
+        natural: Supervision = "hidden" if self.shape.is_hidden else "probs"
+        super().__init__(natural if supervision is None else supervision)
+        if not self.shape.is_hidden and self.supervision != "probs":
+            raise BadInput(
+                f"a cache of {self.shape.encoding} holds no {self.supervision}",
+                where=str(self.store.directory),
+                fix="ask for probs, or make a cache with the hidden encoding",
+            )
+        self.aux_layer_ids = list(manifest["aux_layer_ids"])
+        self._device = torch.device(device)
+        self._embedding, self._info = read_target(self.store.directory, manifest)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The draft vocabulary that the cache was made for, if its encoding depends on one."""
+        if self.shape.is_hidden:
+            return None
+        return DraftVocabulary.load(self.store.directory / VOCABULARY)
+
+    def rows(self, *, reading: bool = False) -> CachedRows:
+        """The token rows that this target knows; see `CachedRows` for `reading`."""
+        self._check_open()
+        return CachedRows(self.store, reading=reading)
+
+    def get_input_embeddings(self) -> InputEmbedding:
+        self._check_open()
+        return self._embedding
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        return self._info
+
+    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+        super().set_vocab_mapping(selected_token_ids, selected_token_mask)
+        kept = self.vocabulary
+        if kept is None:
+            return
+        if not np.array_equal(kept.selected_token_ids, selected_token_ids.cpu().numpy()):
+            raise BadInput(
+                f"made for another draft vocabulary ({kept.size} tokens, digest "
+                f"{kept.digest()[:12]}); {len(selected_token_ids)} tokens are asked for",
+                where=str(self.store.directory),
+                fix="train with the cache's vocabulary, or use a cache of hidden states",
+            )
+
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Eagle3TargetBatch:
+        """Look the documents of these rows up; a row without packing is one document."""
+        self._check_open()
+        check_rows(input_ids, attention_mask, loss_mask)
+        packing = (position_ids, seq_lens, doc_remaining)
+        documents = find_documents(input_ids, attention_mask, *packing)
+        mapping = self._vocab_mapping(self._device) if self.supervision == "probs" else None
+        if documents is None:
+            documents = _rows_as_documents(attention_mask)
+        found = self._find(input_ids, loss_mask, documents)
+        device, rows_BT = self._device, input_ids.shape
+        states = {
+            name: tensor.view(*rows_BT, -1) for name, tensor in self._states(rows_BT, found).items()
+        }
+        loss_BT = _shift_left_with_zero(loss_mask.to(device))
+        if "position_mask" in states:
+            states["position_mask"] = states["position_mask"] & loss_BT.bool()[..., None]
+        position_ids, seq_lens, doc_remaining = (
+            None if tensor is None else tensor.to(device) for tensor in packing
+        )
+        batch = Eagle3TargetBatch(
+            **states,
+            input_ids=_shift_left_with_zero(input_ids.to(device)),
+            attention_mask=attention_mask.to(device),
+            loss_mask=loss_BT,
+            position_ids=position_ids,
+            seq_lens=seq_lens,
+            doc_remaining=doc_remaining,
+        )
+        if mapping is not None and self.shape.is_hidden:
+            return batch.with_probs(self._info.head.to(device), *mapping)
+        if self.supervision == "logits":
+            return batch.with_logits(self._info.head.to(device))
+        return batch
+
+    def _find(self, input_ids: Tensor, loss_mask: Tensor, documents: Documents) -> list[_Found]:
+        flat_ids = input_ids.cpu().flatten().numpy()
+        flat_mask = loss_mask.cpu().flatten().numpy() != 0
+        found = []
+        for start, length in zip(documents.starts, documents.lengths, strict=True):
+            span = slice(start, start + length)
+            rows = self.store.find(flat_ids[span].astype(np.int32))
+            if not rows:
+                raise ValueError(
+                    f"input_ids: no row of the cache {self.store.directory} has the {length} "
+                    f"tokens {flat_ids[span][:8].tolist()} ...; train on the cache's own rows"
+                )
+            found.append(self._covering(rows, start, flat_mask[span]))
+        return found
+
+    def _covering(self, rows: list[int], start: int, wanted: NDArray[np.bool_]) -> _Found:
+        """Of equal rows, the first whose kept supervision covers what is asked for."""
+        for row in rows:
+            shard, local = self.store.at(row)
+            _, mask = shard.tokens(local)
+            if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
+                return _Found(start, len(mask), row, self.shape.slots(mask))
+        raise ValueError(
+            f"loss_mask supervises tokens of {self.store.name(rows[0])} that were not supervised "
+            "when the cache was made; it keeps supervised slots only"
+        )
+
+    def _states(self, rows_BT: torch.Size, found: list[_Found]) -> dict[str, Tensor]:
+        """Everything kept about the documents, at their slots of the flat batch, decoded."""
+        total = rows_BT[0] * rows_BT[1]
+        whole = [document for document in found if self.store.check(document.row)]
+        pinned = self._device.type == "cuda"
+        stored: dict[str, Tensor] = {}
+        per_token = {field.name for field in self.shape.token_fields()}
+        for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
+            raw = torch.zeros((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
+            self._fill(raw.numpy(), field, whole, by_token=field.name in per_token)
+            stored[field.name] = raw.to(self._device, non_blocking=pinned).view(field.dtype)
+        return decode_states(stored, self.shape, self._info.dtype)
+
+    def _fill(
+        self, into: NDArray[np.uint8], field: Field, found: list[_Found], *, by_token: bool
+    ) -> None:
+        for document in found:
+            shard, local = self.store.at(document.row)
+            data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
+            if by_token or not self.shape.compact:  # a run of slots
+                into[document.start : document.start + len(data)] = data
+            else:
+                into[document.start + document.slots] = data
+
+
+def _rows_as_documents(attention_mask: Tensor) -> Documents:
+    """Right-padded rows, each of them one document."""
+    real_BT = attention_mask.detach().cpu().bool()
+    rows, width = real_BT.shape
+    lengths = real_BT.sum(1)
+    if not torch.equal(real_BT, torch.arange(width) < lengths[:, None]):
+        raise ValueError("attention_mask must be ones followed by zeros to find rows in a cache")
+    kept = [row for row in range(rows) if lengths[row]]
+    return Documents(tuple(row * width for row in kept), tuple(int(lengths[row]) for row in kept))
