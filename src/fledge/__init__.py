@@ -38,6 +38,8 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "precompute_eagle3":  # a module of its own, with a main(argv)
+        return import_module("fledge.precompute_eagle3")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'fledge' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,7 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
     facts = {
         "data": sources.fingerprint(data),
         "tokenizer": tokenizer_fingerprint(model.directory),
-        "tokenise": options.fingerprint(),
+        "tokenise": asdict(options),
         "seq_length": args.seq_length,
         "shuffle_seed": args.shuffle_seed,
         "draft_vocab_size": args.draft_vocab_size,

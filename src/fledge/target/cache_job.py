@@ -104,6 +104,10 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def has_weights(directory: Path) -> bool:
+    return any(path.name.endswith(_WEIGHT_SUFFIXES) for path in directory.iterdir())
+
+
 def files_fingerprint(directory: Path) -> str:
     """A digest of a model's config and of its weight files: names, sizes, first and last bytes.
 

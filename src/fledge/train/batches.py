@@ -9,22 +9,35 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fledge.data.pack import Pack, Packing, TokenBatch, collate, one_per_row, pack_rows
-from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokenRow
 from fledge.train.distributed import World
+
+
+class Rows(Protocol):
+    """Token rows by number: a prepared data set, or the rows of a cache."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
 
 
 class RowView(Sequence[TokenRow]):
     """Some rows of a prepared data set, in a fixed order."""
 
-    def __init__(self, rows: TokenRows, index: NDArray[np.int64]) -> None:
+    def __init__(self, rows: Rows, index: NDArray[np.int64]) -> None:
         self._rows, self._index = rows, index
         self.lengths: NDArray[np.int64] = rows.lengths[index]
+
+    def through(self, rows: Rows) -> "RowView":
+        """The same rows, taken from another view of the data set."""
+        return RowView(rows, self._index)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -35,7 +48,7 @@ class RowView(Sequence[TokenRow]):
 
 
 def split_rows(
-    rows: TokenRows, held_out: int, *, drop_truncated: bool = False
+    rows: Rows, held_out: int, *, drop_truncated: bool = False
 ) -> tuple[RowView, RowView]:
     """(training rows, held-out rows). Rows of one conversation stay on one side.
 

@@ -29,6 +29,7 @@ from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream, RowView, split_rows
+from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
 from fledge.train.clock import Clock
 from fledge.train.distributed import join_world, pick_device
 from fledge.train.optimizer import StepGuard, make_optimizer
@@ -39,7 +40,7 @@ from fledge.train.recipe_sections import (
     Eagle3Objective,
     PeagleObjective,
 )
-from fledge.train.recipe_target import HfTarget
+from fledge.train.recipe_target import CacheTarget, HfTarget
 from fledge.train.step import Objective, Parts
 
 VOCABULARY_NAME = "vocabulary.safetensors"
@@ -71,11 +72,12 @@ def prepare_data(
 ) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint), tokenised at most once."""
     data = recipe.data
+    if isinstance(recipe.target, CacheTarget):
+        train, held_out, fingerprint = cached_rows(recipe, recipe.target)
+        return _not_empty(train), held_out, fingerprint
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    if recipe.target.model is None:
-        raise BadInput("no model for the tokenizer", where="target.model")
-    model = local_model(recipe.target.model, weights=False)
+    model = local_model(model_name(recipe), weights=False)
     rows = _rows(data.train, model, data, on_progress)
     if not data.valid:
         train, held_out = split_rows(rows, data.valid_rows, drop_truncated=data.drop_truncated)
@@ -85,9 +87,13 @@ def prepare_data(
         valid = _rows(data.valid, model, data, on_progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint = f"{rows.fingerprint}+{valid.fingerprint}"
+    return _not_empty(train), held_out, fingerprint
+
+
+def _not_empty(train: RowView) -> RowView:
     if len(train) == 0:
         raise BadInput("no training row is left after the held-out ones", where="data.valid_rows")
-    return train, held_out, fingerprint
+    return train
 
 
 def _rows(
@@ -118,9 +124,12 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
     target = make_target(recipe, device)
-    assert recipe.target.model is not None
-    tokenizer = load_tokenizer(recipe.target.model)
+    tokenizer = load_tokenizer(model_name(recipe))
     vocabulary = _vocabulary(recipe, directory, target, train, tokenizer, data_fingerprint)
+    target.set_vocab_mapping(
+        torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
+    )
+    train, held_out = read_ahead(target, train), read_ahead(target, held_out)
     draft = make_draft(recipe, target, vocabulary, tokenizer, device)
     world.copy_from_main(draft)
     objective = make_objective(recipe, draft, vocabulary, target, device)
@@ -175,6 +184,8 @@ def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenB
 def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     """The frozen target that a recipe names."""
     section = recipe.target
+    if isinstance(section, CacheTarget):
+        return open_cache(recipe, section, device)
     if not isinstance(section, HfTarget):
         raise BadInput(
             f"the {section.backend} backend is not part of this version",
@@ -209,7 +220,8 @@ def _vocabulary(
     tokenizer: Any,
     fingerprint: str,
 ) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else that of `init_from`, else counted on the rows."""
+    """The draft's vocabulary: the run's own, else that of `init_from`, else that of a cache of
+    probabilities, else counted on the rows."""
     saved = directory / VOCABULARY_NAME
     if saved.exists():  # a resumed run keeps its map, always
         return DraftVocabulary.load(saved)
@@ -225,6 +237,8 @@ def _vocabulary(
             raise BadInput("the draft has no vocabulary map", where=recipe.draft.init_from)
         covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
         return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
+    if (kept := cache_vocabulary(target)) is not None:
+        return kept
     special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
     return select_vocabulary(counts_V, size, special_ids=special, fingerprint=fingerprint)
 
@@ -262,9 +276,8 @@ def _draft_config(
 ) -> Any:
     """The config of the draft that a recipe describes."""
     section, objective = recipe.draft, recipe.objective
-    assert recipe.target.model is not None
     config = derive_draft_config(
-        load_config(recipe.target.model),
+        load_config(model_name(recipe)),
         draft_vocab_size=vocabulary.size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,
