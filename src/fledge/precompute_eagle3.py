@@ -50,6 +50,7 @@ from fledge.target.cache_precompute import (
     Progress,
     begin_cache,
     check_disk,
+    check_target,
     plan_cache,
     run_job,
 )
@@ -303,12 +304,14 @@ def execute(
     if world.is_main:
         for line in describe_plan(job, plan, free):
             say(line)
-    with load() as target, _locked(job.directory, world.is_main):
-        begin_cache(job, target, write=world.is_main)
-        world.barrier()  # the manifest is there before the first shard
-        outcome = run_job(
-            job, plan, target, rank=world.rank, world=world.size, on_progress=on_progress
-        )
+    with load() as target:
+        check_target(job, target)
+        with _locked(job.directory, world.is_main):
+            begin_cache(job, target, write=world.is_main)
+            world.barrier()  # the manifest is there before the first shard
+            outcome = run_job(
+                job, plan, target, rank=world.rank, world=world.size, on_progress=on_progress
+            )
     leave_world(world)
     if not outcome.complete:
         say(f"stopped by the quota of {readable(job.quota_bytes or 0)}; --resume continues")

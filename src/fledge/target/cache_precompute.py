@@ -145,9 +145,8 @@ def check_disk(job: CacheJob, plan: CachePlan) -> int:
 
 
 def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = True) -> None:
-    """Check the loaded target against the job and the cache, then write all but the shards."""
+    """Check the loaded target against the cache that is there, then write all but the shards."""
     info = target.info()
-    _check_target(job, target)
     tensors = target_tensors(info, target.get_input_embeddings().weight)
     manifest = {**job.manifest, LATE: target_facts(info, tensors)}
     existing = existing_shards(job.directory)
@@ -162,7 +161,8 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = Tru
         write_head(job.directory, manifest, tensors, job.model_dir)
 
 
-def _check_target(job: CacheJob, target: Eagle3TargetBackend) -> None:
+def check_target(job: CacheJob, target: Eagle3TargetBackend) -> None:
+    """Refuse a loaded target that is not what the job was laid out for."""
     info = target.info()
     for name, ours, theirs in (
         ("hidden_size", job.shape.hidden_size, info.hidden_size),
@@ -171,6 +171,12 @@ def _check_target(job: CacheJob, target: Eagle3TargetBackend) -> None:
     ):
         if ours != theirs:
             raise BadInput(f"the loaded target has {name} {theirs}, its config says {ours}")
+    if job.shape.is_hidden and target.supervision != "hidden":
+        raise BadInput(
+            f"the {job.shape.encoding} encoding keeps hidden states, the target answers with "
+            f"{target.supervision}",
+            fix="target.supervision=hidden",
+        )
 
 
 def run_job(

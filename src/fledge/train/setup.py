@@ -78,13 +78,13 @@ def prepare_data(
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     model = local_model(model_name(recipe), weights=False)
-    rows = _rows(data.train, model, data, on_progress)
+    rows = tokenised(data.train, model, data, on_progress)
     if not data.valid:
         train, held_out = split_rows(rows, data.valid_rows, drop_truncated=data.drop_truncated)
         fingerprint = rows.fingerprint
     else:
         train, _ = split_rows(rows, 0, drop_truncated=data.drop_truncated)
-        valid = _rows(data.valid, model, data, on_progress)
+        valid = tokenised(data.valid, model, data, on_progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint = f"{rows.fingerprint}+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -96,20 +96,24 @@ def _not_empty(train: RowView) -> RowView:
     return train
 
 
-def _rows(
-    names: tuple[str, ...], model: Path, data: Data, on_progress: Callable[[Progress], None]
-) -> TokenRows:
-    options = TokeniseOptions(
+def tokenise_options(data: Data) -> TokeniseOptions:
+    return TokeniseOptions(
         max_length=data.max_length,
         overlong=data.overlong,
         last_turn_only=data.last_turn_only,
         mask_reasoning=data.mask_reasoning,
         template_options=data.template_options,
     )
+
+
+def tokenised(
+    names: tuple[str, ...], model: Path, data: Data, on_progress: Callable[[Progress], None]
+) -> TokenRows:
+    """The rows of some sources under the recipe's options."""
     return prepare_rows(
         list(names),
         model,
-        options,
+        tokenise_options(data),
         workers=data.workers,
         max_drop_share=data.max_drop_share,
         on_progress=on_progress,

@@ -1,0 +1,154 @@
+"""`fledge cache info | verify | convert`: look at an offline cache, check it, shrink it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
+from fledge.cli.precompute import (
+    AsJson,
+    Dtype,
+    Encoding,
+    Only,
+    Quota,
+    Resume,
+    ShardSize,
+    TopK,
+    cache_options,
+    run_job,
+)
+
+app = typer.Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
+Directory = Annotated[Path, typer.Argument(help="Directory of the cache.", show_default=False)]
+
+
+@app.command(epilog="Example: fledge cache info cache --json")
+def info(directory: Directory, as_json: AsJson = False) -> None:
+    """What a cache holds and what it takes, finished or not."""
+    from fledge.target.cache_job import readable
+
+    facts = _facts(directory.expanduser())
+    if as_json:
+        print_json(facts)
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        if name == "bytes":
+            text = readable(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            text = f"{value:,.0f}"
+        else:
+            text = str(value)
+        table.add_row(name.replace("_", " "), text)
+    out.print(table)
+    if not facts["complete"]:
+        out.print("unfinished: run the same precompute with --resume", style="yellow")
+
+
+def _facts(directory: Path) -> dict[str, Any]:
+    from fledge.target.cache_format import shard_name
+    from fledge.target.cache_manifest import (
+        LATE,
+        existing_shards,
+        read_manifest,
+        shape_of,
+        shards_of,
+    )
+    from fledge.target.cache_shard import Shard
+
+    manifest = read_manifest(directory)
+    shape, there = shape_of(manifest), sorted(existing_shards(directory))
+    opened = [Shard(directory / shard_name(index), shape) for index in there]
+    tokens = sum(int(shard.layout.row_start[-1]) for shard in opened)
+    in_shards = sum(shard.layout.n_bytes for shard in opened)
+    return {
+        "directory": str(directory),
+        "complete": len(there) == shards_of(manifest),
+        "encoding": manifest["encoding"],
+        "dtype": manifest["dtype"],
+        "supervised_only": shape.compact,
+        "rows": manifest["rows"],
+        "held_out_rows": manifest["held_out_rows"],
+        "shards": len(there),
+        "shards_wanted": shards_of(manifest),
+        "tokens": tokens,
+        "supervised": sum(int(shard.loss_mask.sum()) for shard in opened),
+        "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+        "bytes_per_token": in_shards / max(1, tokens),
+        "aux_layer_ids": manifest["aux_layer_ids"],
+        "hidden_size": manifest["hidden_size"],
+        "vocab_size": manifest["vocab_size"],
+        "draft_vocabulary": (manifest["vocabulary"] or {}).get("size"),
+        "top_k": manifest["top_k"],
+        "weights": manifest[LATE]["weight_dtypes"],
+        "weights_fingerprint": manifest[LATE]["weights_fingerprint"],
+    }
+
+
+@app.command(epilog="Example: fledge cache verify cache")
+def verify(directory: Directory, as_json: AsJson = False) -> None:
+    """Read every row and compare its checksum; exit code 1 when one does not fit."""
+    from fledge.target.cache_manifest import read_target
+    from fledge.target.cache_store import CacheStore
+
+    store = CacheStore(directory.expanduser())
+    read_target(store.directory, store.manifest)
+    with progress_bar("rows") as bar:
+        task = bar.add_task("reading", total=len(store), note="")
+        damaged = []
+        for row in range(len(store)):
+            shard, local = store.at(row)
+            if not shard.is_whole(local):
+                damaged.append(store.name(row))
+            bar.update(task, completed=row + 1)
+    if as_json:
+        print_json({"rows": len(store), "damaged": damaged})
+    else:
+        for name in damaged:
+            out.print(f"damaged: {name}", style="red", markup=False, soft_wrap=True)
+        out.print(f"{len(store):,} rows read, {len(damaged):,} damaged")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: fledge cache convert cache small --encoding hidden-fp8")
+def convert(
+    source: Directory,
+    output_dir: Annotated[Path, typer.Argument(help="The new cache.", show_default=False)],
+    encoding: Encoding = "hidden-fp8",
+    dtype: Dtype = "auto",
+    top_k: TopK = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Counted on the rows (probs, topk from hidden).")
+    ] = None,
+    supervised_only: Only = False,
+    shard_size: ShardSize = 256,
+    resume: Resume = False,
+    quota_gb: Quota = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a cache in another encoding, without the target."""
+    from fledge.target.cache import CachedEagle3TargetModel
+    from fledge.target.cache_convert import convert_job
+    from fledge.target.cache_manifest import TARGET
+    from fledge.train.distributed import pick_device
+
+    quiet_libraries()
+    device = pick_device("auto")
+    target = CachedEagle3TargetModel(source, device=device)
+    chosen = cache_options(
+        encoding=encoding, dtype=dtype, natural=lambda: target.shape.dtype, top_k=top_k,
+        supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
+        quota_gb=quota_gb,
+    )  # fmt: skip
+    with progress_bar("rows") as bar:
+        task = bar.add_task("converting", total=None, note="")
+        job = convert_job(
+            target, output_dir.expanduser(), chosen, draft_vocab_size=draft_vocab_size
+        )
+        head_bytes = (target.store.directory / TARGET).stat().st_size
+        code = run_job(job, head_bytes, lambda: target, device, bar, task, as_json=as_json)
+    if code:
+        raise typer.Exit(code)

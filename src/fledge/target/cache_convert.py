@@ -1,0 +1,85 @@
+"""Convert a cache to another encoding: a cache is a target, so this is precompute over it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.errors import BadInput
+from fledge.models.resolve import load_tokenizer
+from fledge.target.cache import CachedEagle3TargetModel
+from fledge.target.cache_format import Shape
+from fledge.target.cache_job import CacheOptions
+from fledge.target.cache_manifest import LATE, TARGET_FILES, dtype_name
+from fledge.target.cache_precompute import CacheJob
+
+
+def convert_job(
+    source: CachedEagle3TargetModel,
+    directory: Path,
+    options: CacheOptions,
+    *,
+    draft_vocab_size: int | None = None,
+) -> CacheJob:
+    """Write what `source` holds in another encoding; run it with `source` as the target."""
+    old = source.store.manifest
+    if options.encoding in ("hidden", "hidden-fp8") and not source.shape.is_hidden:
+        raise BadInput(
+            f"{options.encoding} cannot be made of {source.shape.encoding}: probabilities do not "
+            "tell the hidden states",
+            where=str(source.store.directory),
+        )
+    # supervision that the source does not hold cannot be written
+    options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
+    vocabulary = None
+    if options.encoding in ("probs", "topk"):
+        vocabulary = source.vocabulary or _count(source, draft_vocab_size)
+        if draft_vocab_size is not None and vocabulary.size != draft_vocab_size:
+            raise BadInput(
+                f"made for a draft vocabulary of {vocabulary.size}, not {draft_vocab_size}",
+                where=str(source.store.directory),
+                fix="another vocabulary needs a cache of hidden states",
+            )
+    shape = Shape(
+        encoding=options.encoding,
+        dtype=options.dtype,
+        hidden_size=source.shape.hidden_size,
+        draft_vocab_size=0 if vocabulary is None else vocabulary.size,
+        top_k=options.top_k or 0,
+        supervised_only=options.supervised_only,
+    )
+    manifest: dict[str, Any] = {key: value for key, value in old.items() if key != LATE}
+    manifest |= {
+        "encoding": options.encoding,
+        "dtype": dtype_name(options.dtype),
+        "top_k": options.top_k,
+        "supervised_only": options.supervised_only,
+        "shard_size": options.shard_size,
+        "vocabulary": None
+        if vocabulary is None
+        else {"size": vocabulary.size, "digest": vocabulary.digest()},
+        "converted_from": [old["encoding"], old["dtype"]],
+    }
+    return CacheJob(
+        directory=directory,
+        rows=source.rows(),
+        shape=shape,
+        manifest=manifest,
+        vocabulary=vocabulary,
+        model_dir=source.store.directory / TARGET_FILES,
+        shard_size=options.shard_size,
+        batch_size=options.batch_size,
+        resume=options.resume,
+        quota_bytes=options.quota_bytes,
+    )
+
+
+def _count(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
+    """A draft vocabulary counted on the cache's rows; held-out ones are not looked at."""
+    rows = source.rows()
+    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
+    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
+    tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))
+    special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
+    counts_V = count_supervised(pairs, source.info().vocab_size)
+    return select_vocabulary(counts_V, size, special_ids=special)

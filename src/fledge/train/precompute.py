@@ -1,0 +1,142 @@
+"""From a recipe to the work of `fledge precompute`: its rows, its vocabulary, its target."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fledge.data import sources
+from fledge.data.prepare import Progress, tokenizer_fingerprint
+from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.errors import BadInput
+from fledge.models.resolve import load_config
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.cache_format import DTYPES
+from fledge.target.cache_job import CacheOptions, ModelFacts, make_job
+from fledge.target.cache_precompute import CacheJob
+from fledge.train.batches import Rows, RowView, split_rows
+from fledge.train.cached import model_name
+from fledge.train.recipe import Recipe
+from fledge.train.recipe_target import CacheTarget, HfTarget
+from fledge.train.setup import make_target, tokenise_options, tokenised
+
+
+class _Joined:
+    """Training rows, then held-out rows."""
+
+    def __init__(self, first: Rows, then: Rows | None) -> None:
+        self._first, self._then = first, then
+        parts = [first.lengths] if then is None else [first.lengths, then.lengths]
+        self.lengths = np.concatenate(parts)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> object:
+        if index < len(self._first):
+            return self._first[index]
+        assert self._then is not None
+        return self._then[index - len(self._first)]
+
+
+def _check_backend(recipe: Recipe) -> None:
+    if isinstance(recipe.target, CacheTarget):
+        raise BadInput(
+            "a cache is not made from a cache", where="target.backend", fix="fledge cache convert"
+        )
+
+
+def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The precision in which the recipe's target answers, as far as its config tells."""
+    _check_backend(recipe)
+    named = getattr(recipe.target, "dtype", "auto")
+    if named in DTYPES:
+        return DTYPES[named]
+    stored = getattr(load_config(model_name(recipe)), "dtype", None) or torch.float32
+    if stored not in DTYPES.values() or (device.type == "cuda" and stored == torch.float32):
+        return torch.bfloat16  # what `make_target` runs such a model in
+    return stored
+
+
+def recipe_job(
+    recipe: Recipe,
+    directory: Path,
+    options: CacheOptions,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> tuple[CacheJob, ModelFacts]:
+    """Tokenise the recipe's data and lay out the cache; no weights are read.
+
+    All rows are kept, in the order of the data: which of them are held out is decided when
+    training, unless the recipe names held-out data of its own (`data.valid`).
+    """
+    _check_backend(recipe)
+    section, data = recipe.target, recipe.data
+    if not data.train:
+        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
+    model = ModelFacts.read(
+        model_name(recipe),
+        aux_layer_ids=section.aux_layer_ids,
+        trust_remote_code=getattr(section, "trust_remote_code", False),
+    )
+    train = tokenised(data.train, model.directory, data, on_progress)
+    valid = tokenised(data.valid, model.directory, data, on_progress) if data.valid else None
+    rows = _Joined(train, valid)
+    vocabulary = None
+    if options.encoding in ("probs", "topk"):
+        held_out = 0 if data.valid else data.valid_rows
+        counted, _ = split_rows(train, held_out, drop_truncated=data.drop_truncated)
+        vocabulary = _vocabulary(recipe, counted, model, train.fingerprint)
+    facts = {
+        "data": sources.fingerprint(list(data.train)),
+        "valid": sources.fingerprint(list(data.valid)) if data.valid else None,
+        "tokenizer": tokenizer_fingerprint(model.directory),
+        "tokenise": asdict(tokenise_options(data)),
+        "seq_length": data.max_length,
+        "shuffle_seed": None,
+        "draft_vocab_size": None if vocabulary is None else recipe.draft.draft_vocab_size,
+    }
+    view = RowView(rows, np.arange(len(rows), dtype=np.int64))
+    job = make_job(
+        directory,
+        view,
+        model,
+        options,
+        facts=facts,
+        vocabulary=vocabulary,
+        held_out_rows=0 if valid is None else len(valid),
+    )
+    return job, model
+
+
+def _vocabulary(
+    recipe: Recipe, rows: RowView, model: ModelFacts, fingerprint: str
+) -> DraftVocabulary:
+    """As training would choose it: a warm start's map, else counted on the training rows."""
+    counts_V = count_supervised(
+        ((row.input_ids, row.loss_mask) for row in (rows[i] for i in range(len(rows)))),
+        model.vocab_size,
+    )
+    start = recipe.draft.init_from
+    if start is not None:
+        ids = LlamaEagle3DraftModel.from_pretrained(start).selected_token_ids
+        if ids is None:
+            raise BadInput("the draft has no vocabulary map", where=start)
+        covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
+        return DraftVocabulary(ids.numpy(), model.vocab_size, covered, fingerprint)
+    return select_vocabulary(
+        counts_V,
+        recipe.draft.draft_vocab_size,
+        special_ids=model.special_ids(),
+        fingerprint=fingerprint,
+    )
+
+
+def recipe_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
+    """The recipe's target; states are not kept in memory, each row is asked about once."""
+    if isinstance(recipe.target, HfTarget):
+        section = recipe.target.model_copy(update={"keep_states_gb": 0.0})
+        recipe = recipe.model_copy(update={"target": section})
+    return make_target(recipe, device)
