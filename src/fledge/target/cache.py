@@ -89,6 +89,11 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self._check_open()
         return self._info
 
+    def close(self) -> None:
+        if not self._closed:
+            self.store.close()
+        super().close()
+
     def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
         kept = self.vocabulary
@@ -181,21 +186,31 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
         for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
-            raw = torch.zeros((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
-            self._fill(raw.numpy(), field, whole, by_token=field.name in per_token)
+            in_runs = field.name in per_token or not self.shape.compact
+            raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
+            fill = self._fill_runs if in_runs else self._fill_slots
+            fill(raw.numpy(), field, whole)
             stored[field.name] = raw.to(self._device, non_blocking=pinned).view(field.dtype)
         return decode_states(stored, self.shape, self._info.dtype)
 
-    def _fill(
-        self, into: NDArray[np.uint8], field: Field, found: list[_Found], *, by_token: bool
-    ) -> None:
+    def _fill_runs(self, into: NDArray[np.uint8], field: Field, found: list[_Found]) -> None:
+        """Slots of a document without a gap: copied as one; only what lies between is zeroed."""
+        at = 0
+        for document in found:  # ascending
+            shard, local = self.store.at(document.row)
+            data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
+            into[at : document.start] = 0
+            at = document.start + len(data)
+            into[document.start : at] = data
+        into[at:] = 0
+
+    def _fill_slots(self, into: NDArray[np.uint8], field: Field, found: list[_Found]) -> None:
+        """Supervised slots only."""
+        into[:] = 0
         for document in found:
             shard, local = self.store.at(document.row)
             data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
-            if by_token or not self.shape.compact:  # a run of slots
-                into[document.start : document.start + len(data)] = data
-            else:
-                into[document.start + document.slots] = data
+            into[document.start + document.slots] = data
 
 
 def _rows_as_documents(attention_mask: Tensor) -> Documents:

@@ -5,6 +5,7 @@ Not here: what a row's bytes mean (`cache_codec`), or how a batch is made of row
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,8 @@ class CacheStore:
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
         self._checked = np.zeros(len(self), dtype=np.int8)  # 0 not yet, 1 whole, 2 damaged
         self._known: dict[bytes, list[int]] | None = None
+        self._waiting: dict[int, Future[bool]] = {}  # rows being checked ahead of their use
+        self._checker = ThreadPoolExecutor(1, "fledge-cache")
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -71,9 +74,10 @@ class CacheStore:
     def check(self, row: int) -> bool:
         """Whether a row is whole; looked at once. A damaged one is an error unless skipped."""
         if not self._checked[row]:
-            shard, local = self.at(row)
-            self._checked[row] = 1 if shard.is_whole(local) else 2
-            if self._checked[row] == 2 and self.on_damage == "skip":
+            waiting = self._waiting.pop(row, None)
+            whole = self._look(row) if waiting is None else waiting.result()
+            self._checked[row] = 1 if whole else 2
+            if not whole and self.on_damage == "skip":
                 logger.warning("skipping a damaged row of the cache: %s", self.name(row))
         if self._checked[row] == 2 and self.on_damage == "fail":
             raise BadInput(
@@ -83,12 +87,25 @@ class CacheStore:
             )
         return bool(self._checked[row] == 1)
 
+    def _look(self, row: int) -> bool:
+        shard, local = self.at(row)
+        return shard.is_whole(local)
+
     def read_ahead(self, row: int) -> bool:
-        """Fetch a row before it is needed: by checking it the first time, by advice later."""
-        if self._checked[row]:
-            shard, local = self.at(row)
-            shard.read_ahead(local)
-        return self.check(row)
+        """Have a row fetched, and checked by a thread, before it is needed.
+
+        False when it is damaged and to be skipped: only then is the check waited for.
+        """
+        shard, local = self.at(row)
+        shard.read_ahead(local)
+        if self.on_damage == "skip":
+            return self.check(row)
+        if not self._checked[row] and row not in self._waiting:
+            self._waiting[row] = self._checker.submit(self._look, row)
+        return True
+
+    def close(self) -> None:
+        self._checker.shutdown(wait=True, cancel_futures=True)
 
     def damaged(self) -> Iterator[int]:
         """Every row that is not whole; reads the whole cache."""
@@ -99,9 +116,9 @@ class CacheStore:
 class CachedRows(Sequence[TokenRow]):
     """The token rows of a cache, as training and packing take them.
 
-    With `reading`, taking a row also fetches and checks what the target said about it: whoever
-    collates batches ahead of the trainer warms the cache for it. A damaged row that is to be
-    skipped comes out without a supervised token.
+    With `reading`, taking a row also has fetched and checked what the target said about it:
+    whoever collates batches ahead of the trainer warms the cache for it. A damaged row that is to
+    be skipped comes out without a supervised token.
     """
 
     def __init__(self, store: CacheStore, *, reading: bool = False) -> None:
