@@ -182,3 +182,13 @@ def test_convert_refuses_what_cannot_be(command, words, tmp_path):
     assert target.vocabulary.digest() == CachedEagle3TargetModel(probs).vocabulary.digest()
     assert command("cache", "convert", probs, tmp_path / "x", *flags)[0] == 2
     assert command("cache", "convert", probs, tmp_path / "x", *flags, "--resume")[0] == 0
+
+
+def test_a_run_from_a_cache_can_be_planned(command, words, tmp_path):
+    cache = tmp_path / "cache"
+    assert command("precompute", *words, "-o", cache)[0] == 0
+    given = ["target.backend=cache", f"target.cached_target_path={cache}", "training.device=cpu"]
+    code, text, _ = command("plan", *given, f"run.output_dir={tmp_path / 'run'}", "--json")
+    assert code == 0
+    assert json.loads(text)["target_bytes"] == 0  # no target is loaded
+    assert not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ is never loaded. Documents may be packed in any way: what the target said about 
 depend on its neighbours.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +67,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             )
         self.aux_layer_ids = list(manifest["aux_layer_ids"])
         self._device = torch.device(device)
-        self._embedding, self._info = read_target(self.store.directory, manifest)
+        self._embedding, info = read_target(self.store.directory, manifest)
+        self._info = replace(info, head=info.head.to(self._device))
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -146,9 +147,9 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             doc_remaining=doc_remaining,
         )
         if mapping is not None and self.shape.is_hidden:
-            return batch.with_probs(self._info.head.to(device), *mapping)
+            return batch.with_probs(self._info.head, *mapping)
         if self.supervision == "logits":
-            return batch.with_logits(self._info.head.to(device))
+            return batch.with_logits(self._info.head)
         return batch
 
     def _find(self, input_ids: Tensor, loss_mask: Tensor, documents: Documents) -> list[_Found]:

@@ -21,7 +21,7 @@ from fledge.target.cache_format import (
     Shape,
     seed_layout_bytes,
 )
-from fledge.target.cache_manifest import dtype_name
+from fledge.target.cache_manifest import copied_files, dtype_name
 from fledge.target.cache_precompute import CacheJob, CachePlan
 from fledge.target.layers import (
     default_aux_layer_ids,
@@ -96,8 +96,10 @@ class ModelFacts:
         return [getattr(self.tokenizer, f"{name}_token_id") for name in names]
 
     def head_bytes(self, dtype: torch.dtype) -> int:
-        """What the embedding and the head take, about: their true dtype is known once loaded."""
-        return (1 if self.tied else 2) * self.vocab_size * self.hidden_size * dtype.itemsize
+        """What stands beside the shards, about: the weights' true dtype is known once loaded."""
+        weights = (1 if self.tied else 2) * self.vocab_size * self.hidden_size * dtype.itemsize
+        files = sum(path.stat().st_size for path in copied_files(self.directory))
+        return weights + files + (1 << 16)  # norm, headers, manifest
 
 
 def _digest(data: bytes) -> str:

@@ -182,16 +182,20 @@ def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
+def copied_files(model_dir: Path) -> list[Path]:
+    """A model's config and tokenizer: what training reads of it besides the cache."""
+    files = (path for path in sorted(model_dir.iterdir()) if path.is_file())
+    return [path for path in files if _COPIED.fullmatch(path.name)]
+
+
 def write_head(
     directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], model_dir: Path | None
 ) -> None:
     """All of a cache but its shards; the manifest last."""
     directory.mkdir(parents=True, exist_ok=True)
-    if model_dir is not None:
-        for path in sorted(model_dir.iterdir()):
-            if path.is_file() and _COPIED.fullmatch(path.name):
-                with atomic_file(directory / TARGET_FILES / path.name) as handle:
-                    handle.write(path.read_bytes())
+    for path in [] if model_dir is None else copied_files(model_dir):
+        with atomic_file(directory / TARGET_FILES / path.name) as handle:
+            handle.write(path.read_bytes())
     with atomic_file(directory / TARGET) as handle:
         handle.write(save(tensors))
     write_json(directory / MANIFEST, manifest)

@@ -252,11 +252,12 @@ class _Payload:
     def copy_of(cls, tensors: dict[str, Tensor], sizes: dict[str, list[int]]) -> "_Payload":
         if not any(tensor.is_cuda for tensor in tensors.values()):
             return cls(tensors, sizes, None)
+        raw = {name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()}
         host = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+            name: torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=True).copy_(
                 tensor, non_blocking=True
             )
-            for name, tensor in tensors.items()
+            for name, tensor in raw.items()
         }
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
