@@ -7,13 +7,15 @@
 
 `sizes` and `rates` need no target: states are random, lengths are those of the data. `tau` makes
 one cache of hidden states with the real target, converts it, and trains one draft from each
-encoding with the same steps (one GPU). DIR must lie on the disk that is to be measured.
+encoding with the same steps (one GPU); mind the disk: `probs` at 16,384 takes 32 kB a supervised
+token (`--rows`, `--encodings hidden,hidden-fp8,topk`). DIR must lie on the disk that is to be measured.
 """
 
 import argparse
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -210,7 +212,11 @@ class _Log:
         self.evaluations.append(values)
 
 
-def train_from(cache: Path, recipe: str, run: Path, overrides: list[str]) -> _Log:
+def train_from(
+    cache: Path, recipe: str, run: Path, overrides: list[str], exact: Path | None = None
+) -> tuple[_Log, float]:
+    """Train from a cache; the log, and the draft's tau on the held-out states of `exact`."""
+    from fledge.train.evaluate import evaluate
     from fledge.train.fit import fit
     from fledge.train.recipe import load_recipe
     from fledge.train.setup import set_up
@@ -220,11 +226,26 @@ def train_from(cache: Path, recipe: str, run: Path, overrides: list[str]) -> _Lo
         "target.backend=cache", f"target.cached_target_path={cache}", f"run.output_dir={run}",
         *overrides,
     ]  # fmt: skip
-    log = _Log()
+    log, found = _Log(), 0.0
     training = set_up(load_recipe(recipe, given))
     fit(training, log)
-    training.parts.target.close()
-    return log
+    parts = training.parts
+    if exact is not None:  # the same yardstick for all: states as the target gave them
+        with CachedEagle3TargetModel(exact, device=parts.device) as target:
+            found = evaluate(replace(parts, target=target), training.held_out)["tau"]
+    parts.target.close()
+    return log, found
+
+
+def first_rows(args: argparse.Namespace) -> None:
+    """Cut the data to its first `--rows` chats."""
+    if args.rows is None:
+        return
+    few = Path(args.directory) / "few.jsonl"
+    few.parent.mkdir(parents=True, exist_ok=True)
+    with open(args.data) as lines:
+        few.write_text("".join(line for line, _ in zip(lines, range(args.rows), strict=False)))
+    args.data = str(few)
 
 
 def precompute(args: argparse.Namespace, encoding: str, *more: str) -> tuple[Path, float]:
@@ -246,18 +267,14 @@ def precompute(args: argparse.Namespace, encoding: str, *more: str) -> tuple[Pat
 
 def waiting(args: argparse.Namespace) -> None:
     """Share of a training step that is spent on the cached target (SmolLM2 CPU recipe)."""
-    few = Path(args.directory) / "few.jsonl"
-    few.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.data) as lines:
-        few.write_text("".join(line for line, _ in zip(lines, range(args.rows), strict=False)))
-    args.data = str(few)
+    first_rows(args)
     cache, seconds = precompute(args, "hidden")
     print(f"precompute: {seconds:.1f} s")
     overrides = [
         f"training.steps={args.steps}", "tracking.every_steps=5", "evaluation.every_steps=100000",
         "data.valid_rows=0",
     ]  # fmt: skip
-    log = train_from(cache, args.recipe, Path(args.directory) / "run", overrides)
+    log, _ = train_from(cache, args.recipe, Path(args.directory) / "run", overrides)
     for line in log.lines:
         print(f"step {line['step']}: {line['tokens_per_s']:,.0f} tokens/s, waiting for the target "
               f"{line['target_share']:.2%}")  # fmt: skip
@@ -267,6 +284,7 @@ def tau(args: argparse.Namespace) -> None:
     """One draft per encoding from one set of states: same rows, same steps, same seed."""
     from fledge.cli.main import app
 
+    first_rows(args)
     hidden, seconds = precompute(args, "hidden")
     tokens = int(CachedEagle3TargetModel(hidden).store.lengths.sum())
     print(f"target over {tokens:,} tokens: {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
@@ -277,7 +295,8 @@ def tau(args: argparse.Namespace) -> None:
         "topk": ["--draft-vocab-size", str(args.draft_vocab_size), "--top-k", str(args.top_k)],
     }
     rows = []
-    for encoding, flags in convert.items():
+    for encoding in args.encodings.split(","):
+        flags = convert[encoding]
         cache = hidden if encoding == "hidden" else Path(args.directory) / f"cache-{encoding}"
         if cache != hidden:
             shutil.rmtree(cache, ignore_errors=True)
@@ -287,10 +306,9 @@ def tau(args: argparse.Namespace) -> None:
         if args.steps:
             overrides.append(f"training.steps={args.steps}")
         run = Path(args.directory) / f"run-{encoding}"
-        log = train_from(cache, args.recipe, run, overrides)
+        log, exact = train_from(cache, args.recipe, run, overrides, exact=hidden)
         size = sum(path.stat().st_size for path in cache.glob("shard-*"))
-        last = log.evaluations[-1]["evaluation"]
-        rows.append((encoding, size / tokens, last["tau"], log.lines[-1]))
+        rows.append((encoding, size / tokens, exact, log.lines[-1]))
         if cache != hidden:
             shutil.rmtree(cache)
     best = rows[0][2]
@@ -315,7 +333,8 @@ def main() -> None:
             verb.add_argument("--scratch", default="/tmp")
             continue
         verb.add_argument("directory", help="where caches and runs go")
-        verb.add_argument("--rows", type=int, default=4000 if name == "rates" else 64)
+        few = {"rates": 4000, "waiting": 64, "tau": None}[name]
+        verb.add_argument("--rows", type=int, default=few, help="take only the first rows")
         if name == "rates":
             verb.add_argument("--hidden-size", type=int, default=576)
             verb.add_argument("--repeat", type=int, default=3)
@@ -328,6 +347,7 @@ def main() -> None:
         verb.add_argument("--batch-size", type=int, default=64 if on_gpu else 4)
         verb.add_argument("--draft-vocab-size", type=int, default=16_384)
         verb.add_argument("--top-k", type=int, default=64)
+        verb.add_argument("--encodings", default=",".join(ENCODINGS), help="in this order")
         verb.add_argument("--override", dest="overrides", action="append", default=[])
     args = parser.parse_args()
     args.run(args)

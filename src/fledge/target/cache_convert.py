@@ -8,9 +8,8 @@ from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabula
 from fledge.errors import BadInput
 from fledge.models.resolve import load_tokenizer
 from fledge.target.cache import CachedEagle3TargetModel
-from fledge.target.cache_format import Shape
-from fledge.target.cache_job import CacheOptions
-from fledge.target.cache_manifest import LATE, TARGET_FILES, dtype_name
+from fledge.target.cache_job import CacheOptions, encoding_facts
+from fledge.target.cache_manifest import LATE, TARGET_FILES, shape_of
 from fledge.target.cache_precompute import CacheJob
 
 
@@ -33,37 +32,16 @@ def convert_job(
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
     vocabulary = None
     if options.encoding in ("probs", "topk"):
-        vocabulary = source.vocabulary or _count(source, draft_vocab_size)
-        if draft_vocab_size is not None and vocabulary.size != draft_vocab_size:
-            raise BadInput(
-                f"made for a draft vocabulary of {vocabulary.size}, not {draft_vocab_size}",
-                where=str(source.store.directory),
-                fix="another vocabulary needs a cache of hidden states",
-            )
-    shape = Shape(
-        encoding=options.encoding,
-        dtype=options.dtype,
-        hidden_size=source.shape.hidden_size,
-        draft_vocab_size=0 if vocabulary is None else vocabulary.size,
-        top_k=options.top_k or 0,
-        supervised_only=options.supervised_only,
-    )
-    manifest: dict[str, Any] = {key: value for key, value in old.items() if key != LATE}
-    manifest |= {
-        "encoding": options.encoding,
-        "dtype": dtype_name(options.dtype),
-        "top_k": options.top_k,
-        "supervised_only": options.supervised_only,
-        "shard_size": options.shard_size,
-        "vocabulary": None
-        if vocabulary is None
-        else {"size": vocabulary.size, "digest": vocabulary.digest()},
+        vocabulary = _vocabulary(source, draft_vocab_size)
+    manifest: dict[str, Any] = {
+        **{key: value for key, value in old.items() if key != LATE},
+        **encoding_facts(options, vocabulary),
         "converted_from": [old["encoding"], old["dtype"]],
     }
     return CacheJob(
         directory=directory,
         rows=source.rows(),
-        shape=shape,
+        shape=shape_of(manifest),
         manifest=manifest,
         vocabulary=vocabulary,
         model_dir=source.store.directory / TARGET_FILES,
@@ -72,6 +50,20 @@ def convert_job(
         resume=options.resume,
         quota_bytes=options.quota_bytes,
     )
+
+
+def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
+    """The source's own where it has one, else counted on its rows."""
+    kept = source.vocabulary
+    if kept is None:
+        return _count(source, size)
+    if size is not None and kept.size != size:
+        raise BadInput(
+            f"made for a draft vocabulary of {kept.size}, not {size}",
+            where=str(source.store.directory),
+            fix="another vocabulary needs a cache of hidden states",
+        )
+    return kept
 
 
 def _count(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:

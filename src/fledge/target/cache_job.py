@@ -15,13 +15,8 @@ from fledge.data.tokenise import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.errors import BadInput
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache_format import (
-    FORMAT,
-    Encoding,
-    Shape,
-    seed_layout_bytes,
-)
-from fledge.target.cache_manifest import copied_files, dtype_name
+from fledge.target.cache_format import FORMAT, Encoding, seed_layout_bytes
+from fledge.target.cache_manifest import copied_files, dtype_name, shape_of
 from fledge.target.cache_precompute import CacheJob, CachePlan
 from fledge.target.layers import (
     default_aux_layer_ids,
@@ -129,6 +124,19 @@ def files_fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
+    """The manifest's fields about how rows are kept."""
+    kept = None if vocabulary is None else {"size": vocabulary.size, "digest": vocabulary.digest()}
+    return {
+        "encoding": options.encoding,
+        "dtype": dtype_name(options.dtype),
+        "top_k": options.top_k,
+        "supervised_only": options.supervised_only,
+        "shard_size": options.shard_size,
+        "vocabulary": kept,
+    }
+
+
 def make_job(
     directory: Path,
     rows: Sequence[TokenRow],
@@ -140,23 +148,9 @@ def make_job(
     held_out_rows: int = 0,
 ) -> CacheJob:
     """`facts` say where the rows come from: fingerprints and every option that shaped them."""
-    needs_vocabulary = options.encoding in ("probs", "topk")
-    kept = vocabulary if needs_vocabulary else None
-    shape = Shape(
-        encoding=options.encoding,
-        dtype=options.dtype,
-        hidden_size=model.hidden_size,
-        draft_vocab_size=0 if kept is None else kept.size,
-        top_k=options.top_k or 0,
-        supervised_only=options.supervised_only,
-    )
+    kept = vocabulary if options.encoding in ("probs", "topk") else None
     manifest = {
         "format": FORMAT,
-        "encoding": options.encoding,
-        "dtype": dtype_name(options.dtype),
-        "top_k": options.top_k,
-        "supervised_only": options.supervised_only,
-        "shard_size": options.shard_size,
         "rows": len(rows),
         "held_out_rows": held_out_rows,
         "hidden_size": model.hidden_size,
@@ -164,13 +158,13 @@ def make_job(
         "aux_layer_ids": list(model.aux_layer_ids),
         "model_files": files_fingerprint(model.directory),
         "template": model.template,
-        "vocabulary": None if kept is None else {"size": kept.size, "digest": kept.digest()},
+        **encoding_facts(options, kept),
         **facts,
     }
     return CacheJob(
         directory=directory,
         rows=rows,
-        shape=shape,
+        shape=shape_of(manifest),
         manifest=manifest,
         vocabulary=kept,
         model_dir=model.directory,
