@@ -141,7 +141,8 @@ def test_a_cap_on_anchors(documents, cap, seed):
         pair = [sum(x > 0 for d in run[begin : begin + 2] for x in d) for run in (free, capped)]
         assert pair[1] == min(pair[0], cap)
     for one, other in zip(capped, free, strict=True):
-        assert all(x <= y for x, y in zip(one, other, strict=True))
+        # the same anchors, fewer of them; those that are left may go deeper, having more room
+        assert all(y > 0 for x, y in zip(one, other, strict=True) if x > 0)
 
 
 @pytest.mark.parametrize(
