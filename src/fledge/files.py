@@ -22,6 +22,13 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def _mode(wanted: int) -> int:
+    """The permissions that a plain open() or mkdir() would have given."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return wanted & ~umask
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary sibling for writing; on success it replaces `path`, on failure it goes."""
@@ -33,9 +40,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes 0600: give what open() would have given
+        temporary.chmod(_mode(0o666))  # mkstemp makes 0600
         temporary.replace(path)
         fsync_path(path.parent)
     finally:
@@ -60,11 +65,10 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for entry in temporary.rglob("*"):
+            entry.chmod(_mode(0o777 if entry.is_dir() else 0o666))  # some libraries write 0600
             fsync_path(entry)
+        temporary.chmod(_mode(0o777))
         fsync_path(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
         if path.exists():  # a directory cannot be renamed over a full one: move the old one aside
             old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".old"))
             path.replace(old)

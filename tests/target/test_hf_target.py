@@ -148,11 +148,11 @@ def test_nothing_leaks() -> None:
         target.generate_batch(*padded_rows())
     assert _live_tensors() == tensors
     assert (hooks_of(model), set(model.lm_head.__dict__)) == before
-    model_ref = weakref.ref(model)
+    parts = [weakref.ref(part) for part in (model, model.lm_head, model.lm_head.weight)]
     target.close()
     del model
     gc.collect()
-    assert model_ref() is None, "a closed target keeps its model alive"
+    assert [part() for part in parts] == [None] * 3, "a closed target keeps its model alive"
 
 
 def _live_tensors() -> int:

@@ -1,13 +1,14 @@
 """Documents as rows: the grouping is a partition, cheap, and writes states where they belong."""
 
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
 from contract import packed_rows, some_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model
+from tiny_models import ARCHITECTURES, tiny_model
 
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.packing import Documents, find_documents, group_documents, plan_groups
@@ -52,9 +53,8 @@ def test_take_and_put_are_inverse_on_documents(lengths: list[int], overhead: int
     documents = Documents(tuple(starts), tuple(lengths))
     tokens_BT = torch.arange(1, width + 1)[None]
     found = torch.zeros(1, width, 2)
-    for group in group_documents(
-        documents, overhead_tokens=overhead, max_tokens=10**6, device=torch.device("cpu")
-    ):
+    plan = plan_groups(lengths, overhead_tokens=overhead, max_tokens=10**6)
+    for group in group_documents(documents, plan, device=torch.device("cpu")):
         rows = group.take(tokens_BT)
         assert rows.shape == group.attention_mask_NL.shape
         group.put(torch.stack([rows, -rows], dim=-1).float(), found)
@@ -72,9 +72,8 @@ def test_the_worked_example() -> None:
     assert remaining.tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
     documents = find_documents(ids, mask, positions, seq_lens, remaining)
     assert documents == Documents((0, 3), (3, 2))
-    (group,) = group_documents(
-        documents, overhead_tokens=100, max_tokens=8, device=torch.device("cpu")
-    )
+    plan = plan_groups(documents.lengths, overhead_tokens=100, max_tokens=8)
+    (group,) = group_documents(documents, plan, device=torch.device("cpu"))
     assert group.take(ids).tolist() == [[11, 12, 13], [14, 15, 15]]
     assert group.slots.tolist() == [0, 1, 2, 3, 4]
     assert group.cells.tolist() == [0, 1, 2, 3, 4]
@@ -122,3 +121,82 @@ def test_packed_equals_the_dense_block_causal_mask() -> None:
     torch.testing.assert_close(
         packed.logits[:, :-1][real], dense.logits[:, 1:][real], rtol=1e-10, atol=1e-10
     )
+
+
+ONE_ROW = [name for name in ARCHITECTURES if name not in ("gemma2", "gpt-oss")]
+
+
+def in_one_row(model: Any, supervision: Any = "hidden") -> HFEagle3TargetModel:
+    """A target that runs documents in one row wherever it can, as on a GPU."""
+    target = HFEagle3TargetModel(model, supervision=supervision)
+    target.try_one_row, target.overhead_tokens = True, 1000
+    return target
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_row_equals_documents_as_rows(architecture: str) -> None:
+    model = tiny_model(architecture, dtype=torch.float64)
+    implementation = model.config._attn_implementation
+    rows = packed_rows(some_documents(), 14)
+    target = in_one_row(model)
+    batch = target.generate_batch(*rows)
+    assert target._one_row_checked == (architecture in ONE_ROW)
+    assert model.config._attn_implementation == implementation
+    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*rows)
+    for ours, theirs in zip(batch.tensors(), expected.tensors(), strict=True):
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-10, atol=1e-10)
+
+
+def test_one_row_runs_once_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = in_one_row(tiny_model("qwen3"))
+    target.generate_batch(*packed_rows(some_documents(), 14))
+    shapes: list[torch.Size] = []
+    plain = target._call
+
+    def noting(ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        shapes.append(ids.shape)
+        return plain(ids, *rest, **options)
+
+    monkeypatch.setattr(target, "_call", noting)
+    target.generate_batch(*packed_rows(some_documents(), 14))
+    assert shapes == [(1, 33)]  # 3 + 2 + 6 + 12 + 5 + 1 + 4 tokens
+    shapes.clear()
+    equal = [[[5] * 7, [6] * 7], [[7] * 7, [8] * 7]]
+    target.generate_batch(*packed_rows(equal, 14))
+    assert shapes == [(4, 7)], "documents of one length need no regrouping"
+
+
+def test_one_row_documents_never_see_each_other() -> None:
+    documents = some_documents()
+    target = in_one_row(tiny_model("gemma3-text"))
+    before = target.generate_batch(*packed_rows(documents, 14))
+    documents[0][1] = [token + 1 for token in documents[0][1]]
+    after = target.generate_batch(*packed_rows(documents, 14))
+    same = (before.aux_hidden_states == after.aux_hidden_states).all(-1)
+    assert same.sum() == same.numel() - 2
+    assert not same[0, 3:5].any()
+
+
+def test_one_row_is_refused_when_states_cross_documents() -> None:
+    """A layer that looks at its neighbour in the row is caught by comparing, not by its name."""
+    model = tiny_model("llama")
+    mlp = model.model.layers[2].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(
+        x + torch.roll(x, 1, dims=1) * (torch.arange(x.shape[1]) > 0)[:, None]
+    )
+    target = in_one_row(model)
+    batch = target.generate_batch(*packed_rows(some_documents(), 14))
+    assert target._one_row_checked is False
+    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(
+        *packed_rows(some_documents(), 14)
+    )
+    torch.testing.assert_close(batch.aux_hidden_states, expected.aux_hidden_states)
+
+
+def test_chunked_attention_is_not_tried_in_one_row() -> None:
+    model = tiny_model("llama")
+    model.config.attention_chunk_size = 8192
+    target = in_one_row(model)
+    target.generate_batch(*packed_rows(some_documents(), 14))
+    assert target._one_row_checked is False

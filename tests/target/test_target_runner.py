@@ -87,6 +87,20 @@ def test_a_runner_with_the_seeds_surface_is_enough() -> None:
     target.close()
 
 
+def test_a_runner_may_show_a_model_that_is_no_module() -> None:
+    """All that is read of it is `config` and `parameters()`, which may be any iterable."""
+    model = tiny_model("llama")
+    runner = SeedRunner(model)
+    expected = RunnerEagle3TargetModel(runner).generate_batch(*padded_rows())
+    config = SimpleNamespace(num_hidden_layers=8)
+    runner.model = SimpleNamespace(config=config, parameters=list)
+    target = RunnerEagle3TargetModel(runner)
+    runner.forward_eagle3 = SeedRunner.forward_eagle3.__get__(  # type: ignore[method-assign]
+        SimpleNamespace(model=model, aux_layers=[1, 3, 4], masks=[])
+    )
+    assert_same(target.generate_batch(*padded_rows()), expected)
+
+
 def test_probs_come_from_logits_when_the_runner_has_nothing_else() -> None:
     model = tiny_model("gemma2")
     target = RunnerEagle3TargetModel(SeedRunner(model), supervision="probs")

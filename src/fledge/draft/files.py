@@ -42,10 +42,15 @@ def config_json(config: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 def write_draft(directory: Path, config: Any, state: Mapping[str, Tensor]) -> None:
     """Write the draft; a directory of the same name is replaced as a whole."""
-    tensors = {name: value.detach().contiguous() for name, value in state.items()}
     with atomic_directory(directory) as temporary:
-        write_json(temporary / CONFIG_NAME, config_json(config, tensors["fc.weight"].dtype))
-        save_file(tensors, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+        write_draft_files(temporary, config, state)
+
+
+def write_draft_files(directory: Path, config: Any, state: Mapping[str, Tensor]) -> None:
+    """The same into a directory that somebody else makes whole (a training checkpoint)."""
+    tensors = {name: value.detach().contiguous() for name, value in state.items()}
+    write_json(directory / CONFIG_NAME, config_json(config, tensors["fc.weight"].dtype))
+    save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fledge.target.packing import Group
+
 
 def hidden_of(output: Any) -> Tensor:
     """The hidden states in a decoder layer's output: a tensor, a tuple's first, a named field."""
@@ -84,14 +86,17 @@ class AuxBuffer:
         self.aux_BTD: Tensor | None = None
         self.captured: dict[int, Tensor] = {}  # layer id -> its part of aux_BTD
 
-    def write(self, layer_id: int, states: Tensor, put: Callable[[Tensor, Tensor], None]) -> None:
-        """`put(states, into)` copies one layer's states to where they belong in [B, T, D]."""
+    def write(self, layer_id: int, states: Tensor, group: Group | None) -> None:
+        """Copy one layer's states to their place: the batch's own rows, or a group's documents."""
         width = states.shape[-1]
         if self.aux_BTD is None:
             self.aux_BTD = states.new_zeros((*self.rows_BT, width * len(self.layer_ids)))
         begin = self.layer_ids.index(layer_id) * width
         self.captured[layer_id] = self.aux_BTD[..., begin : begin + width]
-        put(states, self.captured[layer_id])
+        if group is None:
+            self.captured[layer_id].copy_(states)
+        else:
+            group.put(states, self.captured[layer_id])
 
     def result(self) -> Tensor:
         assert self.aux_BTD is not None, "no layer has been captured"

@@ -8,6 +8,7 @@ default, as in the seed) on every row.
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
@@ -19,7 +20,7 @@ from fledge.target.base import TargetInfo
 from fledge.target.batch import Supervision
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
 from fledge.target.head import TargetHead
-from fledge.target.inprocess import InProcessTarget, Put
+from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     default_aux_layer_ids,
     describe_final_norm,
@@ -28,7 +29,8 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.loading import load_target
-from fledge.target.packing import overhead_in_tokens
+from fledge.target.one_row import OneRow, Unsupported, documents_apart, may_support, one_row
+from fledge.target.packing import Documents, Group, overhead_in_tokens
 from fledge.target.probe import find_head_module, learn_head
 from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
 
@@ -67,6 +69,8 @@ class HFEagle3TargetModel(InProcessTarget):
         self._head_module: nn.Module | None = None
         self._head: TargetHead | None = None
         self._info: TargetInfo | None = None
+        self.try_one_row = self._device().type != "cpu"  # a CPU starts passes at no cost
+        self._one_row_checked: bool | None = None
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
@@ -137,33 +141,68 @@ class HFEagle3TargetModel(InProcessTarget):
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
-    def _forward(
-        self, ids: Tensor, mask: Tensor, aux: AuxBuffer, put: Put, *, right_padded: bool
-    ) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         if self.model.training:  # somebody called train() on the module they share with us
             self.model.eval()
-        needed_mask = None if right_padded else mask  # without one the causal kernels are faster
-        with layer_outputs(
-            self._layers, self.aux_layer_ids, lambda i, states: aux.write(i, states, put)
-        ):
-            if self.supervision == "logits":
-                return self._call(ids, needed_mask)
-            assert self._head_module is not None
-            seen: list[Tensor] = []
+        seen: list[Tensor] = []
 
-            def keep(hidden: Tensor) -> Tensor:
-                seen.append(hidden)
-                return hidden
+        def keep(hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return hidden
 
-            with muted_head(self._head_module, keep):
-                self._call(ids, needed_mask)
-        return seen[0]
+        with ExitStack() as stack:
+            stack.enter_context(
+                layer_outputs(self._layers, self.aux_layer_ids, lambda i, x: aux.write(i, x, group))
+            )
+            if self.supervision != "logits":
+                assert self._head_module is not None
+                stack.enter_context(muted_head(self._head_module, keep))
+            if isinstance(group, OneRow):
+                stack.enter_context(documents_apart(self.model, group))
+                logits = self._call(ids, None, position_ids=group.position_ids_1N)
+            else:  # documents need no mask, and without one the causal kernels are faster
+                logits = self._call(ids, mask if group is None else None)
+        return logits if self.supervision == "logits" else seen[0]
 
-    def _call(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def _call(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """The model's own forward; its logits, however they are wrapped."""
-        output = self.model(input_ids=ids, attention_mask=mask, **self._options)
+        output = self.model(input_ids=ids, attention_mask=mask, **self._options, **options)
         logits = getattr(output, "logits", None)
         return logits if isinstance(logits, Tensor) else hidden_of(output)
+
+    def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
+        if self.try_one_row and documents.lengths:
+            plan, lengths = self._plan(documents, ids_BT), documents.lengths
+            cells = sum(len(members) * max(lengths[i] for i in members) for members in plan)
+            spared = cells - sum(lengths) + self.overhead_tokens * (len(plan) - 1)
+            # regrouping queries, keys and values costs about a twentieth of a pass
+            if 20 * spared > sum(lengths) and self._one_row_is_exact():
+                return [one_row(documents, device=ids_BT.device)]
+        return super()._groups(documents, ids_BT)
+
+    def _one_row_is_exact(self) -> bool:
+        """Whether two small documents in one row answer as they do alone; asked once."""
+        if self._one_row_checked is None:
+            self._one_row_checked = may_support(self.model) and self._compare_one_row()
+        return self._one_row_checked
+
+    def _compare_one_row(self) -> bool:
+        device = self._device()
+        ids_BT = torch.arange(12, device=device)[None]
+        documents = Documents((0, 7), (7, 5))
+        answers = []
+        try:
+            for groups in (super()._groups(documents, ids_BT), [one_row(documents, device=device)]):
+                aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
+                for group in groups:
+                    self._forward(group.take(ids_BT), group.attention_mask_NL, aux, group)
+                answers.append(aux.result().double())
+        except Unsupported:
+            return False
+        error = (answers[0] - answers[1]).abs().mean() / answers[0].abs().mean()
+        return bool(
+            error < (1e-4 if aux.result().dtype in (torch.float32, torch.float64) else 3e-2)
+        )
 
     def _answers_logits(self) -> bool:
         return self.supervision == "logits"

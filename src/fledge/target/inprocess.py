@@ -5,7 +5,7 @@ derives probabilities where they are wanted. A subclass runs rows.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from fledge.target.base import Eagle3TargetBackend
 from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero, check_rows
 from fledge.target.capture import AuxBuffer
 from fledge.target.head import TargetHead
-from fledge.target.packing import Documents, find_documents, group_documents
-
-Put = Callable[[Tensor, Tensor], None]  # put(states of some rows, into [B, T, D])
+from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
 
 
 class InProcessTarget(Eagle3TargetBackend):
@@ -25,13 +23,12 @@ class InProcessTarget(Eagle3TargetBackend):
     overhead_tokens: int  # cost of one more forward pass, in tokens; see `packing`
 
     @abstractmethod
-    def _forward(
-        self, ids: Tensor, mask: Tensor, aux: AuxBuffer, put: Put, *, right_padded: bool
-    ) -> Tensor:
-        """One pass over some rows: aux states into `aux` through `put`, and the answer returned.
+    def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
+        """One pass over some rows: aux states into `aux`, and the answer returned, unshifted.
 
-        The answer is logits or last hidden states, unshifted. `right_padded` promises that padding
-        only follows the real tokens, where a causal model cannot see it.
+        The answer is logits or last hidden states. Without `group` these are the batch's own rows;
+        with it, documents as rows, whose padding only follows the real tokens, where a causal model
+        cannot see it.
         """
 
     @abstractmethod
@@ -74,7 +71,7 @@ class InProcessTarget(Eagle3TargetBackend):
         ids_BT, mask_BT = input_ids.to(device), attention_mask.to(device)
         aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
         if documents is None:
-            answer_BTX = self._forward(ids_BT, mask_BT, aux, _copy, right_padded=False)
+            answer_BTX = self._forward(ids_BT, mask_BT, aux, None)
         else:
             answer_BTX = self._run_documents(ids_BT, documents, aux)
         self._check_captured(aux.captured)
@@ -97,21 +94,24 @@ class InProcessTarget(Eagle3TargetBackend):
 
     def _run_documents(self, ids_BT: Tensor, documents: Documents, aux: AuxBuffer) -> Tensor:
         answer_BTX: Tensor | None = None
-        for group in group_documents(
-            documents,
-            overhead_tokens=self.overhead_tokens,
-            max_tokens=ids_BT.numel(),
-            device=ids_BT.device,
-        ):
-            answer_NLX = self._forward(
-                group.take(ids_BT), group.attention_mask_NL, aux, group.put, right_padded=True
-            )
+        for group in self._groups(documents, ids_BT):
+            answer_NLX = self._forward(group.take(ids_BT), group.attention_mask_NL, aux, group)
             if answer_BTX is None:
                 answer_BTX = answer_NLX.new_zeros((*ids_BT.shape, answer_NLX.shape[-1]))
             group.put(answer_NLX, answer_BTX)
         if answer_BTX is None:
             raise ValueError("attention_mask marks no token at all")
         return answer_BTX
+
+    def _plan(self, documents: Documents, ids_BT: Tensor) -> list[list[int]]:
+        """Which documents run together as rows; no pass larger than the batch itself."""
+        return plan_groups(
+            documents.lengths, overhead_tokens=self.overhead_tokens, max_tokens=ids_BT.numel()
+        )
+
+    def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
+        """How the documents of a packed batch are run."""
+        return group_documents(documents, self._plan(documents, ids_BT), device=ids_BT.device)
 
     def _check_vocabulary(self, input_ids: Tensor) -> None:
         """Refuse ids that the embedding has no row for; looked at only where looking is free."""
@@ -132,7 +132,3 @@ class InProcessTarget(Eagle3TargetBackend):
                 f"the target's forward returned nothing for decoder layers {missing} of "
                 f"{self.aux_layer_ids}"
             )
-
-
-def _copy(states: Tensor, into: Tensor) -> None:
-    into.copy_(states)

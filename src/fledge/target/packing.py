@@ -132,13 +132,11 @@ def plan_groups(
 
 
 def group_documents(
-    documents: Documents, *, overhead_tokens: int, max_tokens: int, device: torch.device
+    documents: Documents, plan: Sequence[Sequence[int]], *, device: torch.device
 ) -> list[Group]:
-    """The plan as index tensors on `device`."""
+    """The plan (which documents go together) as index tensors on `device`."""
     groups = []
-    for members in plan_groups(
-        documents.lengths, overhead_tokens=overhead_tokens, max_tokens=max_tokens
-    ):
+    for members in plan:
         starts_N1 = torch.tensor([[documents.starts[i]] for i in members])
         lengths_N1 = torch.tensor([[documents.lengths[i]] for i in members])
         offsets_L = torch.arange(int(lengths_N1.max()))
@@ -162,7 +160,8 @@ def overhead_in_tokens(model: nn.Module, *, depth: int) -> int:
     two operations per weight. Rough figures are enough: they only decide how finely documents are
     grouped by length.
     """
-    weights = max(1, sum(parameter.numel() for parameter in model.parameters()))
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    parameters = list(model.parameters())
+    weights = max(1, sum(parameter.numel() for parameter in parameters))
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
     seconds_per_layer, operations_per_second = (2e-4, 1e11) if on_cpu else (5e-4, 4e14)
     return round(depth * seconds_per_layer / (2 * weights / operations_per_second))

@@ -16,7 +16,7 @@ from fledge.target.base import InputEmbedding, TargetInfo
 from fledge.target.batch import Supervision
 from fledge.target.capture import AuxBuffer
 from fledge.target.head import TargetHead
-from fledge.target.inprocess import InProcessTarget, Put
+from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     FinalNorm,
     default_aux_layer_ids,
@@ -24,7 +24,7 @@ from fledge.target.layers import (
     text_config,
     validate_aux_layer_ids,
 )
-from fledge.target.packing import overhead_in_tokens
+from fledge.target.packing import Group, overhead_in_tokens
 from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
 
 
@@ -137,9 +137,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
             self._info = self.tokenizer = None
         super().close()
 
-    def _forward(
-        self, ids: Tensor, mask: Tensor, aux: AuxBuffer, put: Put, *, right_padded: bool
-    ) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         runner = self.runner
         if self._answers_logits():
             answer, aux_NLD = runner.forward_eagle3(ids, mask)
@@ -153,7 +151,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
                 f"{self.aux_layer_ids}; three layers of {width} are {3 * width}"
             )
         for layer_id, states_NLD in zip(self.aux_layer_ids, aux_NLD.chunk(3, -1), strict=True):
-            aux.write(layer_id, states_NLD, put)
+            aux.write(layer_id, states_NLD, group)
         return answer
 
     def _answers_logits(self) -> bool:
@@ -168,8 +166,9 @@ class RunnerEagle3TargetModel(InProcessTarget):
         return self.runner.target_head()
 
     def _device(self) -> torch.device:
-        device: torch.device = next(iter(self.runner.model.parameters())).device
-        return device
+        parameters = list(self.runner.model.parameters())
+        return parameters[0].device if parameters else torch.device("cpu")
 
     def _vocabulary_rows(self) -> int | None:
-        return len(self.runner.input_embedding_weight())
+        rows: int | None = getattr(text_config(self.runner.model.config), "vocab_size", None)
+        return rows

@@ -82,17 +82,8 @@ class Draft(Section):
     draft_vocab_size: PositiveCount | None = 32_000
     """Most frequent tokens the draft can propose; null: the whole target vocabulary."""
 
-    hidden_size: PositiveCount | None = None
-    """null: the target's."""
-
     intermediate_size: PositiveCount | None = None
     """Width of the MLP; null: the target's."""
-
-    num_attention_heads: PositiveCount | None = None
-    """null: the target's."""
-
-    num_key_value_heads: PositiveCount | None = None
-    """null: the target's."""
 
     fc_norm: bool = False
     """EAGLE-3.1: normalise each aux state before fc. Not in SGLang 0.5.9."""
@@ -105,7 +96,7 @@ class Draft(Section):
     target's in any case."""
 
     head_from_target: bool = True
-    """Start the head from the target's rows of the draft vocabulary (same hidden size only)."""
+    """Start the head from the target's rows of the draft vocabulary."""
 
     init_from: Text | None = None
     """Draft (checkpoint, run or export) to start from; its vocabulary map is kept."""
@@ -131,9 +122,6 @@ class Eagle3Objective(Section):
 
     lk_kl_decay: NonNegative = 3.0
     """lk_lambda: how fast that weight falls with acceptance."""
-
-    depth_keep: PositiveShare = 1.0
-    """Share of rollouts kept from each step to the next, reweighted; 1: exact, 0.7: faster."""
 
 
 class PeagleObjective(Section):
@@ -254,9 +242,6 @@ class Training(Section):
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and moments stay float32; auto computes in bfloat16 on GPUs, float32 on CPUs."""
-
-    compile: bool = False
-    """torch.compile the draft's step."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, one more forward."""

@@ -84,8 +84,8 @@ class HfTarget(_LoadedTarget):
     ) = None
     """Attention of transformers; null: its own choice."""
 
-    compile: bool = False
-    """torch.compile the target's forward (pays on GPUs, after a minute of warm-up)."""
+    keep_states_gb: NonNegative = 0.0
+    """Keep the target's states in memory up to this size: later epochs then need no target."""
 
 
 class SglangTarget(_LoadedTarget):

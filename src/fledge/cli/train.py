@@ -1,0 +1,170 @@
+"""`fledge train`: from a recipe to a draft, resumable at any moment."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.errors import BadInput
+
+EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
+
+# Fields that may differ between a run and its continuation: they do not touch the arithmetic.
+_FREE = (
+    "run.name", "tracking.", "checkpoint.", "evaluation.every_steps", "data.workers",
+    "training.prefetch", "training.device", "target.device", "training.max_bad_steps",
+)  # fmt: skip
+
+
+def train(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE [section.key=value ...]", show_default=False),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Train a draft. On an existing run: continue it, or say which field of the recipe differs."""
+    from fledge.train.recipe import load_recipe, split_arguments
+
+    path, overrides = split_arguments(arguments)
+    recipe = load_recipe(path, overrides)
+    check_existing(recipe)
+    code = run_recipe(recipe, as_json=as_json)
+    if code:
+        raise typer.Exit(code)
+
+
+def check_existing(recipe: Any) -> None:
+    """Refuse to continue a run with a recipe that is not its own."""
+    from fledge.train.recipe import RESOLVED_NAME, load_recipe
+
+    directory = Path(recipe.run.output_dir)
+    resolved = directory / RESOLVED_NAME
+    if not resolved.exists():
+        if directory.is_dir() and any(directory.iterdir()):
+            raise BadInput(
+                "not empty, and not a run of fledge", where=str(directory), fix="run.output_dir=..."
+            )
+        return
+    if not recipe.checkpoint.resume:
+        raise BadInput(
+            "a run is here already, and checkpoint.resume is false",
+            where=str(directory),
+            fix="give another run.output_dir",
+        )
+    differing = load_recipe(resolved).differences(recipe)
+    differing = [line for line in differing if not line.startswith(_FREE)]
+    if differing:
+        raise BadInput(
+            f"this run was started with another recipe: {'; '.join(differing[:5])}",
+            where=str(directory),
+            fix="give it another run.output_dir, or the recipe it was started with",
+        )
+
+
+def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
+    """Set up, train, report; the exit code."""
+    from fledge.train.distributed import leave_world
+    from fledge.train.fit import fit, peak_memory_bytes
+    from fledge.train.predict import directory_bytes, predict
+    from fledge.train.setup import set_up
+
+    quiet_libraries()
+    begin = time.perf_counter()
+    with progress_bar("") as bar:
+        task = bar.add_task("preparing data", total=None, note="")
+        training = set_up(
+            recipe, lambda at: bar.update(task, total=at.parts, completed=at.done, note="parts")
+        )
+        is_main = training.parts.world.is_main
+        stream, vocabulary = training.stream, training.vocabulary
+        predicted = predict(recipe, training)
+        watcher = _Watcher(bar, task, quiet=not is_main)
+        watcher.note(
+            f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "
+            f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
+            f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
+        )
+        bar.update(task, description="training", total=stream.steps, completed=0)
+        outcome = fit(training, watcher)
+    seconds = time.perf_counter() - begin
+    truth = {
+        "seconds": seconds,
+        "peak_bytes": peak_memory_bytes(training.parts.device),
+        "disk_bytes": directory_bytes(training.directory),
+    }
+    if is_main:
+        _report(recipe, outcome, predicted, truth, as_json=as_json)
+    training.parts.target.close()
+    leave_world(training.parts.world)
+    return 0 if outcome.finished else 128 + outcome.signal
+
+
+class _Watcher:
+    """Shows a run while it goes on."""
+
+    def __init__(self, bar: Any, task: Any, *, quiet: bool) -> None:
+        self._bar, self._task, self._quiet = bar, task, quiet
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            err.print(text, style="cyan", markup=False, soft_wrap=True)
+
+    def logged(self, values: dict[str, Any]) -> None:
+        note = (
+            f"loss {values['loss']:.3f} tau {values['tau']:.2f} "
+            f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
+        )
+        self._bar.update(self._task, completed=values["step"], note=note)
+
+    def evaluated(self, values: dict[str, Any]) -> None:
+        found = values["evaluation"]
+        rates = " ".join(f"{rate:.3f}" for rate in found["prefix_acceptance"])
+        err.print(
+            f"step {values['step']:>6}  held-out acceptance length {found['tau']:.3f}  ({rates})",
+            soft_wrap=True,
+        )
+
+
+def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: bool) -> None:
+    state, directory = outcome.state, recipe.run.output_dir
+    if as_json:
+        print_json(
+            {
+                "directory": directory,
+                "finished": outcome.finished,
+                "step": state.step,
+                "before": state.first,
+                "after": state.last,
+                "best_tau": state.best_tau,
+                "predicted": predicted.to_json(),
+                "measured": truth,
+            }
+        )
+        return
+    if not outcome.finished:
+        out.print(f"stopped after step {state.step}; the same command continues the run")
+        return
+    if state.last:
+        out.print(acceptance_table(state.first, state.last))
+    out.print(predicted.table(truth))
+    out.print(f"best checkpoint (a loadable draft): {directory}/best", soft_wrap=True)
+
+
+def acceptance_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """Held-out acceptance before and after training, per drafted token."""
+    table = Table(title="held-out acceptance, greedy chain", title_justify="left", box=None)
+    table.add_column("")
+    table.add_column("length", justify="right")
+    for depth in range(len(after["prefix_acceptance"])):
+        table.add_column(f"token {depth + 1}", justify="right")
+    for name, values in (("before training", before), ("after training", after)):
+        rates = [f"{rate:.1%}" for rate in values["prefix_acceptance"]]
+        table.add_row(name, f"[bold]{values['tau']:.2f}[/]", *rates)
+    table.caption = (
+        "length = 1 + sum over tokens of P(this and all before are right); bonus token counted"
+    )
+    return table

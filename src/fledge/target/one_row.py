@@ -1,0 +1,148 @@
+"""Packed documents in one forward pass without padding, where an architecture allows it.
+
+Everything but attention works token by token, so all documents of a batch can stand in one row
+[1, N] of real tokens. Only attention must keep them apart: transformers lets us put a function of
+our own in its place, which regroups queries, keys and values by document, runs the plain causal
+kernel on a few padded batches of documents, and puts the results back. No mask is built, nothing
+but attention sees padding, and one pass replaces several: worth it on a GPU for short documents.
+
+Only for plain causal or sliding-window attention. Anything else (sinks, soft caps, biases, chunked
+or recurrent layers) raises `Unsupported` or fails the numerical check that `hf` makes before the
+first use, and the documents are run as rows (`packing`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fledge.target.packing import Documents, Group, group_documents, plan_groups
+
+NAME = "fledge_documents"
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+# Keyword arguments of attention functions that say nothing about which keys are seen, or how.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+_HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
+
+
+class Unsupported(Exception):  # noqa: N818  (a verdict, caught by the caller)
+    """This architecture's attention is more than plain causal attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class OneRow(Group):
+    """All documents as one row [1, N]; `blocks` regroup it for attention."""
+
+    position_ids_1N: Tensor
+    blocks: tuple[Group, ...]
+
+
+_active: ContextVar[tuple[Group, ...] | None] = ContextVar("fledge_documents", default=None)
+
+
+def one_row(documents: Documents, *, device: torch.device) -> OneRow:
+    """The documents end to end, longest first."""
+    order = sorted(range(len(documents.lengths)), key=lambda i: -documents.lengths[i])
+    lengths = [documents.lengths[i] for i in order]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    slots = torch.cat([documents.starts[i] + torch.arange(documents.lengths[i]) for i in order])
+    total = len(positions)
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    # padding costs attention only: few groups, some padding
+    plan = plan_groups(lengths, overhead_tokens=total, max_tokens=2 * total)
+    blocks = group_documents(Documents(tuple(begins), tuple(lengths)), plan, device=device)
+    return OneRow(
+        slots_NL=slots[None].to(device),
+        attention_mask_NL=torch.ones((1, total), dtype=torch.long, device=device),
+        cells=torch.arange(total, device=device),
+        slots=slots.to(device),
+        position_ids_1N=positions[None].to(device),
+        blocks=tuple(blocks),
+    )
+
+
+def attend(
+    module: nn.Module,
+    query_1HNC: Tensor,
+    key_1GNC: Tensor,
+    value_1GNC: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: each document attends to itself, causally."""
+    blocks = _active.get()
+    odd = [name for name, v in options.items() if v is not None and name not in _HARMLESS]
+    if blocks is None or attention_mask is not None or odd or options.get("is_causal") is False:
+        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+    query_NHC, key_NGC, value_NGC = (
+        states[0].transpose(0, 1) for states in (query_1HNC, key_1GNC, value_1GNC)
+    )
+    out_NHC = query_NHC.new_empty((*query_NHC.shape[:2], value_NGC.shape[-1]))
+    for block in blocks:
+        visible_LL = _band(block.slots_NL, sliding_window)
+        out_BHLC = F.scaled_dot_product_attention(
+            query_NHC[block.slots_NL].transpose(1, 2),
+            key_NGC[block.slots_NL].transpose(1, 2),
+            value_NGC[block.slots_NL].transpose(1, 2),
+            attn_mask=visible_LL,
+            is_causal=visible_LL is None,
+            scale=scaling,
+            enable_gqa=query_NHC.shape[1] != key_NGC.shape[1],
+        )
+        rows_NHC = out_BHLC.transpose(1, 2).flatten(0, 1)
+        out_NHC.index_copy_(0, block.slots, rows_NHC.index_select(0, block.cells))
+    return out_NHC[None], None
+
+
+def _band(slots_NL: Tensor, window: int | None) -> Tensor | None:
+    """Which keys [L, L] a sliding window lets through; None when it covers whole documents."""
+    length = slots_NL.shape[1]
+    if window is None or window >= length:
+        return None
+    offset_L = torch.arange(length, device=slots_NL.device)
+    distance_LL = offset_L[:, None] - offset_L
+    return (distance_LL >= 0) & (distance_LL < window)
+
+
+def may_support(model: nn.Module) -> bool:
+    """Whether the architecture could run documents in one row; `hf` then makes sure of it."""
+    configs = _attention_configs(model)
+    return bool(configs) and all(
+        getattr(config, "attention_chunk_size", None) is None
+        and set(getattr(config, "layer_types", None) or ()) <= _PLAIN_LAYERS
+        for config in configs
+    )
+
+
+@contextmanager
+def documents_apart(model: nn.Module, row: OneRow) -> Iterator[None]:
+    """While open, the model's attention keeps the documents of `row` apart."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    # transformers builds masks only for implementations it knows, so none is built for ours
+    configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
+    token = _active.set(row.blocks)
+    try:
+        for config, _ in configs:
+            config._attn_implementation = NAME
+        yield
+    finally:
+        for config, implementation in configs:
+            config._attn_implementation = implementation
+        _active.reset(token)
+
+
+def _attention_configs(model: nn.Module) -> list[Any]:
+    """Every config object that the model's modules read their attention implementation from."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation")]

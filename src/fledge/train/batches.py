@@ -1,0 +1,172 @@
+"""The order of the data: which packs a step takes, for every rank, from any step on.
+
+All epochs laid end to end are one stream of packs; step s takes the next
+`micro_batch * accumulate * world` of it. The order depends only on seed, epoch and data, so a
+resumed run needs nothing but its step number, and N ranks together see what one rank would.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fledge.data.pack import Pack, Packing, TokenBatch, collate, one_per_row, pack_rows
+from fledge.data.store import TokenRows
+from fledge.data.tokenise import TokenRow
+from fledge.train.distributed import World
+
+
+class RowView(Sequence[TokenRow]):
+    """Some rows of a prepared data set, in a fixed order."""
+
+    def __init__(self, rows: TokenRows, index: NDArray[np.int64]) -> None:
+        self._rows, self._index = rows, index
+        self.lengths: NDArray[np.int64] = rows.lengths[index]
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> TokenRow:  # type: ignore[override]
+        row: TokenRow = self._rows[int(self._index[index])]
+        return row
+
+
+def split_rows(
+    rows: TokenRows, held_out: int, *, drop_truncated: bool = False
+) -> tuple[RowView, RowView]:
+    """(training rows, held-out rows). Rows of one conversation stay on one side.
+
+    The held-out ones are drawn with a fixed seed: they must be the same in every run on this data,
+    or figures could not be compared.
+    """
+    places = np.array([rows[i].place for i in range(len(rows))])
+    keep = np.array([not (drop_truncated and rows[i].truncated) for i in range(len(rows))], bool)
+    conversations, group = np.unique(places, return_inverse=True)
+    order = np.random.default_rng(0).permutation(len(conversations))
+    chosen = np.zeros(len(conversations), dtype=bool)
+    chosen[order[: min(held_out, max(0, len(conversations) - 1))]] = True
+    out = chosen[group]
+    index = np.arange(len(rows), dtype=np.int64)
+    return RowView(rows, index[keep & ~out]), RowView(rows, index[out])
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's share of an optimiser step: micro-batches, or None where the data ran out."""
+
+    step: int
+    epoch: int
+    micro: tuple[TokenBatch | None, ...]
+
+
+class PackStream:
+    """Batches by step number."""
+
+    def __init__(
+        self,
+        rows: RowView,
+        *,
+        tokens: int,
+        pad_id: int,
+        seed: int,
+        padded: bool = False,
+        micro_batch: int = 1,
+        accumulate: int = 1,
+        epochs: int = 1,
+        steps: int | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.rows, self.tokens, self.pad_id = rows, tokens, pad_id
+        self._seed, self._padded = seed, padded
+        self._micro, self._accumulate = micro_batch, accumulate
+        self._world = world or World()
+        self._epochs: list[Packing] = []  # packings made so far, in order
+        self._first: list[int] = [0]  # stream position at which each epoch begins
+        self.packs_per_step = micro_batch * accumulate * self._world.size
+        if steps is None:
+            while len(self._epochs) < epochs:
+                self._add_epoch()
+            steps = -(-self._first[epochs] // self.packs_per_step)
+            self._end: int | None = self._first[epochs]
+        else:
+            self._end = None
+        self.steps = steps
+
+    def _add_epoch(self) -> None:
+        epoch = len(self._epochs)
+        if self._padded:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))
+            packs = one_per_row(list(self.rows.lengths), self.tokens)
+            packing = Packing(tuple(packs[i] for i in order), self.tokens)
+        else:
+            packing = pack_rows(self.rows.lengths, self.tokens, seed=self._seed, epoch=epoch)
+        self._epochs.append(packing)
+        self._first.append(self._first[-1] + len(packing.packs))
+
+    def _at(self, position: int) -> tuple[int, Pack] | None:
+        """(epoch, pack) at a position of the stream; None past its end."""
+        if self._end is not None and position >= self._end:
+            return None
+        while position >= self._first[-1]:
+            self._add_epoch()
+        epoch = int(np.searchsorted(self._first, position, side="right")) - 1
+        return epoch, self._epochs[epoch].packs[position - self._first[epoch]]
+
+    @property
+    def padding_share(self) -> float:
+        if not self._epochs:
+            self._add_epoch()
+        return self._epochs[0].padding_share
+
+    def batch(self, step: int) -> StepBatch:
+        """This rank's micro-batches of step `step`."""
+        begin = step * self.packs_per_step
+        first = self._at(begin)
+        assert first is not None, f"step {step} is past the last one ({self.steps})"
+        micro = []
+        for index in range(self._accumulate):
+            start = begin + (index * self._world.size + self._world.rank) * self._micro
+            found = [self._at(start + i) for i in range(self._micro)]
+            packs = [pack for at in found if at is not None for pack in (at[1],)]
+            micro.append(collate(self.rows, packs, self.tokens, self.pad_id) if packs else None)
+        return StepBatch(step, first[0], tuple(micro))
+
+    def prefetched(self, start: int, ahead: int) -> Iterator[StepBatch]:
+        """Batches from step `start` to the end, `ahead` of them prepared by a thread."""
+        if ahead == 0:
+            yield from (self.batch(step) for step in range(start, self.steps))
+            return
+        ready: queue.Queue[StepBatch | Exception | None] = queue.Queue(ahead)
+        stop = threading.Event()
+
+        def offer(item: StepBatch | Exception | None) -> None:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return
+                except queue.Full:
+                    continue
+
+        def work() -> None:
+            try:
+                for step in range(start, self.steps):
+                    if stop.is_set():
+                        return
+                    offer(self.batch(step))
+                offer(None)
+            except (OSError, ValueError, IndexError) as error:  # raised again where it is awaited
+                offer(error)
+
+        thread = threading.Thread(target=work, daemon=True, name="fledge-batches")
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            stop.set()
+            thread.join()

@@ -1,0 +1,160 @@
+"""Checkpoints: whole or absent, checked when read, and loadable as drafts.
+
+    run/
+      checkpoints/step-00000500/   config.json, model.safetensors   the draft itself
+                                   training.safetensors             moments, guard, sums, RNG
+                                   state.json                       step, fingerprints, checksums
+      best -> checkpoints/step-... the checkpoint with the best measured acceptance
+
+`state.json` carries a checksum of every other file. A checkpoint that does not match is passed
+over, saying so, for the one before it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fledge.data.tokenise import checksum
+from fledge.draft.files import WEIGHTS_NAME, write_draft_files
+from fledge.errors import BadInput
+from fledge.files import atomic_directory, fsync_path, write_json
+
+TRAINING_NAME = "training.safetensors"
+STATE_NAME = "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was found whole."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = load_file(self.path / TRAINING_NAME)
+        return found
+
+    def draft_tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = load_file(self.path / WEIGHTS_NAME)
+        return found
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def save_checkpoint(
+    run: Path,
+    state: Mapping[str, Any],
+    *,
+    draft: Any,
+    tensors: Mapping[str, Tensor],
+) -> Path:
+    """Write everything a run needs to go on as if nothing had happened."""
+    path = checkpoint_path(run, state["step"])
+    with atomic_directory(path) as temporary:
+        write_draft_files(temporary, draft.config, draft.state_dict())
+        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(flat, temporary / TRAINING_NAME)
+        sums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
+        write_json(temporary / STATE_NAME, {**state, "checksums": sums})
+    return path
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint, or BadInput that says what is wrong with it."""
+    try:
+        state = json.loads((path / STATE_NAME).read_bytes())
+        wrong = [name for name, crc in state["checksums"].items() if checksum(path / name) != crc]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise BadInput(f"not a whole checkpoint ({error})", where=str(path)) from None
+    if wrong:
+        raise BadInput(f"damaged: {', '.join(wrong)}", where=str(path))
+    return Checkpoint(path, state)
+
+
+def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint, and what was wrong with newer ones."""
+    complaints: list[str] = []
+    for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            return read_checkpoint(path), complaints
+        except BadInput as error:
+            complaints.append(str(error))
+    return None, complaints
+
+
+def best_step(run: Path) -> int | None:
+    """The step that `best` points to."""
+    link = run / "best"
+    return int(link.readlink().name.removeprefix("step-")) if link.is_symlink() else None
+
+
+def mark_best(run: Path, path: Path) -> None:
+    """Point `best` to a checkpoint, in one move."""
+    temporary = run / ".best.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(path, run))
+    temporary.replace(run / "best")
+    fsync_path(run)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the best, and leftovers of killed saves."""
+    root = run / "checkpoints"
+    found = sorted(root.glob("step-*"))
+    best = best_step(run)
+    for path in found[:-keep]:
+        if best is None or path != checkpoint_path(run, best):
+            doomed = path.with_name(f".{path.name}.old")  # gone at once, however long it takes
+            path.replace(doomed)
+            shutil.rmtree(doomed)
+    for leftover in root.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """torch's generators, as tensors."""
+    states = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["rng.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(tensors: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+
+def optimizer_tensors(optimizer: torch.optim.AdamW, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Moments and step counts by parameter name; `names` maps id(parameter) to its name."""
+    return {
+        f"optimizer.{names[id(parameter)]}.{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.AdamW, names: Mapping[int, str], tensors: Mapping[str, Tensor]
+) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            prefix = f"optimizer.{names[id(parameter)]}."
+            found = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device) for key, value in found.items()
+            }

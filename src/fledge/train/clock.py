@@ -1,0 +1,48 @@
+"""Where the time of a step goes, measured without stopping the device."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class Clock:
+    """Seconds per named phase since the last reading; on a GPU by events, read late."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._gpu:
+            begin, end = _event(), _event()
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - start)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """(wall seconds, seconds per phase) since the last reading; waits for the device."""
+        if self._gpu:
+            torch.cuda.synchronize()
+        for name, begin, end in self._events:
+            self._add(name, begin.elapsed_time(end) / 1000)
+        now = time.perf_counter()
+        wall, phases = now - self._since, self._seconds
+        self._since, self._seconds, self._events = now, {}, []
+        return wall, phases

@@ -1,0 +1,320 @@
+"""The training loop: resume, step, log / evaluate / save on cadence, close. See also `step.py`."""
+
+import signal
+import threading
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from fledge.errors import BadInput
+from fledge.train.checkpoint import (
+    Checkpoint,
+    mark_best,
+    newest_checkpoint,
+    optimizer_tensors,
+    prune,
+    restore_optimizer,
+    restore_rng,
+    rng_tensors,
+    save_checkpoint,
+)
+from fledge.train.evaluate import evaluate
+from fledge.train.metrics import (
+    MetricsFile,
+    Tracker,
+    acceptance_metrics,
+    flat_numbers,
+    open_trackers,
+)
+from fledge.train.optimizer import learning_rate
+from fledge.train.setup import VOCABULARY_NAME, Training
+from fledge.train.step import StepResult, Sums, train_step
+
+
+class Observer(Protocol):
+    """Who watches a run: the command line, a test, a notebook."""
+
+    def note(self, text: str) -> None: ...
+    def logged(self, values: dict[str, Any]) -> None: ...
+    def evaluated(self, values: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class State:
+    """Everything that moves while a run goes on, besides weights and moments."""
+
+    step: int = 0
+    seconds: float = 0.0  # spent in training, over all resumptions
+    best_tau: float = 0.0
+    first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
+    last: dict[str, Any] = field(default_factory=dict)  # and the latest
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State
+    finished: bool
+    signal: int = 0  # the signal that ended it early
+
+
+class StopSignal:
+    """SIGINT and SIGTERM ask for a stop after the step; a second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def fit(training: Training, observer: Observer) -> Outcome:
+    """Train from wherever the run stands to its end, or to the next signal."""
+    recipe, parts = training.recipe, training.parts
+    state, window = resume(training, observer)
+    logs = _Logs(training, observer, state) if parts.world.is_main else None
+    total = training.stream.steps
+    pending: tuple[Any, StepResult] | None = None
+    saved = state.step
+    with StopSignal() as stop:
+        if state.step == 0:
+            _evaluate(training, state, logs)
+            state.first = state.last
+        parts.objective.draft_model.train()
+        parts.clock.read()
+        for batch in training.stream.prefetched(state.step, recipe.training.prefetch):
+            lr = _lr(training, state.step)
+            result = train_step(parts, batch, lr=lr, stopping=bool(stop.received))
+            state.step += 1
+            window += result.sums
+            stopping = _read(training, pending, observer)  # the step before: never waits for this
+            pending = (batch, result)
+            last = state.step == total
+            if last or state.step % recipe.tracking.every_steps == 0:
+                _log(training, state, window, result, lr, batch.epoch, logs)
+                window = Sums.zeros(parts.objective.depths, parts.device)
+            improved = False
+            if last or state.step % recipe.evaluation.every_steps == 0:
+                improved = _evaluate(training, state, logs)
+            if improved or last or stopping or state.step % recipe.checkpoint.every_steps == 0:
+                _save(training, state, window, best=improved)
+                saved = state.step
+            if stopping:
+                break
+        _read(training, pending, observer)
+    if logs is not None:
+        logs.close()
+    assert saved == state.step or state.step == total
+    return Outcome(state, state.step == total, stop.received)
+
+
+def _lr(training: Training, step: int) -> float:
+    section = training.recipe.training
+    return learning_rate(
+        step,
+        training.stream.steps,
+        peak=section.lr,
+        warmup=training.warmup,
+        schedule=section.schedule,
+        final_share=section.final_lr_share,
+    )
+
+
+def _read(training: Training, pending: tuple[Any, StepResult] | None, observer: Observer) -> bool:
+    """Look at a finished step: was it skipped, have we had enough, was a stop asked for?"""
+    if pending is None:
+        return False
+    batch, result = pending
+    if bool(result.bad):
+        micro = [rows for rows in batch.micro if rows is not None]
+        places = [place for rows in micro for pack in rows.places for place in pack]
+        norm, shown = float(result.grad_norm), ", ".join(places[:3])
+        observer.note(
+            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; its {len(places)} documents "
+            f"begin with {shown}"
+        )
+        limit = training.recipe.training.max_bad_steps
+        if int(result.bad_in_a_row) >= limit:
+            raise BadInput(
+                f"{limit} steps in a row were skipped (last gradient norm {norm:.3g}, documents "
+                f"{shown})",
+                where=str(training.directory),
+                fix="lower training.lr or look at these rows; the last checkpoint is intact",
+            )
+    return bool(result.stop)
+
+
+def _log(
+    training: Training,
+    state: State,
+    window: Sums,
+    result: StepResult,
+    lr: float,
+    epoch: int,
+    logs: "_Logs | None",
+) -> None:
+    """One line of metrics about the steps since the last one."""
+    parts, stream = training.parts, training.stream
+    sums = window.over(parts.world)
+    wall, phases = parts.clock.read()
+    state.seconds += wall
+    if logs is None:
+        return
+    steps, timed = state.step - logs.last_step, state.step - logs.timed_from
+    logs.last_step = logs.timed_from = state.step
+    tokens = timed * stream.packs_per_step * stream.tokens
+    logs.write(
+        {
+            "step": state.step,
+            "epoch": epoch,
+            "loss": float(sums.loss) / max(1, steps),
+            "lr": lr,
+            "grad_norm": float(result.grad_norm),
+            **acceptance_metrics(sums),
+            "tokens_per_s": tokens / wall if wall else 0.0,
+            "padding_share": stream.padding_share,
+            "target_share": phases.get("target", 0.0) / wall if wall else 0.0,
+            "seconds": state.seconds,
+        }
+    )
+
+
+def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
+    """Measure held-out acceptance; True when it is the best so far."""
+    if not training.held_out:
+        return False
+    found = evaluate(training.parts, training.held_out)
+    training.parts.clock.read()  # not part of the training speed
+    state.last = {"step": state.step, **found}
+    if logs is not None:
+        logs.evaluated({"step": state.step, "evaluation": found})
+    if state.step == 0 or found["tau"] <= state.best_tau:
+        return False
+    state.best_tau = found["tau"]
+    return True
+
+
+def _save(training: Training, state: State, window: Sums, *, best: bool) -> None:
+    parts = training.parts
+    # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
+    kept = window.over(parts.world)
+    if parts.world.is_main:
+        names = _names(training)
+        tensors = {
+            **optimizer_tensors(parts.optimizer, names),
+            **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
+            **{f"window.{name}": tensor for name, tensor in kept.__dict__.items()},
+            **rng_tensors(),
+        }
+        record = {**state.to_json(), "fingerprints": training.fingerprints}
+        path = save_checkpoint(training.directory, record, draft=training.draft, tensors=tensors)
+        if best:
+            mark_best(training.directory, path)
+        prune(training.directory, training.recipe.checkpoint.keep)
+    parts.world.barrier()
+
+
+def _names(training: Training) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in training.draft.named_parameters()}
+
+
+def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
+    """Continue from the newest whole checkpoint, or start: write recipe and vocabulary."""
+    parts, directory = training.parts, training.directory
+    window = Sums.zeros(parts.objective.depths, parts.device)
+    found, complaints = newest_checkpoint(directory)
+    for complaint in complaints:
+        observer.note(f"passing over a checkpoint: {complaint}")
+    if parts.world.is_main and not (directory / VOCABULARY_NAME).exists():
+        training.recipe.write_resolved(directory)
+        training.vocabulary.save(directory / VOCABULARY_NAME)
+    parts.world.barrier()
+    if found is None:
+        return State(), window
+    _check_same_run(training, found)
+    state = State(**{name: found.state[name] for name in State().__dict__})
+    tensors = found.tensors()
+    training.draft.load_state_dict(found.draft_tensors())
+    restore_optimizer(parts.optimizer, _names(training), tensors)
+    parts.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if "guard." in k})
+    restore_rng(tensors)
+    if parts.world.is_main:
+        for name, tensor in window.__dict__.items():
+            tensor.copy_(tensors[f"window.{name}"])
+    observer.note(f"resuming at step {state.step} of {training.stream.steps}")
+    return state, window
+
+
+def _check_same_run(training: Training, found: Checkpoint) -> None:
+    for name, value in training.fingerprints.items():
+        if found.state["fingerprints"].get(name) != value:
+            raise BadInput(
+                f"the {name} is not what this run was started with",
+                where=str(found.path),
+                fix="give the run another run.output_dir",
+            )
+
+
+class _Logs:
+    """metrics.jsonl, trackers and the observer, on the main rank."""
+
+    def __init__(self, training: Training, observer: Observer, state: State) -> None:
+        recipe = training.recipe
+        self.last_step = state.step - state.step % recipe.tracking.every_steps
+        self.timed_from = state.step  # a resumed run has not seen the whole window
+        self._observer = observer
+        resume_at = state.step or -1  # a run that starts over measures step 0 again
+        self._file = MetricsFile(training.directory / "metrics.jsonl", resume_at=resume_at)
+        self._trackers: list[Tracker] = open_trackers(
+            recipe.tracking.trackers,
+            project=recipe.tracking.project,
+            run=recipe.run_name,
+            directory=training.directory,
+        )
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._file.write(values)
+        self._track(values["step"], values)
+        self._observer.logged(values)
+
+    def evaluated(self, values: dict[str, Any]) -> None:
+        self._file.write(values)
+        self._track(
+            values["step"], {f"evaluation/{name}": v for name, v in values["evaluation"].items()}
+        )
+        self._observer.evaluated(values)
+
+    def _track(self, step: int, values: dict[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, flat_numbers(values))
+
+    def close(self) -> None:
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

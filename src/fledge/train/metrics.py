@@ -1,0 +1,137 @@
+"""Sums and counts -> the numbers people read; and the files and trackers they go to."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fledge.errors import BadInput
+from fledge.files import atomic_file
+from fledge.train.step import Sums
+
+
+def acceptance_metrics(sums: Sums) -> dict[str, Any]:
+    """Rates per depth and the acceptance length they imply; waits for the device."""
+    hits_K, valid_K = sums.hits_K.tolist(), sums.valid_K.tolist()
+    prefix = [hit / max(1, valid) for hit, valid in zip(hits_K, valid_K, strict=True)]
+    return {
+        "tau": 1.0 + sum(prefix),  # joint prefix acceptance length, the bonus token counted
+        "prefix_acceptance": prefix,
+        "conditional_accuracy": _rates(sums.hits_K, sums.reached_K),
+        "accuracy": _rates(sums.correct_K, sums.charged_K),
+        "depth_loss": _rates(sums.loss_K, sums.charged_K),
+        "supervised": int(valid_K[0]) if valid_K else 0,
+    }
+
+
+def _rates(part_K: Tensor, whole_K: Tensor) -> list[float]:
+    rates: list[float] = (part_K.double() / whole_K.double().clamp_min(1)).tolist()
+    return rates
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one line per logged step, cut back to the step a run resumes from."""
+
+    def __init__(self, path: Path, *, resume_at: int) -> None:
+        self.path = path
+        kept = []
+        if path.exists():
+            for line in path.read_bytes().splitlines(keepends=True):
+                try:
+                    if json.loads(line)["step"] <= resume_at:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    break  # the line a killed process was writing
+        with atomic_file(path) as handle:
+            handle.writelines(kept)
+        self._handle = path.open("a")
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._handle.write(json.dumps(values) + "\n")
+        self._handle.flush()
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+def flat_numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Scalars by name, one per depth where a value is a list: what trackers take."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{i}": float(item) for i, item in enumerate(value)}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[name] = float(value)
+    return flat
+
+
+def open_trackers(
+    names: tuple[str, ...], *, project: str, run: str, directory: Path
+) -> list[Tracker]:
+    """The trackers a recipe names; each is imported only here."""
+    makers: dict[str, Callable[[str, str, Path], Tracker]] = {
+        "tensorboard": _Tensorboard,
+        "wandb": _Wandb,
+        "trackio": _Trackio,
+    }
+    opened: list[Tracker] = []
+    for name in names:
+        try:
+            opened.append(makers[name](project, run, directory))
+        except ImportError as error:
+            raise BadInput(
+                f"tracker {name} is not installed ({error})", fix="pip install 'fledge[track]'"
+            ) from None
+    return opened
+
+
+class _Tensorboard:
+    def __init__(self, project: str, run: str, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, project: str, run: str, directory: Path) -> None:
+        import wandb
+
+        os.environ.setdefault("WANDB_SILENT", "true")
+        self._run = wandb.init(
+            project=project, name=run, dir=str(directory), resume="allow", id=run
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    def __init__(self, project: str, run: str, directory: Path) -> None:
+        import trackio
+
+        self._module = trackio
+        trackio.init(project=project, name=run)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._module.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._module.finish()

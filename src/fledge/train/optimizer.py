@@ -1,0 +1,80 @@
+"""AdamW on float32 masters, the learning-rate schedule, and the guard against bad steps.
+
+Nothing here waits for the device: whether a step is bad is decided there, and a bad step is skipped
+by the optimizer's own kernel.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+GUARD_WINDOW = 64  # gradient norms remembered
+GUARD_WARMUP = 16  # norms needed before one can be called a spike
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on matrices only (norms and placeholders are left alone)."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim == 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
+    )
+
+
+def learning_rate(
+    step: int,
+    total: int,
+    *,
+    peak: float,
+    warmup: int,
+    schedule: str,
+    final_share: float,
+) -> float:
+    """Linear warm-up to `peak`, then cosine, linear or constant down to `final_share` of it."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    done = (step - warmup) / max(1, total - warmup)
+    fall = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+    return peak * (final_share + (1 - final_share) * fall)
+
+
+class StepGuard:
+    """Judges gradient norms: not finite, or far above the recent median, is a bad step."""
+
+    def __init__(self, spike_factor: float | None, device: torch.device) -> None:
+        self._factor = math.inf if spike_factor is None else spike_factor
+        self.norms = torch.full((GUARD_WINDOW,), math.nan, device=device)  # a ring
+        self.good = torch.zeros((), dtype=torch.int64, device=device)  # steps taken
+        self.bad_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def judge(self, norm: Tensor) -> Tensor:
+        """True (on the device) for a bad step; good norms are remembered."""
+        spike = (self.good >= GUARD_WARMUP) & (norm > self._factor * self.norms.nanmedian())
+        bad = ~torch.isfinite(norm) | spike
+        slot = (self.good % GUARD_WINDOW).reshape(1)
+        kept = torch.where(bad, self.norms.index_select(0, slot), norm.to(self.norms.dtype))
+        self.norms.index_copy_(0, slot, kept)
+        self.good += ~bad
+        self.bad_in_a_row.copy_(torch.where(bad, self.bad_in_a_row + 1, 0))
+        return bad
+
+    def state(self) -> dict[str, Tensor]:
+        return {"norms": self.norms, "good": self.good, "bad_in_a_row": self.bad_in_a_row}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])

@@ -1,0 +1,130 @@
+"""What a run will cost, before it runs: memory, disk, hours; printed again beside the truth.
+
+The model is simple on purpose. Memory: weights, moments and gradients are counted exactly, what a
+step holds besides is counted from the widths of its tensors. Time: operations over a device rate
+that was measured for this kind of work (docs/plan.md), not a data sheet's.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fledge.train.setup import Training
+
+# Sustained rates of whole steps, operations per second.
+_RATES = {"cpu": 35e9, "cuda": 250e12}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    target_bytes: int
+    draft_bytes: int  # weights, gradients, moments: 16 bytes a trained parameter
+    step_bytes: int  # what one step holds besides
+    disk_bytes: int
+    seconds: float
+    tokens: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.target_bytes + self.draft_bytes + self.step_bytes
+
+    def line(self) -> str:
+        return f"{_size(self.peak_bytes)} of memory, {_time(self.seconds)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "peak_bytes": self.peak_bytes}
+
+    def table(self, truth: dict[str, Any] | None = None) -> Table:
+        table = Table(title="plan", title_justify="left", box=None)
+        table.add_column("")
+        table.add_column("predicted", justify="right")
+        rows = [
+            ("peak memory", _size(self.peak_bytes), "peak_bytes"),
+            ("disk", _size(self.disk_bytes), "disk_bytes"),
+            ("time", _time(self.seconds), "seconds"),
+        ]
+        if truth is None:
+            parts = {"target": self.target_bytes, "draft and optimizer": self.draft_bytes}
+            for part, size in {**parts, "one step": self.step_bytes}.items():
+                table.add_row(f"[dim]  {part}[/]", f"[dim]{_size(size)}[/]")
+            for name, shown, _ in rows:
+                table.add_row(name, shown)
+            return table
+        table.add_column("measured", justify="right")
+        for name, shown, key in rows:
+            found = _time(truth[key]) if key == "seconds" else _size(truth[key])
+            table.add_row(name, shown, found)
+        return table
+
+
+def predict(recipe: Any, training: "Training") -> Prediction:
+    """Cost of a run that is set up: its target and draft are there to be counted."""
+    parts, stream, draft = training.parts, training.stream, training.draft
+    inner = getattr(parts.target, "inner", parts.target)
+    model = getattr(inner, "model", None)
+    target_bytes = sum(p.nbytes for p in model.parameters()) if model is not None else 0
+    if recipe.target.backend == "hf":
+        target_bytes += _kept_states(recipe, training)
+    trained = sum(p.numel() for p in parts.parameters)
+    frozen = sum(p.numel() for p in draft.parameters()) - trained
+    depths = parts.objective.depths
+    tokens_per_step = recipe.training.micro_batch * stream.tokens
+    tokens = stream.steps * stream.packs_per_step * stream.tokens
+    config, width = draft.config, 2 if parts.device.type == "cuda" else 4
+    # Per token and depth the backward keeps: q, k, v, attention's output, MLP's gate and up, norms.
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
+    layer_bytes = tokens_per_step * depths * per_depth * width * config.num_hidden_layers
+    states = tokens_per_step * 4 * config.target_hidden_size * width * recipe.training.accumulate
+    chunk = 4 * (1 << 26) * 4  # the head's chunk of logits, probabilities and gradients
+    head_grad = config.draft_vocab_size * config.hidden_size * 4
+    disk = (recipe.checkpoint.keep + 1) * (4 * (trained + frozen) + 8 * trained)
+    return Prediction(
+        target_bytes=target_bytes,
+        draft_bytes=16 * trained + 4 * frozen,
+        step_bytes=int(layer_bytes + 2 * states + chunk + head_grad),
+        disk_bytes=disk,
+        seconds=_operations(recipe, training, tokens) / _RATES[parts.device.type],
+        tokens=tokens,
+    )
+
+
+def _kept_states(recipe: Any, training: "Training") -> int:
+    per_token = 4 * training.draft.config.target_hidden_size * 4
+    wanted: int = int(training.stream.rows.lengths.sum()) * per_token
+    allowed = int(recipe.target.keep_states_gb * 2**30)
+    return min(allowed, wanted)
+
+
+def _operations(recipe: Any, training: "Training", tokens: int) -> float:
+    """Multiply-adds counted twice: the target's forward, the draft's rollout with its backward."""
+    parts, config = training.parts, training.draft.config
+    inner = getattr(parts.target, "inner", parts.target)
+    model = getattr(inner, "model", None)
+    target = sum(p.numel() for p in model.parameters() if p.ndim == 2) if model is not None else 0
+    epochs = recipe.training.epochs if recipe.training.steps is None else 1
+    reused = epochs if recipe.target.backend == "hf" and recipe.target.keep_states_gb else 1
+    layer = sum(p.numel() for p in training.draft.layers.parameters() if p.ndim == 2)
+    head = config.draft_vocab_size * config.hidden_size
+    depths = parts.objective.depths
+    supervised = 0.8  # a usual share; what is not supervised pays almost nothing
+    draft = 6 * supervised * depths * (layer + head) + 6 * 3 * config.hidden_size**2
+    operations: float = tokens * (2.0 * target / reused + draft)
+    return operations
+
+
+def directory_bytes(path: Path) -> int:
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file() and not f.is_symlink())
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

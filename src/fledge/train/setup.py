@@ -1,0 +1,353 @@
+"""From a recipe to everything a run works with: data, target, vocabulary, draft, objective.
+
+The data is prepared before any process group exists: ranks that wait for one another must not sit
+in a collective while one of them tokenises for an hour.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.data.pack import TokenBatch, collate, pack_rows
+from fledge.data.prepare import Progress, prepare_rows
+from fledge.data.store import TokenRows
+from fledge.data.tokenise import TokeniseOptions
+from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.draft.derive import derive_draft_config, verify_rotary
+from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.warm_start import peagle_from_eagle3
+from fledge.errors import BadInput
+from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.objective.peagle import PEagleTrainerModule
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.remember import RememberingTarget
+from fledge.train.batches import PackStream, RowView, split_rows
+from fledge.train.clock import Clock
+from fledge.train.distributed import join_world, pick_device
+from fledge.train.optimizer import StepGuard, make_optimizer
+from fledge.train.recipe import Recipe
+from fledge.train.recipe_sections import (
+    Data,
+    Eagle1Objective,
+    Eagle3Objective,
+    PeagleObjective,
+)
+from fledge.train.recipe_target import HfTarget
+from fledge.train.step import Objective, Parts
+
+VOCABULARY_NAME = "vocabulary.safetensors"
+
+
+@dataclass
+class Training:
+    """A run, ready to go."""
+
+    recipe: Recipe
+    directory: Path
+    parts: Parts
+    stream: PackStream
+    held_out: list[TokenBatch]
+    draft: LlamaEagle3DraftModel
+    vocabulary: DraftVocabulary
+    fingerprints: dict[str, str]  # of what must not change between a run and its resumption
+
+    @property
+    def warmup(self) -> int:
+        training = self.recipe.training
+        if training.warmup_steps is not None:
+            return training.warmup_steps
+        return math.ceil(training.warmup_share * self.stream.steps)
+
+
+def prepare_data(
+    recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
+) -> tuple[RowView, RowView, str]:
+    """(training rows, held-out rows, fingerprint), tokenised at most once."""
+    data = recipe.data
+    if not data.train:
+        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
+    if recipe.target.model is None:
+        raise BadInput("no model for the tokenizer", where="target.model")
+    model = local_model(recipe.target.model, weights=False)
+    rows = _rows(data.train, model, data, on_progress)
+    if not data.valid:
+        train, held_out = split_rows(rows, data.valid_rows, drop_truncated=data.drop_truncated)
+        fingerprint = rows.fingerprint
+    else:
+        train, _ = split_rows(rows, 0, drop_truncated=data.drop_truncated)
+        valid = _rows(data.valid, model, data, on_progress)
+        held_out, _ = split_rows(valid, 0)
+        fingerprint = f"{rows.fingerprint}+{valid.fingerprint}"
+    if len(train) == 0:
+        raise BadInput("no training row is left after the held-out ones", where="data.valid_rows")
+    return train, held_out, fingerprint
+
+
+def _rows(
+    names: tuple[str, ...], model: Path, data: Data, on_progress: Callable[[Progress], None]
+) -> TokenRows:
+    options = TokeniseOptions(
+        max_length=data.max_length,
+        overlong=data.overlong,
+        last_turn_only=data.last_turn_only,
+        mask_reasoning=data.mask_reasoning,
+        template_options=data.template_options,
+    )
+    return prepare_rows(
+        list(names),
+        model,
+        options,
+        workers=data.workers,
+        max_drop_share=data.max_drop_share,
+        on_progress=on_progress,
+    )
+
+
+def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
+    """Build a run. Nothing is written but caches and, by the main rank, the vocabulary."""
+    directory = Path(recipe.run.output_dir)
+    device = pick_device(recipe.training.device)
+    train, held_out, data_fingerprint = prepare_data(recipe, on_progress)
+    world = join_world(device)
+    torch.manual_seed(recipe.training.seed)
+    target = make_target(recipe, device)
+    assert recipe.target.model is not None
+    tokenizer = load_tokenizer(recipe.target.model)
+    vocabulary = _vocabulary(recipe, directory, target, train, tokenizer, data_fingerprint)
+    draft = make_draft(recipe, target, vocabulary, tokenizer, device)
+    world.copy_from_main(draft)
+    objective = make_objective(recipe, draft, vocabulary, target, device)
+    training = recipe.training
+    parameters = [p for p in draft.parameters() if p.requires_grad]
+    parts = Parts(
+        target=target,
+        objective=objective,
+        parameters=parameters,
+        optimizer=make_optimizer(
+            parameters,
+            lr=training.lr,
+            betas=training.betas,
+            eps=training.eps,
+            weight_decay=training.weight_decay,
+        ),
+        guard=StepGuard(training.spike_factor, device),
+        device=device,
+        world=world,
+        clip=training.clip,
+        clock=Clock(device),
+        seed=training.seed,
+    )
+    pad_id = tokenizer.pad_token_id or 0
+    stream = PackStream(
+        train,
+        tokens=recipe.packing.tokens,
+        pad_id=pad_id,
+        seed=recipe.packing.seed,
+        padded=recipe.packing.padded,
+        micro_batch=training.micro_batch,
+        accumulate=training.accumulate,
+        epochs=training.epochs,
+        steps=training.steps,
+        world=world,
+    )
+    held_batches = _held_out_batches(held_out, recipe, pad_id)
+    fingerprints = {
+        "data": data_fingerprint,
+        "target": target.info().weights_fingerprint,
+        "vocabulary": vocabulary.digest(),
+    }
+    return Training(recipe, directory, parts, stream, held_batches, draft, vocabulary, fingerprints)
+
+
+def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
+    count = min(len(rows), recipe.evaluation.rows)
+    packing = pack_rows(rows.lengths[:count], recipe.packing.tokens)
+    return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
+
+
+def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
+    """The frozen target that a recipe names."""
+    section = recipe.target
+    if not isinstance(section, HfTarget):
+        raise BadInput(
+            f"the {section.backend} backend is not part of this version",
+            where="target.backend",
+            fix="target.backend=hf runs the target in the training process",
+        )
+    target = HFEagle3TargetModel.from_pretrained(
+        section.model,
+        aux_layer_ids=section.aux_layer_ids,
+        supervision=section.supervision,
+        dtype=section.dtype if section.dtype != "auto" else _auto_dtype(section.model, device),
+        device=device if section.device == "auto" else section.device,
+        attn_implementation=section.attn_implementation,
+        trust_remote_code=section.trust_remote_code,
+    )
+    if section.keep_states_gb and section.supervision == "hidden":
+        return RememberingTarget(target, int(section.keep_states_gb * 2**30))
+    return target
+
+
+def _auto_dtype(model: str, device: torch.device) -> str:
+    """As stored; but a model stored in float32 (a dequantised one) runs in bfloat16 on a GPU."""
+    stored = getattr(load_config(model), "dtype", None)
+    return "bfloat16" if device.type == "cuda" and stored == torch.float32 else "auto"
+
+
+def _vocabulary(
+    recipe: Recipe,
+    directory: Path,
+    target: Eagle3TargetBackend,
+    train: RowView,
+    tokenizer: Any,
+    fingerprint: str,
+) -> DraftVocabulary:
+    """The draft's vocabulary: the run's own, else that of `init_from`, else counted on the rows."""
+    saved = directory / VOCABULARY_NAME
+    if saved.exists():  # a resumed run keeps its map, always
+        return DraftVocabulary.load(saved)
+    size, vocab_size = recipe.draft.draft_vocab_size, target.info().vocab_size
+    counts_V = count_supervised(
+        ((row.input_ids, row.loss_mask) for row in (train[i] for i in range(len(train)))),
+        vocab_size,
+    )
+    if recipe.draft.init_from is not None:  # so does a warm start
+        draft = LlamaEagle3DraftModel.from_pretrained(recipe.draft.init_from)
+        ids = draft.selected_token_ids
+        if ids is None:
+            raise BadInput("the draft has no vocabulary map", where=recipe.draft.init_from)
+        covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
+        return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
+    special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
+    return select_vocabulary(counts_V, size, special_ids=special, fingerprint=fingerprint)
+
+
+def make_draft(
+    recipe: Recipe,
+    target: Eagle3TargetBackend,
+    vocabulary: DraftVocabulary,
+    tokenizer: Any,
+    device: torch.device,
+) -> LlamaEagle3DraftModel:
+    """A fresh draft that fits the target, or the one that the recipe starts from; in float32."""
+    section = recipe.draft
+    ids = torch.from_numpy(vocabulary.selected_token_ids)
+    mask = torch.from_numpy(vocabulary.t2d)
+    if section.init_from is not None:
+        draft = _warm_draft(recipe, target, vocabulary, tokenizer)
+        draft.set_vocab_mapping(ids, mask)
+    else:
+        draft = LlamaEagle3DraftModel(_draft_config(recipe, target, vocabulary, tokenizer))
+        draft.set_vocab_mapping(ids, mask)
+        draft.copy_embeddings_from_target(target.get_input_embeddings())
+        if section.head_from_target:
+            draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
+    model = getattr(getattr(target, "inner", target), "model", None)
+    if model is not None:
+        verify_rotary(draft.config, model)
+    draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
+    draft.gradient_checkpointing = recipe.training.gradient_checkpointing
+    return draft.to(device)
+
+
+def _draft_config(
+    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
+) -> Any:
+    """The config of the draft that a recipe describes."""
+    section, objective = recipe.draft, recipe.objective
+    assert recipe.target.model is not None
+    config = derive_draft_config(
+        load_config(recipe.target.model),
+        draft_vocab_size=vocabulary.size,
+        num_hidden_layers=section.layers,
+        intermediate_size=section.intermediate_size,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+    )
+    if isinstance(objective, PeagleObjective):
+        config.parallel_drafting = True
+        rows = target.info().vocab_size
+        config.mask_token_id = (
+            choose_mask_token_id(tokenizer, rows)
+            if objective.mask_token_id is None
+            else check_mask_token_id(objective.mask_token_id, tokenizer, rows)
+        )
+    return config
+
+
+def _warm_draft(
+    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
+) -> LlamaEagle3DraftModel:
+    """The draft that `init_from` names; an EAGLE-3 one grows into P-EAGLE where that is trained."""
+    start = recipe.draft.init_from
+    assert start is not None
+    draft = LlamaEagle3DraftModel.from_pretrained(start, dtype=torch.float32)
+    vocab_size = target.info().vocab_size
+    if draft.config.vocab_size != vocab_size:
+        raise BadInput(
+            f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}",
+            where=start,
+        )
+    parallel = isinstance(recipe.objective, PeagleObjective)
+    if parallel and not draft.config.parallel_drafting:
+        return peagle_from_eagle3(draft, _draft_config(recipe, target, vocabulary, tokenizer))
+    if draft.config.parallel_drafting and not parallel:
+        raise BadInput(
+            "a P-EAGLE draft", where=start, fix="objective.kind=peagle goes on training it"
+        )
+    return draft
+
+
+@dataclass(frozen=True)
+class _HeadWeight:
+    weight: torch.Tensor
+
+
+def make_objective(
+    recipe: Recipe,
+    draft: LlamaEagle3DraftModel,
+    vocabulary: DraftVocabulary,
+    target: Eagle3TargetBackend,
+    device: torch.device,
+) -> Objective:
+    section = recipe.objective
+    wanted = recipe.training.compute_dtype
+    bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
+    if isinstance(section, Eagle1Objective):
+        raise BadInput(
+            "the eagle1 objective is not part of this version",
+            where="objective.kind",
+            fix="objective.kind=eagle3 or peagle",
+        )
+    lk_loss_type = section.loss.removeprefix("lk_") if section.loss.startswith("lk_") else None
+    shared: dict[str, Any] = {
+        "selected_token_ids": torch.from_numpy(vocabulary.selected_token_ids),
+        "selected_token_mask": torch.from_numpy(vocabulary.t2d),
+        "target_head": target.info().head.to(device),
+        "loss": "ce" if lk_loss_type else section.loss,
+        "lk_loss_type": lk_loss_type,
+        "lk_kl_scale": section.lk_kl_scale,
+        "lk_kl_decay": section.lk_kl_decay,
+        "compute_dtype": torch.bfloat16 if bfloat16 else None,
+    }
+    if isinstance(section, Eagle3Objective):
+        return Eagle3TrainerModule(
+            draft, ttt_steps=section.ttt_steps, step_decay=section.step_decay, **shared
+        )
+    return PEagleTrainerModule(
+        draft,
+        num_depths=section.num_depths,
+        down_sample_ratio=section.down_sample_ratio,
+        down_sample_ratio_min=section.down_sample_ratio_min,
+        sequence_partitions=section.sequence_partitions,
+        balance_depths=section.balance_depths,
+        max_anchors=section.max_anchors,
+        **shared,
+    )

@@ -1,0 +1,162 @@
+"""One optimiser step. Together with `fit.py` this is the whole of training.
+
+The gradient is that of one big batch, however it is cut: every micro-batch's loss is a sum divided
+by the number of charged elements over all micro-batches and ranks. Nothing waits for the device.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fledge.data.pack import TokenBatch
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.batch import Eagle3TargetBatch
+from fledge.train.batches import StepBatch
+from fledge.train.clock import Clock
+from fledge.train.distributed import World
+from fledge.train.optimizer import StepGuard
+
+
+class Objective(Protocol):
+    """What a trainer module offers: see `objective.eagle3`."""
+
+    @property
+    def draft_model(self) -> nn.Module: ...
+    @property
+    def depths(self) -> int: ...
+    def plan(self, *masks: Any, **packing: Any) -> Any: ...
+    def prepare(self, *inputs: Any, **more: Any) -> Any: ...
+    def __call__(self, *inputs: Any, **more: Any) -> Any: ...
+
+
+@dataclass
+class Parts:
+    """What a step works with."""
+
+    target: Eagle3TargetBackend
+    objective: Objective
+    parameters: list[nn.Parameter]  # the trained ones
+    optimizer: torch.optim.AdamW
+    guard: StepGuard
+    device: torch.device
+    world: World
+    clip: float | None
+    clock: Clock
+    seed: int = 0
+
+
+@dataclass
+class Sums:
+    """Metrics as sums and counts on the device, per depth [K] where the name says so."""
+
+    loss: Tensor  # of the whole step, this rank's share
+    loss_K: Tensor
+    charged_K: Tensor
+    correct_K: Tensor
+    valid_K: Tensor  # slots supervised at all depths up to k
+    reached_K: Tensor  # ... and right at all depths before k
+    hits_K: Tensor  # ... and right at k too
+
+    @classmethod
+    def zeros(cls, depths: int, device: torch.device) -> "Sums":
+        counts = [torch.zeros(depths, dtype=torch.int64, device=device) for _ in range(5)]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(zero, torch.zeros(depths, dtype=torch.float64, device=device), *counts)
+
+    def add(self, output: Any) -> None:
+        """Add one micro-batch's output of a trainer module."""
+        self.loss += output.loss.detach()
+        self.loss_K += output.loss_sums
+        self.charged_K += output.charged
+        self.correct_K += output.correct
+        self.valid_K += output.step_valid
+        self.reached_K += output.step_reached
+        self.hits_K += output.step_prefix_hits
+
+    def __iadd__(self, other: "Sums") -> "Sums":
+        for field in fields(self):
+            getattr(self, field.name).add_(getattr(other, field.name))
+        return self
+
+    def over(self, world: World) -> "Sums":
+        """The sums over all ranks."""
+        return Sums(*(world.sum_(getattr(self, field.name).clone()) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step left behind, all on the device."""
+
+    sums: Sums
+    grad_norm: Tensor
+    bad: Tensor  # the step was skipped
+    bad_in_a_row: Tensor
+    stop: Tensor  # ranks that were asked to stop
+
+
+def ask_target(target: Eagle3TargetBackend, batch: TokenBatch) -> Eagle3TargetBatch:
+    """The target's answer about one micro-batch of token rows."""
+    return target.generate_batch(
+        batch.input_ids,
+        batch.attention_mask,
+        batch.loss_mask,
+        batch.position_ids,
+        batch.seq_lens,
+        batch.doc_remaining,
+    )
+
+
+def plan_batch(objective: Objective, batch: TokenBatch, *, seed: int) -> Any:
+    """Lay out the rollout from host masks, before the target runs; the loss mask moves with its
+    tokens (slot t reads token t + 1), as everything in the target's answer does. `seed` decides
+    what is sampled, where an objective samples: a resumed run draws what it would have drawn."""
+    shifted_BT = torch.nn.functional.pad(batch.loss_mask[:, 1:], (0, 1))
+    return objective.plan(
+        shifted_BT,
+        batch.attention_mask,
+        position_ids=batch.position_ids,
+        seq_lens=batch.seq_lens,
+        doc_remaining=batch.doc_remaining,
+        seed=seed,
+    )
+
+
+def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
+    """Target's answers, global count, forward and backward per micro-batch, clip, update."""
+    objective, world = parts.objective, parts.world
+    micro = [rows for rows in batch.micro if rows is not None]
+    seeds = [parts.seed + 1_000_003 * batch.step + 1009 * world.rank + i for i in range(len(micro))]
+    plans = [plan_batch(objective, m, seed=s) for m, s in zip(micro, seeds, strict=True)]
+
+    with parts.clock.phase("target"):
+        answers = [ask_target(parts.target, rows) for rows in micro]
+        inputs = [answer.to(parts.device).to_trainer_inputs() for answer in answers]
+
+    prepared = [
+        objective.prepare(plan=plan, **given) for plan, given in zip(plans, inputs, strict=True)
+    ]
+    # [K + 1]: charged elements per depth, and how many ranks were asked to stop
+    counts = torch.zeros(objective.depths + 1, dtype=torch.int64, device=parts.device)
+    for ready in prepared:
+        counts[:-1] += ready.charged_K
+    counts[-1] = int(stopping)
+    world.sum_(counts)
+
+    sums = Sums.zeros(objective.depths, parts.device)
+    for ready, given in zip(prepared, inputs, strict=True):
+        output = objective(normalizer=counts[:-1], prepared=ready, **given)
+        output.loss.backward()
+        sums.add(output)
+
+    world.sum_gradients(parts.parameters)
+    limit = float("inf") if parts.clip is None else parts.clip
+    norm = torch.nn.utils.clip_grad_norm_(parts.parameters, limit)
+    bad = parts.guard.judge(norm)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr
+    parts.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
+    parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=True)
+    return StepResult(sums, norm, bad, parts.guard.bad_in_a_row.clone(), counts[-1])
