@@ -94,7 +94,7 @@ def test_fused_is_reference_for_any_documents_rows_and_tiles(
     plan = make_plan(lengths, 4, seed=seed, supervised=supervised)
     inputs = make_inputs(plan, depth, heads=heads[0], groups=heads[1], channels=16, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_attention, "TILE_FP32", tile)
+        patch.setitem(triton_attention.TILES_FP32, 64, tile)
         assert_fused_is_reference(plan.depths[depth], inputs)
 
 
