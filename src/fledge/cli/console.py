@@ -22,6 +22,13 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+def quiet_libraries() -> None:
+    """Our own bars are enough: transformers draws one for every model it loads."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def print_json(value: Any) -> None:
     """Plain JSON on stdout, however narrow the terminal."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

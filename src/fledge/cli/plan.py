@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fledge.cli.console import out, print_json, progress_bar
+from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
 
 EXAMPLE = "Example: fledge plan recipes/smollm2_gpu.yaml data.train=chats.jsonl"
 
@@ -23,6 +23,7 @@ def plan(
 
     path, overrides = split_arguments(arguments)
     recipe = load_recipe(path, overrides)
+    quiet_libraries()
     with progress_bar("parts") as bar:
         task = bar.add_task("preparing data", total=None, note="")
         training = set_up(recipe, lambda at: bar.update(task, total=at.parts, completed=at.done))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fledge.cli.console import err, out, print_json, progress_bar
+from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.errors import BadInput
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
@@ -72,6 +72,7 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
     from fledge.train.predict import directory_bytes, predict
     from fledge.train.setup import set_up
 
+    quiet_libraries()
     begin = time.perf_counter()
     with progress_bar("") as bar:
         task = bar.add_task("preparing data", total=None, note="")
@@ -80,14 +81,15 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
         )
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
-        err.print(
+        predicted = predict(recipe, training)
+        watcher = _Watcher(bar, task, quiet=not is_main)
+        watcher.note(
             f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "
             f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
-            f"{vocabulary.coverage:.2%} of the supervised tokens",
-            soft_wrap=True,
-        ) if is_main else None
+            f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
+        )
         bar.update(task, description="training", total=stream.steps, completed=0)
-        outcome = fit(training, _Watcher(bar, task, quiet=not is_main))
+        outcome = fit(training, watcher)
     seconds = time.perf_counter() - begin
     truth = {
         "seconds": seconds,
@@ -95,7 +97,7 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
         "disk_bytes": directory_bytes(training.directory),
     }
     if is_main:
-        _report(recipe, outcome, predict(recipe, training), truth, as_json=as_json)
+        _report(recipe, outcome, predicted, truth, as_json=as_json)
     training.parts.target.close()
     leave_world(training.parts.world)
     return 0 if outcome.finished else 128 + outcome.signal
@@ -109,7 +111,7 @@ class _Watcher:
 
     def note(self, text: str) -> None:
         if not self._quiet:
-            err.print(text, style="yellow", markup=False, soft_wrap=True)
+            err.print(text, style="cyan", markup=False, soft_wrap=True)
 
     def logged(self, values: dict[str, Any]) -> None:
         note = (

@@ -1,5 +1,10 @@
-"""The chats of the demo, answered by SmolLM2-135M-Instruct (made by tools/make_demo_chats.py)."""
+"""What the demo ships: chats answered by SmolLM2-135M-Instruct itself, and its recipe.
+
+The chats are made by tools/make_demo_chats.py from prompts written for this project.
+"""
 
 from pathlib import Path
 
 CHATS = Path(__file__).parent / "chats.jsonl"
+RECIPE = Path(__file__).parent / "recipe.yaml"
+ROWS = 240  # of the chats, as many as two cores digest in a few minutes

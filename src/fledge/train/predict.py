@@ -31,6 +31,9 @@ class Prediction:
     def peak_bytes(self) -> int:
         return self.target_bytes + self.draft_bytes + self.step_bytes
 
+    def line(self) -> str:
+        return f"{_size(self.peak_bytes)} of memory, {_time(self.seconds)}"
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "peak_bytes": self.peak_bytes}
 

@@ -1,0 +1,70 @@
+"""Held-out acceptance of a draft per domain, from teacher-forced rollouts of its files.
+
+    python benchmarks/acceptance.py runs/smollm2_gpu/best --model smollm2-135m \
+        mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl
+
+Each file holds chats that the target itself answered (tools/make_demo_chats.py --prompts). The
+figure is joint prefix acceptance over every slot: length = 1 + sum_k P(tokens 1..k all right).
+"""
+
+import argparse
+import json
+
+import torch
+
+from fledge.data.pack import collate, pack_rows
+from fledge.data.prepare import prepare_rows
+from fledge.data.tokenise import TokeniseOptions
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.models.resolve import local_model
+from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.train.clock import Clock
+from fledge.train.distributed import World, pick_device
+from fledge.train.evaluate import evaluate
+from fledge.train.optimizer import StepGuard, make_optimizer
+from fledge.train.step import Parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("draft")
+    parser.add_argument("domains", nargs="+", help="name=file.jsonl")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--depths", type=int, default=7)
+    parser.add_argument("--max-length", type=int, default=2048)
+    args = parser.parse_args()
+    device = pick_device("auto")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = HFEagle3TargetModel.from_pretrained(args.model, dtype=dtype, device=device)
+    draft = LlamaEagle3DraftModel.from_pretrained(args.draft).to(device).eval()
+    ids = draft.selected_token_ids
+    mask = torch.zeros(draft.config.vocab_size, dtype=torch.bool, device=device)
+    mask[ids] = True
+    objective = Eagle3TrainerModule(
+        draft,
+        selected_token_ids=ids,
+        selected_token_mask=mask,
+        ttt_steps=args.depths,
+        target_head=target.info().head,
+        compute_dtype=dtype,
+    )
+    weights = list(draft.parameters())
+    optimizer = make_optimizer(weights, lr=0.0, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+    parts = Parts(
+        target, objective, weights, optimizer, StepGuard(None, device), device, World(), None,
+        Clock(device),
+    )  # fmt: skip
+    for domain in args.domains:
+        name, _, path = domain.partition("=")
+        options = TokeniseOptions(max_length=args.max_length)
+        rows = prepare_rows([path], local_model(args.model), options)
+        packs = pack_rows(rows.lengths, 8192).packs
+        found = evaluate(parts, [collate(rows, [pack], 8192, 0) for pack in packs])
+        rates = [round(rate, 3) for rate in found["prefix_acceptance"]]
+        print(json.dumps({"domain": name, "rows": len(rows), "tau": round(found["tau"], 3),
+                          "prefix_acceptance": rates}), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""The loop: it learns, it resumes bit for bit, it never loses work, it says why it stops."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fledge.cli.train import check_existing, run_recipe
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.errors import BadInput
+from fledge.train import fit as fit_module
+from fledge.train.checkpoint import best_step, newest_checkpoint
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.tiny import Notes
+
+
+def train(recipe, notes=None):
+    return fit(set_up(recipe), notes or Notes())
+
+
+def final_weights(directory):
+    found, _ = newest_checkpoint(Path(directory))
+    return found.draft_tensors() | found.tensors()
+
+
+def differing(a, b):
+    """Names of the tensors of two checkpoints that are not equal to the last bit."""
+    assert a.keys() == b.keys()
+    return [name for name in a if a[name].numpy().tobytes() != b[name].numpy().tobytes()]
+
+
+def comparable(directory):
+    """The metrics lines without their timings."""
+    timed = {"tokens_per_s", "target_share", "seconds"}
+    lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").open()]
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
+
+
+def test_a_run_learns_and_leaves_a_loadable_draft(recipe, tmp_path):
+    notes = Notes()
+    outcome = train(recipe("training.epochs=12"), notes)
+    assert outcome.finished
+    losses = [line["loss"] for line in notes.lines]
+    assert losses[-1] < 0.8 * losses[0]
+    taus = [e["evaluation"]["tau"] for e in notes.evaluations]
+    assert notes.evaluations[0]["step"] == 0
+    assert max(taus) > taus[0]
+    # The best checkpoint is the one with the highest measured acceptance, and loads as a draft.
+    best = max(notes.evaluations[1:], key=lambda e: e["evaluation"]["tau"])
+    assert best_step(tmp_path / "run") == best["step"]
+    draft = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
+    assert draft.config.draft_vocab_size == 128
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert len(kept) <= 3  # two newest and the best
+    assert not [name for name in kept if name.startswith(".")]
+    resolved = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "ttt_steps: 3" in resolved
+
+
+def test_one_line_of_metrics(recipe):
+    notes = Notes()
+    train(recipe(), notes)
+    line = notes.lines[0]
+    for name in ("step", "loss", "lr", "tau", "tokens_per_s", "padding_share", "target_share"):
+        assert name in line
+    assert len(line["prefix_acceptance"]) == len(line["accuracy"]) == 3
+
+
+def stop_after(monkeypatch, steps):
+    """Ask a run to stop as a signal would, after so many steps."""
+    real, taken = fit_module.train_step, []
+
+    def stepping(parts, batch, **more):
+        taken.append(batch.step)
+        if len(taken) == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(parts, batch, **more)
+
+    monkeypatch.setattr(fit_module, "train_step", stepping)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5])
+def test_a_signal_stops_after_the_step_and_resuming_is_bitwise(
+    recipe, monkeypatch, tmp_path, steps
+):
+    train(recipe(run="whole"))
+    with monkeypatch.context() as patch:
+        stop_after(patch, steps)
+        outcome = train(recipe(run="cut"))
+    assert not outcome.finished
+    assert outcome.signal == signal.SIGTERM
+    notes = Notes()
+    assert train(recipe(run="cut"), notes).finished
+    assert "resuming at step" in notes.notes[0]
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+
+
+def _train_quietly(recipe):
+    torch.set_num_threads(1)
+    train(recipe)
+
+
+def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
+    """Real processes, SIGKILL while computing and while saving; the end is the same bit for bit."""
+    options = ("checkpoint.every_steps=1", "training.epochs=4")
+    train(recipe(*options, run="whole"))
+    context = multiprocessing.get_context("fork")
+    rng = random.Random(11)
+    kills = 0
+    for _ in range(60):
+        process = context.Process(target=_train_quietly, args=(recipe(*options, run="cut"),))
+        process.start()
+        deadline = time.monotonic() + (rng.uniform(0.3, 1.2) if kills < 10 else 120)
+        process.join(timeout=deadline - time.monotonic())
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            kills += 1
+        elif kills >= 10:
+            break
+        else:  # finished before enough kills: start over
+            assert process.exitcode == 0
+            assert (
+                differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+            )
+            (tmp_path / "cut").rename(tmp_path / f"done{kills}")
+    assert kills >= 10
+    assert process.exitcode == 0
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+    assert not [p for p in (tmp_path / "cut").rglob(".*") if p.suffix in (".tmp", ".old")]
+
+
+@pytest.mark.parametrize("victim", ["model.safetensors", "training.safetensors", "state.json"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(recipe, monkeypatch, tmp_path, victim):
+    train(recipe(run="whole"))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        train(recipe(run="cut"))
+    newest, _ = newest_checkpoint(tmp_path / "cut")
+    path = newest.path / victim
+    path.write_bytes(path.read_bytes()[:-3])
+    notes = Notes()
+    assert train(recipe(run="cut"), notes).finished
+    assert "passing over a checkpoint" in notes.notes[0]
+    assert newest.path.name in notes.notes[0]
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+
+
+def test_micro_batches_do_not_change_the_run(recipe, tmp_path):
+    train(recipe("training.micro_batch=4", run="wide"))
+    train(recipe("training.micro_batch=1", "training.accumulate=4", run="narrow"))
+    wide = load_file(tmp_path / "wide" / "best" / "model.safetensors")
+    narrow = load_file(tmp_path / "narrow" / "best" / "model.safetensors")
+    for name, tensor in wide.items():
+        torch.testing.assert_close(narrow[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def _one_rank(rank, size, port, recipe):
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    assert run_recipe(recipe) == 0
+
+
+def test_two_ranks_are_one(recipe, tmp_path):
+    """gloo on the CPU: the same packs, the same gradient, the same weights to rounding."""
+    import socket
+
+    train(recipe("training.micro_batch=2", run="one"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    two = recipe("training.micro_batch=1", run="two")
+    ranks = [context.Process(target=_one_rank, args=(r, 2, port, two)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+        assert process.exitcode == 0
+    one = load_file(tmp_path / "one" / "best" / "model.safetensors")
+    both = load_file(tmp_path / "two" / "best" / "model.safetensors")
+    for name, tensor in one.items():
+        torch.testing.assert_close(both[name], tensor, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(
+        comparable(tmp_path / "one"), comparable(tmp_path / "two"), strict=True
+    ):
+        if "loss" in ours:
+            assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+            assert theirs["supervised"] == ours["supervised"]
+
+
+class _Poisoned:
+    """A target that answers NaN at chosen steps."""
+
+    def __init__(self, inner, when):
+        self.inner, self.when, self.calls = inner, when, 0
+
+    def generate_batch(self, *args):
+        batch = self.inner.generate_batch(*args)
+        self.calls += 1
+        if self.calls in self.when:
+            batch.aux_hidden_states.fill_(float("nan"))
+        return batch
+
+
+def test_a_bad_step_is_skipped_and_named(recipe):
+    training = set_up(recipe("data.valid_rows=0", "training.epochs=3"))
+    before = {n: p.clone() for n, p in training.draft.named_parameters()}
+    training.parts.target = _Poisoned(training.parts.target, {2})
+    notes = Notes()
+    outcome = fit(training, notes)
+    assert outcome.finished
+    [skipped] = [note for note in notes.notes if "skipped" in note]
+    assert "step 2 skipped: gradient norm nan" in skipped
+    assert "chats.jsonl:" in skipped
+    for name, parameter in training.draft.named_parameters():
+        assert torch.isfinite(parameter).all()
+        if parameter.requires_grad:
+            assert not torch.equal(parameter, before[name])
+
+
+def test_too_many_bad_steps_end_the_run(recipe):
+    training = set_up(recipe("data.valid_rows=0", "training.max_bad_steps=2"))
+    training.parts.target = _Poisoned(training.parts.target, {2, 3, 4})
+    with pytest.raises(BadInput, match="2 steps in a row were skipped"):
+        fit(training, Notes())
+
+
+def test_an_existing_run_says_which_field_differs(recipe):
+    train(recipe())
+    check_existing(recipe("checkpoint.keep=5", "tracking.every_steps=1"))  # free to change
+    with pytest.raises(BadInput, match=r"training\.lr: 0\.003 -> 0\.5"):
+        check_existing(recipe("training.lr=0.5"))
+    with pytest.raises(BadInput, match="resume is false"):
+        check_existing(recipe("checkpoint.resume=false"))
+
+
+def test_other_data_is_not_continued(recipe, tiny_chats, tmp_path):
+    chats = tmp_path / "mine.jsonl"
+    chats.write_text(tiny_chats.read_text())
+    train(recipe(f"data.train={chats}"))
+    lines = chats.read_text().splitlines(keepends=True)
+    chats.write_text("".join(lines[:-1]))
+    with pytest.raises(BadInput, match="the data is not what this run was started with"):
+        train(recipe(f"data.train={chats}"))
+
+
+def test_a_warm_start_keeps_the_map(recipe, tmp_path):
+    train(recipe("training.epochs=6"))
+    start = tmp_path / "run" / "best"
+    notes = Notes()
+    warm = set_up(recipe(f"draft.init_from={start}", "draft.draft_vocab_size=64", run="warm"))
+    old = LlamaEagle3DraftModel.from_pretrained(start)
+    assert torch.equal(warm.draft.selected_token_ids, old.selected_token_ids)
+    assert 0 < warm.vocabulary.coverage <= 1
+    outcome = fit(warm, notes)
+    assert outcome.state.first["tau"] > 1.0  # it starts from what it knew
+    assert notes.evaluations[0]["evaluation"]["tau"] == outcome.state.first["tau"]
+
+
+PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
+
+
+def test_parallel_drafts_train_and_resume_bitwise(recipe, monkeypatch, tmp_path):
+    """P-EAGLE samples its rollouts: a resumed run must draw what it would have drawn."""
+    notes = Notes()
+    train(recipe(*PEAGLE, "training.epochs=4", run="whole"), notes)
+    assert notes.lines[-1]["loss"] < notes.lines[0]["loss"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        train(recipe(*PEAGLE, "training.epochs=4", run="cut"))
+    assert train(recipe(*PEAGLE, "training.epochs=4", run="cut")).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    draft = LlamaEagle3DraftModel.from_pretrained(tmp_path / "whole" / "best")
+    assert draft.config.parallel_drafting
+    assert "mask_hidden" in draft.state_dict()
+
+
+def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
+    train(recipe("training.epochs=6"))
+    start = f"draft.init_from={tmp_path / 'run' / 'best'}"
+    grown = set_up(recipe(*PEAGLE, start, run="grown"))
+    old = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
+    assert torch.equal(grown.draft.lm_head.weight, old.lm_head.weight)
+    assert torch.equal(grown.draft.selected_token_ids, old.selected_token_ids)
+    outcome = fit(grown, Notes())
+    assert outcome.state.first["tau"] > 1.0  # depth 0 says what the old draft said
+    with pytest.raises(BadInput, match="a P-EAGLE draft"):
+        set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))

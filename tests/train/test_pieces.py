@@ -1,0 +1,171 @@
+"""The loop's parts on their own: order of the data, schedule, guard, memory of a target."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.data.tokenise import TokenRow
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.remember import RememberingTarget
+from fledge.train.batches import PackStream, split_rows
+from fledge.train.distributed import World
+from fledge.train.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
+
+
+class Rows(list):
+    """Rows in memory, with the two attributes a stream asks for."""
+
+    def __init__(self, sizes):
+        super().__init__(
+            TokenRow(np.full(n, i + 1, np.int32), np.ones(n, np.uint8), f"row{i // 2}", i % 3 == 0)
+            for i, n in enumerate(sizes)
+        )
+        self.lengths = np.array(sizes, dtype=np.int64)
+
+
+sizes = st.lists(st.integers(1, 20), min_size=1, max_size=30)
+
+
+def documents(batches):
+    """Which rows a list of step batches holds, as a sorted multiset."""
+    found = []
+    for batch in batches:
+        for micro in batch.micro:
+            for row in micro.input_ids if micro is not None else []:
+                ids = row[row > 0]
+                found += ids.unique_consecutive().tolist()
+    return sorted(found)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=sizes,
+    micro=st.integers(1, 3),
+    accumulate=st.integers(1, 3),
+    epochs=st.integers(1, 3),
+    world=st.integers(1, 3),
+)
+def test_every_document_once_an_epoch_over_all_ranks(sizes, micro, accumulate, epochs, world):
+    rows = Rows(sizes)
+
+    def stream(rank, size):
+        return PackStream(
+            rows, tokens=24, pad_id=0, seed=3, micro_batch=micro, accumulate=accumulate,
+            epochs=epochs, world=World(rank, size),
+        )  # fmt: skip
+
+    streams = [stream(rank, world) for rank in range(world)]
+    batches = [s.batch(step) for s in streams for step in range(s.steps)]
+    assert documents(batches) == sorted(list(range(1, len(sizes) + 1)) * epochs)
+
+
+def test_any_step_can_be_asked_for_and_prefetching_changes_nothing():
+    rows = Rows([5, 9, 12, 3, 8, 20, 1, 7] * 4)
+    plain = PackStream(rows, tokens=24, pad_id=0, seed=1, epochs=2)
+    ahead = PackStream(rows, tokens=24, pad_id=0, seed=1, epochs=2)
+    for step, batch in enumerate(ahead.prefetched(3, 2), start=3):
+        assert torch.equal(batch.micro[0].input_ids, plain.batch(step).micro[0].input_ids)
+    assert step == plain.steps - 1
+
+
+def test_steps_beyond_the_epochs_go_on_with_new_orders():
+    rows = Rows([5, 9, 12, 3])
+    stream = PackStream(rows, tokens=24, pad_id=0, seed=1, steps=50)
+    assert stream.steps == 50
+    assert stream.batch(49).epoch > 5
+
+
+def test_held_out_rows_share_no_conversation():
+    rows = Rows([4] * 40)
+    train, held = split_rows(rows, 5)
+    assert len({row.place for row in (held[i] for i in range(len(held)))}) == 5
+    places = {train[i].place for i in range(len(train))}
+    assert not places & {held[i].place for i in range(len(held))}
+    kept, _ = split_rows(rows, 0, drop_truncated=True)
+    assert all(not kept[i].truncated for i in range(len(kept)))
+
+
+def test_learning_rate():
+    def at(step, schedule="cosine", final=0.1):
+        return learning_rate(step, 100, peak=2.0, warmup=10, schedule=schedule, final_share=final)
+
+    assert at(0) == pytest.approx(0.2)
+    assert at(9) == pytest.approx(2.0)
+    assert at(10) == pytest.approx(2.0)
+    assert at(55) == pytest.approx(2.0 * 0.55)
+    assert at(100) == pytest.approx(0.2)
+    assert at(55, "linear") == pytest.approx(2.0 * 0.55)
+    assert at(99, "constant") == 2.0
+
+
+def test_guard_knows_spikes_from_slow_growth():
+    guard = StepGuard(10.0, torch.device("cpu"))
+    for i in range(GUARD_WARMUP + 5):
+        assert not guard.judge(torch.tensor(1.0 + 0.1 * i))
+    assert guard.judge(torch.tensor(50.0))
+    assert guard.judge(torch.tensor(float("nan")))
+    assert int(guard.bad_in_a_row) == 2
+    assert not guard.judge(torch.tensor(3.0))
+    assert int(guard.bad_in_a_row) == 0
+    again = StepGuard(10.0, torch.device("cpu"))
+    again.load({k: v.clone() for k, v in guard.state().items()})
+    assert again.judge(torch.tensor(50.0))
+
+
+def test_a_skipped_step_changes_neither_weights_nor_moments():
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = make_optimizer([weight], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.1)
+    for bad in (0.0, 1.0, 0.0):
+        before = weight.clone()
+        moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+        weight.grad = torch.full((3, 3), float("nan") if bad else 1.0)
+        optimizer.found_inf = torch.tensor(bad)
+        optimizer.step()
+        after = [v for s in optimizer.state.values() for v in s.values()]
+        if bad:
+            assert torch.equal(weight, before)
+            assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+        else:
+            assert not torch.equal(weight, before)
+
+
+def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats):
+    from fledge.data.pack import collate, pack_rows
+    from fledge.data.prepare import prepare_rows
+    from fledge.train.step import ask_target
+
+    rows = prepare_rows([str(tiny_chats)], tiny_target, workers=1)
+    plain = HFEagle3TargetModel.from_pretrained(
+        tiny_target, aux_layer_ids=[0, 1, 2], dtype=torch.float64, device="cpu"
+    )
+    calls = []
+    real = plain.generate_batch
+    plain.generate_batch = lambda *args: calls.append(1) or real(*args)
+    remembering = RememberingTarget(plain, 2**30)
+    for epoch in range(3):
+        packing = pack_rows(rows.lengths, 200, epoch=epoch)
+        for pack in packing.packs:
+            batch = collate(rows, [pack], 200, 0)
+            ours, theirs = ask_target(remembering, batch), real(*_arguments(batch))
+            real_slots = batch.doc_remaining > 0  # what a trainer may read
+            for name, tensor in theirs.tensors():
+                mine = getattr(ours, name)
+                if tensor.is_floating_point():
+                    torch.testing.assert_close(mine[real_slots], tensor[real_slots])
+                else:
+                    assert torch.equal(mine, tensor)
+        if epoch == 0:
+            first = len(calls)
+    assert len(calls) == first  # later epochs asked nobody
+    small = RememberingTarget(plain, 0)
+    ask_target(small, batch)
+    assert len(calls) == first + 1
+
+
+def _arguments(batch):
+    return (
+        batch.input_ids, batch.attention_mask, batch.loss_mask, batch.position_ids,
+        batch.seq_lens, batch.doc_remaining,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""A tiny target with a real tokenizer and template, and recipes that train on it in seconds."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fledge.demo import CHATS
+from fledge.train.recipe import Recipe, load_recipe
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_target(directory: Path) -> Path:
+    """A random Llama of 4 layers whose tokenizer was trained on the demo chats."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    texts = [json.loads(line)["messages"][1]["content"] for line in CHATS.open()]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts[:50], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|end|>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # a target with opinions: something to learn
+        model.lm_head.weight.mul_(60)
+        model.model.embed_tokens.weight.mul_(30)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_chats(path: Path, count: int = 60) -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"count to {i}"},
+                {"role": "assistant", "content": " ".join(str(n) for n in range(1 + i % 17))},
+            ]
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
+    if "objective.kind=peagle" not in overrides:
+        overrides = ("objective.ttt_steps=3", *overrides)
+    return load_recipe(
+        None,
+        [
+            f"target.model={target}", "target.aux_layer_ids=0,1,2", "target.dtype=float32",
+            f"data.train={chats}", "data.valid_rows=8", "data.max_length=64", "data.workers=1",
+            "packing.tokens=96", "draft.draft_vocab_size=128",
+            "training.lr=3e-3", "training.epochs=2", "training.micro_batch=2",
+            "training.device=cpu", "checkpoint.every_steps=3", "evaluation.every_steps=4",
+            "tracking.every_steps=2", f"run.output_dir={run}", *overrides,
+        ],
+    )  # fmt: skip
+
+
+class Notes:
+    """An observer that keeps what it is told."""
+
+    def __init__(self):
+        self.notes, self.lines, self.evaluations = [], [], []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def logged(self, values):
+        self.lines.append(values)
+
+    def evaluated(self, values):
+        self.evaluations.append(values)
