@@ -7,7 +7,6 @@ Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fledge.rollout import triton_kernels as kernels
 from fledge.rollout.plan import QueryRows
+from fledge.triton_gate import on_device_of
 
 SHORT_CHAIN = 8  # chains up to here share one compilation: TTT 7 needs 6, P-EAGLE's 8 depths 7
 GRANULE = 32  # every key block is a multiple of this many keys
@@ -149,7 +149,7 @@ class _Job:
         self.max_chain = longest
         self.ck = (*chain.keys, *[self.k] * (longest - self.depth))
         self.cv = (*chain.values, *[self.v] * (longest - self.depth))
-        self.device = torch.cuda.device(q_NHC.device) if q_NHC.is_cuda else nullcontext()
+        self.device = on_device_of(q_NHC)
 
     @property
     def order(self) -> tuple[Tensor, Tensor, Tensor]:
