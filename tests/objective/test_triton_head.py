@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_head_loss import KINDS, chunked, make_case
 
-import interpreted_triton  # before the kernels: chooses the interpreter
+import interpreted_triton  # before the kernels
 from fledge.objective import head_loss as head_loss_module
 from fledge.objective import triton_head
 from fledge.objective.head_loss import _alpha, _score, _Targets
@@ -53,7 +53,7 @@ def assert_kernel_is_torch(kind, case, tolerance=1e-5):
     expected = by_torch(logits, targets, kind, coefficient, ce_weight)
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
     assert torch.equal(found[1], expected[1])
-    torch.testing.assert_close(found[2], expected[2], rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close(found[2], expected[2], rtol=tolerance, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import interpreted_triton  # before the kernels: chooses the interpreter
+import interpreted_triton  # before the kernels
 from fledge.rollout import blocked, triton_attention
 from fledge.rollout.attention import reference_attention, rollout_attention
 from fledge.rollout.plan import QueryRows, plan_rollout
