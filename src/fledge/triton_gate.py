@@ -41,6 +41,13 @@ def triton_runs(x: Tensor, *, what: str, unsupported: str | None = None) -> bool
     return reason is None
 
 
+def kernel_runs(x: Tensor, *, what: str) -> bool:
+    """`triton_runs` for kernels whose sums are fp32, and which ask nothing else."""
+    narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    reason = None if narrow else f"{x.dtype} is wider than the kernel's fp32"
+    return triton_runs(x, what=what, unsupported=reason)
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Launch where the tensor lives; interpreted kernels live on the CPU."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

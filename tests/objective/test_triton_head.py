@@ -33,7 +33,7 @@ def make_rows(count, width, *, slots=3, dtype=torch.float32, seed=0):
 def by_torch(logits, targets, kind, coefficient, ce_weight):
     """The lines of `head_loss`, which run as long as no kernel is allowed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_loss_module, "triton_runs", lambda *_, **__: False)
+        patch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: False)
         weight = ce_weight if kind == "lambda" else None
         return _score(logits.clone(), targets, LossSpec(kind), coefficient, weight)
 
@@ -132,7 +132,7 @@ def test_whole_head_through_the_kernel(kind, monkeypatch):
     spec = LossSpec(kind, kl_scale=0.8, kl_decay=1.5)
     expected = chunked(*case, spec, 5)
     expected_grads = torch.autograd.grad(expected.loss, (hidden, head))
-    monkeypatch.setattr(head_loss_module, "triton_runs", lambda x, *, what, unsupported: True)
+    monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: True)
     found = chunked(*case, spec, 5)
     torch.testing.assert_close(found.row_loss_N, expected.row_loss_N, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.correct_N, expected.correct_N)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fledge.objective.losses import LossSpec
 from fledge.objective.supervision import Supervision
 from fledge.rollout.plan import HeadElements
-from fledge.triton_gate import triton_runs
+from fledge.triton_gate import kernel_runs
 
 
 @dataclass(frozen=True)
@@ -164,15 +164,9 @@ def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
     return task.spec.ce_weight(sums_K / count_K.clamp_min(1))[depth_N]
 
 
-def _kernel_runs(logits_CW: Tensor) -> bool:
-    narrow = logits_CW.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    reason = None if narrow else f"{logits_CW.dtype} is wider than the kernel's sums"
-    return triton_runs(logits_CW, what="head loss", unsupported=reason)
-
-
 def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
     """The chance [C] that speculative sampling accepts the draft's token."""
-    if _kernel_runs(logits_CW):
+    if kernel_runs(logits_CW, what="head loss"):
         from fledge.objective.triton_head import fused_rows
 
         slots = (target.slots_MW, target.slot_C, target.top_C)
@@ -189,7 +183,7 @@ def _score(
     ce_weight_C: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses [C], hits [C], and coefficient * gradient [C, W]; the logits are used up."""
-    if _kernel_runs(logits_CW):
+    if kernel_runs(logits_CW, what="head loss"):
         from fledge.objective.triton_head import fused_rows
 
         loss_C, correct_C = fused_rows(
