@@ -140,3 +140,11 @@ def test_whole_head_through_the_kernel(kind, monkeypatch):
         torch.autograd.grad(found.loss, (hidden, head)), expected_grads, strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_kernel_takes_longer_chunks(monkeypatch):
+    rows = []
+    for allowed in (False, True):
+        monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what, a=allowed: a)
+        rows.append(head_loss_module._chunk_rows(torch.zeros(1), 32_000))
+    assert rows == [2**26 // 32_000, 2**28 // 32_000]

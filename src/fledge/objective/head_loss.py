@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.objective.losses import LossSpec
-from fledge.objective.supervision import Supervision
+from fledge.objective.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
 from fledge.triton_gate import kernel_runs
 
@@ -54,7 +54,7 @@ def head_loss(
     coefficient_N: Tensor,
     num_depths: int,
     spec: LossSpec,
-    chunk_rows: int,
+    chunk_rows: int | None = None,
 ) -> HeadLoss:
     """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
 
@@ -68,12 +68,18 @@ def head_loss(
         coefficient_N=torch.where(charged_N, coefficient_N, 0.0),
         num_depths=num_depths,
         spec=spec,
-        chunk_rows=chunk_rows,
+        chunk_rows=chunk_rows or _chunk_rows(hidden_EE, len(head_WE)),
         compute_dtype=hidden_EE.dtype,
         with_grad=torch.is_grad_enabled(),
     )
     loss, row_loss_N, correct_N = _HeadLoss.apply(hidden_EE, head_WE, task)  # type: ignore[no-untyped-call]
     return HeadLoss(loss, row_loss_N, correct_N)
+
+
+def _chunk_rows(hidden_EE: Tensor, width: int) -> int:
+    """As many as fit the memory of a chunk: the kernel has no fp32 copies of the logits."""
+    copies_spared = 4 if kernel_runs(hidden_EE, what="head loss") else 1
+    return max(1, copies_spared * CHUNK_SCORES // width)
 
 
 class _HeadLoss(torch.autograd.Function):
