@@ -56,9 +56,6 @@ def gradients(
     )  # fmt: skip
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     draft = LlamaEagle3DraftModel(config).to(wide)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.mul_(3)
     draft.cuda()
     ids = torch.arange(draft_vocab) * 2
     mask = torch.zeros(vocab, dtype=torch.bool)
@@ -99,7 +96,7 @@ def main() -> None:
         fp32, name32 = worst(gradients(kind, heads, torch.float32, kernels=True), want)
         plain, _ = worst(gradients(kind, heads, torch.bfloat16, kernels=False), want)
         fast, name16 = worst(gradients(kind, heads, torch.bfloat16, kernels=True), want)
-        ok = fp32 < 1e-4 and fast < 2 * plain
+        ok = fp32 < 3e-5 and fast < 2 * plain
         bad += not ok
         print(
             f"{kind:7} heads {heads!s:13} fp32 {fp32:.1e} ({name32})  bf16 kernels {fast:.1e} "
