@@ -48,7 +48,7 @@ def gradients(
     os.environ["FLEDGE_TRITON"] = "1" if kernels else "0"
     triton_gate._missing.cache_clear()
     torch.manual_seed(1)
-    hidden, vocab, draft_vocab = 192, 1000, 500
+    hidden, vocab, draft_vocab = 576, 1000, 500
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=320, num_hidden_layers=2, vocab_size=vocab,
         num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=heads[2],
