@@ -8,7 +8,8 @@
 `sizes` and `rates` need no target: states are random, lengths are those of the data. `tau` makes
 one cache of hidden states with the real target, converts it, and trains one draft from each
 encoding with the same steps (one GPU); mind the disk: `probs` at 16,384 takes 32 kB a supervised
-token (`--rows`, `--encodings hidden,hidden-fp8,topk`). DIR must lie on the disk that is to be measured.
+token (`--rows`, `--encodings hidden,hidden-fp8,topk`). DIR must lie on the disk that is to be
+measured.
 """
 
 import argparse

@@ -338,6 +338,15 @@ def test_a_cut_shard_is_made_again(argv, tmp_path, finished):
     assert payload(tmp_path / "cache") == payload(finished)
 
 
+def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "cache")
+    for place in (tmp_path / "cache", tmp_path / "cache" / "target"):
+        (place / ".shard-00001.safetensors.x1.tmp").write_bytes(b"half")
+    (tmp_path / "cache" / "shard-00001.safetensors").unlink()
+    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
+    assert payload(tmp_path / "cache") == payload(finished)
+
+
 def test_two_at_once_are_kept_apart(argv, tmp_path, capsys):
     (tmp_path / "cache").mkdir()
     with FileLock(tmp_path / "cache" / ".lock"):

@@ -6,7 +6,6 @@ shards themselves hold is `cache_format`; the target's embedding and head are ke
 
 import json
 import re
-import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -144,11 +143,8 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Temporary files of runs that were killed."""
-    for path in directory.glob(".*.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    for path in directory.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
