@@ -399,7 +399,7 @@ def _run_slowly(words):
     real = cache_shard.ShardWriter.put
 
     def put(self, *args):
-        time.sleep(0.004)
+        time.sleep(0.01)
         real(self, *args)
 
     cache_shard.ShardWriter.put = put
@@ -421,7 +421,7 @@ def test_kill_nine_at_ten_random_moments(argv, tmp_path):
                 time.sleep(0.002)
             process.join(timeout=rng.uniform(0, 0.02))
         else:  # while it starts: reading, loading, writing the manifest
-            process.join(timeout=rng.uniform(0, 0.2))
+            process.join(timeout=rng.uniform(0, 0.15))
         assert process.is_alive(), "it finished before ten kills: give it more shards"
         os.kill(process.pid, signal.SIGKILL)
         process.join()
