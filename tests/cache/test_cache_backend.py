@@ -116,6 +116,30 @@ def test_fp8_states_are_close_and_in_the_targets_own_dtype(directory):
         assert 0.001 < error < 0.04, name
 
 
+def test_every_state_of_a_token_has_its_own_scale(directory):
+    exact = CacheStore(directory / "hidden").shards[0]
+    small = CacheStore(directory / "hidden-fp8").shards[0]
+    for row in range(len(small)):
+        states = np.frombuffer(exact.payload("aux_hidden_states", row), np.float32)
+        largest = np.abs(states.reshape(-1, 3, 32)).max(-1)
+        scale = np.frombuffer(small.payload("aux_scale", row), np.float32).reshape(-1, 3)
+        np.testing.assert_allclose(scale, largest / 448, rtol=1e-6)
+
+
+def test_what_is_not_asked_for_is_not_charged(directory):
+    """A cache of probabilities asked with fewer supervised tokens than it holds."""
+    ids, mask, loss = padded_rows()
+    target = CachedEagle3TargetModel(directory / "probs")
+    target.set_vocab_mapping(*draft_vocabulary(model()))
+    whole = target.generate_batch(ids, mask, loss)
+    charged = whole.position_mask[..., 0].nonzero()[0]
+    fewer = loss.clone()
+    fewer[charged[0], charged[1] + 1] = 0
+    batch = target.generate_batch(ids, mask, fewer)
+    assert int(whole.position_mask.sum()) - int(batch.position_mask.sum()) == 1
+    assert not batch.position_mask[charged[0], charged[1]]
+
+
 def test_supervised_only_keeps_no_more_and_refuses_what_it_lacks(directory):
     ids, mask, loss = padded_rows()
     target = CachedEagle3TargetModel(directory / "hidden-only")
