@@ -26,6 +26,9 @@ _PUBLIC = {
     "load_tokenizer": "fledge.models.resolve",
     "local_model": "fledge.models.resolve",
     "Eagle3TrainerModule": "fledge.objective.eagle3",
+    "PEagleTrainerModule": "fledge.objective.peagle",
+    "create_peagle_mask_mod": "fledge.rollout.peagle_mask",
+    "generate_cod_sample_indices": "fledge.rollout.cod",
     "LlamaEagle3DraftModel": "fledge.draft.model",
     "simulated_accept_length": "fledge.objective.eagle3",
 }

@@ -33,6 +33,8 @@ def derive_draft_config(
     intermediate_size: int | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
+    parallel_drafting: bool = False,
+    mask_token_id: int | None = None,
 ) -> LlamaConfig:
     """The config of a draft that fits this target: same width, heads, norm and rotary positions.
 
@@ -63,6 +65,8 @@ def derive_draft_config(
         target_hidden_size=text.hidden_size,
         fc_norm=fc_norm,
         norm_output=norm_output,
+        parallel_drafting=parallel_drafting,
+        mask_token_id=mask_token_id,
     )
     check_draft_config(config)
     return config

@@ -5,8 +5,9 @@ A product with a concatenation is the sum of two products, and the embedding hal
 the token: it is computed once per token and read by offset at every depth. Deeper layers are
 ordinary pre-norm Llama layers.
 
-The modules only hold parameters under the names that engines read. `LayerWeights` is what a step
-computes with: cast once per step, so that fp32 masters can train in bf16.
+The modules hold parameters under the names that engines read. `LayerWeights` is what a step
+computes with: cast once per step, so that fp32 masters can train in bf16. `forward_peagle` is the
+layer written out for one flat sequence of P-EAGLE elements under a flex-attention mask.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
+
+from fledge.draft.rotary import Rotary, rotate
+from fledge.rollout.peagle_mask import peagle_flex_attention
 
 
 def linear(in_features: int, out_features: int) -> nn.Linear:
@@ -65,6 +70,33 @@ class DraftAttention(nn.Module):
         self.k_proj = linear(in_features, kv_size)
         self.v_proj = linear(in_features, kv_size)
         self.o_proj = linear(q_size, config.hidden_size)
+        self.channels = config.head_dim
+        self.rotary = Rotary(config)
+
+    def forward_peagle(
+        self,
+        combined_states: Tensor,  # [B, N, in_features]
+        position_ids: Tensor,  # [B, N] or [1, N]: anchor + depth
+        block_mask: BlockMask,
+    ) -> Tensor:
+        """All elements at once; who sees whom is the mask's matter alone."""
+        batch, count, _ = combined_states.shape
+        position_ids = position_ids.expand(batch, count).reshape(-1)
+        cos, sin = self.rotary(position_ids, combined_states.dtype)
+
+        def heads(proj: nn.Linear) -> Tensor:
+            out: Tensor = proj(combined_states)
+            return out.reshape(batch * count, -1, self.channels)
+
+        def by_head(x: Tensor) -> Tensor:
+            return x.view(batch, count, -1, self.channels).transpose(1, 2)
+
+        q, k = (rotate(heads(proj), cos, sin) for proj in (self.q_proj, self.k_proj))
+        out = peagle_flex_attention(
+            by_head(q), by_head(k), by_head(heads(self.v_proj)), block_mask, self.channels**-0.5
+        )
+        attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return attended
 
 
 class DraftMLP(nn.Module):
@@ -73,6 +105,10 @@ class DraftMLP(nn.Module):
         self.gate_proj = linear(config.hidden_size, config.intermediate_size)
         self.up_proj = linear(config.hidden_size, config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        return gated_mlp(x.flatten(0, -2), *weights).view_as(x)
 
 
 class DraftLayer(nn.Module):
@@ -86,6 +122,11 @@ class DraftLayer(nn.Module):
         if fused:
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+
+    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        state = residual + attended
+        out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
+        return out
 
     def weights(self, dtype: torch.dtype) -> "LayerWeights":
         attn, mlp = self.self_attn, self.mlp
@@ -105,6 +146,39 @@ class DraftLayer(nn.Module):
             down=mlp.down_proj.weight.to(dtype),
             eps=state_norm.eps or 0.0,
         )
+
+
+class FusedDraftLayer(DraftLayer):
+    """Layer 0: q, k and v read the embedding and the hidden state side by side."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, fused=True)
+
+    def forward_peagle(
+        self,
+        input_embeds: Tensor,  # [B, N, E]
+        hidden_states: Tensor,  # [B, N, E]
+        position_ids: Tensor,
+        block_mask: BlockMask,
+    ) -> Tensor:
+        normed = [self.input_layernorm(input_embeds), self.hidden_norm(hidden_states)]
+        combined = torch.cat(normed, dim=-1)
+        attended = self.self_attn.forward_peagle(combined, position_ids, block_mask)
+        return self._finish(hidden_states, attended)
+
+
+class DeepDraftLayer(DraftLayer):
+    """Any layer above: an ordinary pre-norm Llama layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, fused=False)
+
+    def forward_peagle(
+        self, hidden_states: Tensor, position_ids: Tensor, block_mask: BlockMask
+    ) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attn.forward_peagle(normed, position_ids, block_mask)
+        return self._finish(hidden_states, attended)
 
 
 @dataclass(frozen=True)

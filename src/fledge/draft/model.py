@@ -18,7 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.draft.config import check_draft_config
 from fledge.draft.files import check_tensor_names, read_draft, write_draft
-from fledge.draft.layer import DraftLayer, LayerWeights, linear, rms_norm
+from fledge.draft.layer import (
+    DeepDraftLayer,
+    FusedDraftLayer,
+    LayerWeights,
+    linear,
+    rms_norm,
+)
+from fledge.draft.peagle import ParallelDrafting
 from fledge.draft.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
@@ -33,11 +40,12 @@ class HasWeight(Protocol):
     def weight(self) -> Tensor: ...
 
 
-class LlamaEagle3DraftModel(nn.Module):
+class LlamaEagle3DraftModel(ParallelDrafting):
     """fc over the target's aux states, a fused first layer, deeper Llama layers, norm, head.
 
     `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
-    `num_aux_hidden_states`, `fc_norm`, `norm_output` (all optional, see `check_draft_config`).
+    `num_aux_hidden_states`, `fc_norm`, `norm_output`, and for P-EAGLE `parallel_drafting` and
+    `mask_token_id` (all optional, see `check_draft_config`; P-EAGLE's side is in `peagle.py`).
     """
 
     d2t: Tensor  # [W] int64: target id = draft id + d2t[draft id]
@@ -54,14 +62,15 @@ class LlamaEagle3DraftModel(nn.Module):
             self.fc_norm = nn.ModuleList(
                 nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(aux)
             )
-        self.layers = nn.ModuleList(
-            DraftLayer(config, fused=index == 0) for index in range(config.num_hidden_layers)
-        )
+        deeper = [DeepDraftLayer(config) for _ in range(config.num_hidden_layers - 1)]
+        self.layers = nn.ModuleList([FusedDraftLayer(config), *deeper])
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = linear(size, config.draft_vocab_size)
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        if config.parallel_drafting:
+            self._init_peagle_parameters(config)
         self.rotary = Rotary(config)
         self.gradient_checkpointing = False
         self._init_weights()

@@ -36,6 +36,15 @@ class LossSpec:
         return self.kl_scale * torch.exp(-self.kl_decay * mean_alpha.detach())
 
 
+def loss_spec(
+    loss: LossKind, lk_loss_type: str | None, lk_kl_scale: float, lk_kl_decay: float
+) -> LossSpec:
+    """The loss as trainer modules are told it: `lk_loss_type` replaces `loss`."""
+    if lk_loss_type not in (None, "alpha", "lambda"):
+        raise ValueError(f"lk_loss_type: 'alpha', 'lambda' or None, got {lk_loss_type!r}")
+    return LossSpec(lk_loss_type or loss, lk_kl_scale, lk_kl_decay)  # type: ignore[arg-type]
+
+
 def soft_cross_entropy(logits_NW: Tensor, probs_NW: Tensor) -> Tensor:
     return -(probs_NW * F.log_softmax(logits_NW, dim=-1)).sum(-1)
 

@@ -38,7 +38,7 @@ class _BlockedAttention(torch.autograd.Function):
         depth = len(chain) // 2
         out_NHC, lse_NH = prefix_forward(q_NHC, k_TGC, v_TGC, rows)
         if depth:
-            out_NHC, lse_NH = _merge_chain(out_NHC, lse_NH, q_NHC, chain[:depth], chain[depth:])
+            out_NHC, lse_NH = merge_chain(out_NHC, lse_NH, q_NHC, chain[:depth], chain[depth:])
         out_NHC = out_NHC.to(q_NHC.dtype)
         ctx.rows = rows
         ctx.save_for_backward(q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain)
@@ -55,7 +55,7 @@ class _BlockedAttention(torch.autograd.Function):
         )
         dkeys, dvalues = [], []
         for keys, values in zip(chain[:depth], chain[depth:], strict=True):
-            dq, dk, dv = _chain_backward(q_NHC, keys, values, dout_NHC, lse_NH, delta_NH)
+            dq, dk, dv = chain_backward(q_NHC, keys, values, dout_NHC, lse_NH, delta_NH)
             dq_NHC += dq
             dkeys.append(dk.to(keys.dtype))
             dvalues.append(dv.to(values.dtype))
@@ -162,7 +162,7 @@ def _chain_scores(q_NHC: Tensor, keys_NGC: Tensor) -> Tensor:
     return scores_NGR.flatten(1, 2).mul_(q_NHC.shape[-1] ** -0.5)
 
 
-def _merge_chain(
+def merge_chain(
     out_NHC: Tensor,
     lse_NH: Tensor,
     q_NHC: Tensor,
@@ -180,7 +180,7 @@ def _merge_chain(
     return out_NHC, total_NH
 
 
-def _chain_backward(
+def chain_backward(
     q_NHC: Tensor,
     keys_NGC: Tensor,
     values_NGC: Tensor,

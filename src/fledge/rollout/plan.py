@@ -100,7 +100,7 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True)
-class _Slots:
+class Slots:
     """The batch flattened to one axis of B * T slots, on the host."""
 
     start: Ints  # first slot of the slot's document
@@ -109,6 +109,11 @@ class _Slots:
     target: Bools  # the slot holds something to predict
     reach: Ints  # depths k < reach stay inside the document
     position: Ints
+
+    def ordinal(self) -> Ints:
+        """Which document a slot belongs to, counted along the flattened batch."""
+        ordinal: Ints = np.unique(self.start, return_inverse=True)[1].astype(np.int64)
+        return ordinal
 
 
 def plan_rollout(
@@ -129,19 +134,20 @@ def plan_rollout(
     With `compact=False` every real slot is a row as long as its input token exists: the wasteful
     layout that must give the same loss.
     """
-    slots = _flatten(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
+    slots = flatten_slots(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
     supervised_SK = _supervised(slots, num_depths)
     last_S = _last_depth(slots, supervised_SK, compact=compact)
-    return _lay_out(slots, supervised_SK, last_S, device=device or loss_mask.device)
+    axis = key_axis(slots, last_S, num_depths)
+    return lay_out(slots, supervised_SK, axis, device=device or loss_mask.device)
 
 
-def _flatten(
+def flatten_slots(
     loss_mask: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor | None,
     seq_lens: Tensor | None,
     doc_remaining: Tensor | None,
-) -> _Slots:
+) -> Slots:
     rows, width = loss_mask.shape
     given = [loss_mask, attention_mask, position_ids, seq_lens, doc_remaining]
     loss, attend, position, lens, remaining = _to_host(given)
@@ -161,7 +167,7 @@ def _flatten(
     if (place - place[start] != index - start)[real].any():
         raise ValueError("position_ids: positions must rise by one inside a document")
     target = (loss.reshape(-1) != 0) & real & (reach > 0)
-    return _Slots(start, end, real, target, reach, place)
+    return Slots(start, end, real, target, reach, place)
 
 
 def _to_host(tensors: list[Tensor | None]) -> list[Ints | None]:
@@ -185,7 +191,7 @@ def _document_bounds(lens: Ints, width: int) -> tuple[Ints, Ints]:
     return np.repeat(end - flat, flat), np.repeat(end, flat)
 
 
-def _supervised(slots: _Slots, num_depths: int) -> Bools:
+def _supervised(slots: Slots, num_depths: int) -> Bools:
     """[slots, depths]: the rollout of slot t has something to predict at depth k."""
     size = len(slots.start)
     supervised = np.zeros((size, num_depths), dtype=np.bool_)
@@ -194,7 +200,7 @@ def _supervised(slots: _Slots, num_depths: int) -> Bools:
     return supervised
 
 
-def _last_depth(slots: _Slots, supervised_SK: Bools, *, compact: bool) -> Ints:
+def _last_depth(slots: Slots, supervised_SK: Bools, *, compact: bool) -> Ints:
     """The deepest depth each slot's rollout has to reach, -1 where it need not start."""
     num_depths = supervised_SK.shape[1]
     if compact:
@@ -205,7 +211,7 @@ def _last_depth(slots: _Slots, supervised_SK: Bools, *, compact: bool) -> Ints:
     return np.where(slots.real, np.minimum(num_depths, real_end - index) - 1, -1)
 
 
-def _per_document(slots: _Slots, values: Ints, reduce: np.ufunc) -> Ints:
+def _per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
     """Reduce a value over each document and hand the result to each of its slots."""
     if len(values) == 0:
         return values
@@ -214,10 +220,20 @@ def _per_document(slots: _Slots, values: Ints, reduce: np.ufunc) -> Ints:
     return reduced
 
 
-def _lay_out(
-    slots: _Slots, supervised_SK: Bools, last_S: Ints, *, device: torch.device
-) -> RolloutPlan:
-    num_depths = supervised_SK.shape[1]
+@dataclass(frozen=True)
+class KeyAxis:
+    """The slots that anybody looks at and the rows on them, on the host."""
+
+    slot: Ints  # [T] position in the flattened batch
+    first: Ints  # [T] key-axis index of the first slot of the document
+    position: Ints  # [T]
+    row_slot: Ints  # [N] anchors of depth 0 in the flattened batch, deepest rollouts first
+    row_key: Ints  # [N] the same on the key axis
+    counts: tuple[int, ...]  # rows per depth
+
+
+def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
+    """`last_S`: the deepest depth of each slot's rollout, -1 where none starts."""
     index = np.arange(len(last_S), dtype=np.int64)
     last_anchor = _per_document(slots, np.where(last_S >= 0, index, -1), np.maximum)
     keep = np.flatnonzero(index <= last_anchor)
@@ -227,32 +243,40 @@ def _lay_out(
     anchors = np.flatnonzero(last_S >= 0)
     rows = anchors[np.lexsort((anchors, -last_S[anchors]))]
     counts = tuple(int((last_S >= k).sum()) for k in range(num_depths))
-    row_key, row_first = key_of[rows], key_of[slots.start[rows]]
-    key_first = key_of[slots.start[keep]]
+    first, position = key_of[slots.start[keep]], slots.position[keep]
+    return KeyAxis(keep, first, position, rows, key_of[rows], counts)
 
+
+def lay_out(
+    slots: Slots, supervised_SK: Bools, axis: KeyAxis, *, device: torch.device
+) -> RolloutPlan:
+    keep, key_first, rows, row_key, counts = (
+        axis.slot, axis.first, axis.row_slot, axis.row_key, axis.counts,
+    )  # fmt: skip
+    row_first = key_first[row_key]
     orders = [np.argsort(row_key[:count], kind="stable") for count in counts]
     head = _head_elements(slots, supervised_SK, rows, counts)
     supervised_E = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
-    arrays = [keep, slots.position[keep], key_first, row_key, row_first, *orders]
+    arrays = [keep, axis.position, key_first, row_key, row_first, *orders]
     arrays += [np.flatnonzero(slots.target), *head, supervised_E.astype(np.int64)]
     arrays += [np.logical_and.accumulate(supervised_SK, axis=1).sum(axis=0)]
 
-    it = iter(_to_device(arrays, device))
+    it = iter(to_device(arrays, device))
     slot_T, position_T, first_T, slot_N, first_N = (next(it) for _ in range(5))
     arange_T = torch.arange(len(keep), device=device)
-    every_blocks = _cut_blocks(np.arange(len(keep), dtype=np.int64), key_first)
+    every_blocks = cut_blocks(np.arange(len(keep), dtype=np.int64), key_first)
     depths = tuple(
         QueryRows(
             slot_N[:count],
             first_N[:count],
             next(it),
-            _cut_blocks(row_key[:count][order], row_first[:count][order]),
+            cut_blocks(row_key[:count][order], row_first[:count][order]),
         )
         for count, order in zip(counts, orders, strict=True)
     )
     return RolloutPlan(
         slot_T=slot_T,
-        whole=len(keep) == len(last_S),
+        whole=len(keep) == len(slots.start),
         position_T=position_T,
         every=QueryRows(arange_T, first_T, arange_T, every_blocks),
         depths=depths,
@@ -265,7 +289,7 @@ def _lay_out(
 
 
 def _head_elements(
-    slots: _Slots, supervised_SK: Bools, rows: Ints, counts: tuple[int, ...]
+    slots: Slots, supervised_SK: Bools, rows: Ints, counts: tuple[int, ...]
 ) -> tuple[Ints, Ints, Ints]:
     """(element, depth, target) of every supervised pair, sorted by target slot."""
     target_of = np.cumsum(slots.target) - 1  # slot -> index among the slots that hold targets
@@ -279,7 +303,14 @@ def _head_elements(
     return element[order], depth[order], target[order]
 
 
-def _cut_blocks(slot: Ints, first: Ints) -> tuple[QueryBlock, ...]:
+def query_rows(slot: Ints, first: Ints, device: torch.device) -> QueryRows:
+    """Rows in any order, given by the key-axis index of their anchor and of its document."""
+    order = np.argsort(slot, kind="stable")
+    slot_N, first_N, order_N = to_device([slot, first, order], device)
+    return QueryRows(slot_N, first_N, order_N, cut_blocks(slot[order], first[order]))
+
+
+def cut_blocks(slot: Ints, first: Ints) -> tuple[QueryBlock, ...]:
     """Cut rows sorted by slot into blocks of bounded size, at document ends where that is cheap."""
     blocks = []
     begin = 0
@@ -296,7 +327,7 @@ def _cut_blocks(slot: Ints, first: Ints) -> tuple[QueryBlock, ...]:
     return tuple(blocks)
 
 
-def _to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
+def to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
     """All index arrays in one copy."""
     flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False))
     return torch.split(flat.to(device), [len(array) for array in arrays])

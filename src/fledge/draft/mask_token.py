@@ -1,0 +1,105 @@
+"""Which token id stands at the depths that P-EAGLE fills without a token.
+
+It must be one that the tokenizer never emits: otherwise the draft reads a real token as "unknown".
+Looked for in this order: ids without a token (padded embedding rows), reserved names, special
+tokens that nothing uses, bytes that no UTF-8 text contains. An explicit id must obey the same rule.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fledge.errors import BadInput
+
+_RESERVED = re.compile(
+    r"[<\[].*(reserved|unused|extra_|place.?holder|dummy|special_\d|control_\d).*[>\]]",
+    re.IGNORECASE,
+)
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
+# Byte-level vocabularies write these bytes as the Latin-1 characters, byte-fallback ones as <0xF5>.
+_IMPOSSIBLE_BYTES = (0xC0, 0xC1, *range(0xF5, 0x100))
+
+
+def choose_mask_token_id(tokenizer: Any, vocab_size: int, *, seen_ids: Collection[int] = ()) -> int:
+    """The lowest id of the best kind. `vocab_size`: rows of the target's embedding table;
+    `seen_ids`: what occurs in the data, never chosen."""
+    emitted = _Emitted(tokenizer, vocab_size, seen_ids)
+    for token_id in emitted.candidates():
+        if emitted.because(token_id) is None:
+            return token_id
+    raise BadInput(
+        "the tokenizer has no token that it never emits",
+        where="mask_token_id",
+        fix="add a reserved token to the tokenizer",
+    )
+
+
+def check_mask_token_id(
+    mask_token_id: int, tokenizer: Any, vocab_size: int, *, seen_ids: Collection[int] = ()
+) -> int:
+    """The id itself; one that the draft would also meet as a real token is refused."""
+    reason = _Emitted(tokenizer, vocab_size, seen_ids).because(mask_token_id)
+    if reason is not None:
+        raise BadInput(
+            f"{mask_token_id} cannot be the mask token: {reason}",
+            where="mask_token_id",
+            fix="leave it out, and one that the tokenizer never emits is chosen",
+        )
+    return mask_token_id
+
+
+@dataclass
+class _Emitted:
+    """What a tokenizer may emit, and why."""
+
+    tokenizer: Any
+    vocab_size: int
+    seen_ids: Collection[int]
+
+    def __post_init__(self) -> None:
+        vocabulary = self.tokenizer.get_vocab()
+        self.token_of: dict[int, str] = {token_id: token for token, token_id in vocabulary.items()}
+        self.role_of = {getattr(self.tokenizer, role, None): role for role in _ROLES}
+        template = self.tokenizer.chat_template or ""
+        texts = template.values() if isinstance(template, dict) else [template]
+        self.template = " ".join(texts)
+        added = self.tokenizer.added_tokens_decoder
+        self.special = set(self.tokenizer.all_special_ids)
+        self.special |= {token_id for token_id, token in added.items() if token.special}
+        self.impossible = set(self._impossible(vocabulary))
+
+    def candidates(self) -> Iterator[int]:
+        """Best kind first."""
+        yield from (i for i in range(self.vocab_size) if i not in self.token_of)
+        yield from (i for i, token in sorted(self.token_of.items()) if _RESERVED.fullmatch(token))
+        yield from sorted(self.special)
+        yield from sorted(self.impossible)
+
+    def because(self, token_id: int) -> str | None:
+        """Why the tokenizer may emit this id; None if it never does."""
+        token = self.token_of.get(token_id)
+        if not 0 <= token_id < self.vocab_size:
+            return f"the target has ids 0..{self.vocab_size - 1}"
+        if token_id in self.seen_ids:
+            return "it occurs in the data"
+        if token is None:
+            return None
+        if token in self.role_of:
+            return f"{token!r} is the tokenizer's {self.role_of[token]}"
+        if token in self.template:
+            return f"the chat template writes {token!r}"
+        if token_id in self.special or _RESERVED.fullmatch(token):
+            return None  # only a text that spells it out would hold it
+        return None if token_id in self.impossible else f"{token!r} is an ordinary token"
+
+    def _impossible(self, vocabulary: dict[str, int]) -> Iterator[int]:
+        for byte in _IMPOSSIBLE_BYTES:
+            if (fallback := vocabulary.get(f"<0x{byte:02X}>")) is not None:
+                yield fallback
+            letter = vocabulary.get(chr(byte))
+            # in a vocabulary of letters this is the letter itself, and emitted for it
+            if letter is not None and letter not in self.tokenizer.encode(
+                chr(byte), add_special_tokens=False
+            ):
+                yield letter

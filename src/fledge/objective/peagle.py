@@ -1,0 +1,144 @@
+"""P-EAGLE's objective: sampled rollouts of a parallel-drafting draft, all depths in one pass.
+
+The call is `base.RolloutTrainerModule.forward`; SEMANTICS 6 is the rule. It differs from EAGLE-3's
+in four lines: rollouts are sampled, the draft runs all depths at once, every supervised element is
+charged (not only those whose target the draft can say), and no depth is worth less than another.
+"""
+
+import torch
+from torch import Tensor
+
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.objective.base import RolloutTrainerModule
+from fledge.objective.losses import LossKind, loss_spec
+from fledge.rollout.attention import AttentionKind
+from fledge.rollout.cod import check_cod_options, draw_seed
+from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
+from fledge.target.head import TargetHead
+
+EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is the draft
+
+
+class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
+    """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
+
+    What is sampled follows from `seed` (an argument of `plan`, `prepare` and the call). Without
+    one, a draft in training mode samples from torch's generator, and one in evaluation mode the
+    same rollouts every time.
+
+    `sequence_partitions` cuts a batch into segments that run one after another: same loss, same
+    gradients, less memory, one more forward. `max_anchors` caps the rollouts of a row.
+    `balance_depths` gives every depth the same weight instead of every element. Loss, dtype and
+    chunk options are `Eagle3TrainerModule`'s, with KL as the default.
+    """
+
+    def __init__(
+        self,
+        draft_model: LlamaEagle3DraftModel,
+        *,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        num_depths: int,
+        mask_token_id: int | None = None,
+        down_sample_ratio: float = 0.7,
+        down_sample_ratio_min: float = 0.2,
+        sequence_partitions: int = 1,
+        target_head: TargetHead | None = None,
+        lk_loss_type: str | None = None,
+        lk_kl_scale: float = 1.0,
+        lk_kl_decay: float = 3.0,
+        loss: LossKind = "kl",
+        balance_depths: bool = False,
+        max_anchors: int | None = None,
+        compute_dtype: torch.dtype | None = None,
+        chunk_rows: int | None = None,
+        attention: AttentionKind = "fast",
+    ) -> None:
+        check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
+        for name, value in (
+            ("sequence_partitions", sequence_partitions),
+            ("max_anchors", 1 if max_anchors is None else max_anchors),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: must be a positive int, got {value!r}")
+        _settle_mask_token(draft_model, mask_token_id)
+        super().__init__(
+            draft_model,
+            selected_token_ids=selected_token_ids,
+            selected_token_mask=selected_token_mask,
+            spec=loss_spec(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
+            attention=attention,
+        )
+        self.num_depths = num_depths
+        self.down_sample_ratio, self.down_sample_ratio_min = (
+            down_sample_ratio,
+            down_sample_ratio_min,
+        )
+        self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
+        self.balance_depths = balance_depths
+
+    @property
+    def depths(self) -> int:
+        return self.num_depths
+
+    def plan(
+        self,
+        loss_mask: Tensor,
+        attention_mask: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+        seed: int | None = None,
+    ) -> ParallelPlan:
+        if seed is None:
+            seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
+        return plan_parallel(
+            loss_mask,
+            attention_mask,
+            num_depths=self.num_depths,
+            ratio=self.down_sample_ratio,
+            ratio_min=self.down_sample_ratio_min,
+            seed=seed,
+            max_anchors=self.max_anchors,
+            partitions=self.sequence_partitions,
+            position_ids=position_ids,
+            seq_lens=seq_lens,
+            doc_remaining=doc_remaining,
+            device=self.selected_token_ids.device,
+        )
+
+    def _states(self, plan: ParallelPlan, aux_TD: Tensor, input_ids_T: Tensor) -> Tensor:
+        return self.draft_model.unroll_parallel(
+            aux_TD, input_ids_T, plan, compute_dtype=self.compute_dtype, attention=self.attention
+        )
+
+    def _charged(self, covered_N: Tensor) -> Tensor:
+        """Wherever the loss mask is set, which is what made it an element."""
+        return torch.ones_like(covered_N)
+
+    def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.balance_depths:
+            return 1.0 / (self.num_depths * count_K.clamp_min(1).to(wide))
+        return (1.0 / count_K.sum().clamp_min(1).to(wide)).expand(self.num_depths)
+
+
+def _settle_mask_token(draft_model: LlamaEagle3DraftModel, mask_token_id: int | None) -> None:
+    """The id that stands at depths >= 1: told here or in the config, and kept in the config."""
+    config = draft_model.config
+    if not config.parallel_drafting:
+        raise ValueError("parallel_drafting: the draft was built without it; set it in its config")
+    known = config.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = known
+    if mask_token_id is None or not 0 <= mask_token_id < config.vocab_size:
+        raise ValueError(
+            f"mask_token_id: must be in 0..{config.vocab_size - 1}, got {mask_token_id!r}"
+        )
+    if known is not None and known != mask_token_id:
+        raise ValueError(f"mask_token_id: the draft was trained with {known}, got {mask_token_id}")
+    config.mask_token_id = mask_token_id

@@ -1,0 +1,146 @@
+"""COD sampling: which rollouts P-EAGLE follows, and how deep (SEMANTICS 6).
+
+Depth 0 is every position. Deeper depths are thinned: of a document with n supervised positions,
+int((n - d) * max(ratio^d, ratio_min)) elements are kept at depth d, drawn at random from those
+whose rollout was kept at depth d - 1. Rollouts are nested, so the whole draw is one number per
+anchor: the deepest depth that its rollout was followed to.
+
+Example: six positions, all supervised, 3 depths, ratio 0.7: 6, int(5 * 0.7) = 3, int(4 * 0.49) = 1.
+
+    position p            0   1   2   3   4   5
+    depth 1 keeps p =         1       3       5      anchors p - 1 = 0, 2, 4
+    depth 2 keeps p =                 .   4          from the pool {2, 4} (6 is outside): anchor 2
+    deepest per anchor    1   .   2   .   1   .
+
+The draw is a function of (seed, document's place among the documents, position, depth) and of
+nothing else: padding, packing and the number of rows do not change what is sampled.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+def generate_cod_sample_indices(
+    seq_length: int,
+    loss_mask: Tensor,  # [seq_length] or [1, seq_length], shifted
+    num_depths: int,
+    down_sample_ratio: float,
+    down_sample_ratio_min: float,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One document's elements as (anchor_pos, depth), depth 0 first, anchors ascending per depth.
+
+    An element's position is anchor_pos + depth; at depths >= 1 it is supervised.
+    """
+    check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
+    mask = loss_mask.reshape(-1)
+    if seq_length < 0 or len(mask) < seq_length:
+        raise ValueError(f"loss_mask: {len(mask)} positions for seq_length {seq_length}")
+    supervised = (mask[:seq_length] != 0).cpu().numpy()
+    deepest = sample_depths(
+        supervised,
+        document=np.zeros(seq_length, dtype=np.int64),
+        place=np.arange(seq_length, dtype=np.int64),
+        num_depths=num_depths,
+        ratio=down_sample_ratio,
+        ratio_min=down_sample_ratio_min,
+        seed=draw_seed(generator),
+    )
+    anchors = [np.arange(seq_length, dtype=np.int64)]
+    anchors += [np.flatnonzero(deepest >= d) for d in range(1, num_depths)]
+    depths = [np.full(len(anchor), d, dtype=np.int64) for d, anchor in enumerate(anchors)]
+    anchor_pos, depth = (torch.from_numpy(np.concatenate(parts)) for parts in (anchors, depths))
+    return anchor_pos.to(loss_mask.device), depth.to(loss_mask.device)
+
+
+def check_cod_options(num_depths: int, ratio: float, ratio_min: float) -> None:
+    if isinstance(num_depths, bool) or not isinstance(num_depths, int) or num_depths < 1:
+        raise ValueError(f"num_depths: must be a positive int, got {num_depths!r}")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"down_sample_ratio: must be in (0, 1], got {ratio!r}")
+    if not 0 <= ratio_min <= 1:
+        raise ValueError(f"down_sample_ratio_min: must be in [0, 1], got {ratio_min!r}")
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """One number from the generator (torch's own when None), the root of a whole draw."""
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
+def sample_depths(
+    supervised: Bools,  # [slots]
+    *,
+    document: Ints,  # [slots] ordinal of the slot's document, ascending
+    place: Ints,  # [slots] position in the document
+    num_depths: int,
+    ratio: float,
+    ratio_min: float,
+    seed: int,
+    row: Ints | None = None,  # [slots] the pack that `max_anchors` is counted in
+    max_anchors: int | None = None,
+) -> Ints:
+    """[slots] the deepest depth of each anchor's rollout, 0 where none goes beyond depth 0.
+
+    `max_anchors` caps the rollouts of a row; depths are thinned further only once the sizes of
+    their documents fall below what the cap left.
+    """
+    deepest = np.zeros(len(supervised), dtype=np.int64)
+    goes_on = np.zeros_like(supervised)  # the next position is supervised, in the same document
+    goes_on[:-1] = supervised[1:] & (document[1:] == document[:-1])
+    valid_count = np.bincount(document[supervised], minlength=document[-1:].sum() + 1)
+    sizes = [
+        (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
+        for depth in range(num_depths)
+    ]
+    sizes.append(np.zeros_like(valid_count))
+    pool = np.flatnonzero(supervised & (place > 0))
+    for depth in range(1, num_depths):
+        size, next_size = sizes[depth], sizes[depth + 1]
+        noise = _noise(seed, document[pool], place[pool], depth)
+        # What ends here may take only what the next depth leaves free: the sizes are kept wherever
+        # the pool allows it.
+        ends = np.flatnonzero(~goes_on[pool])
+        surplus = np.zeros(len(pool), dtype=np.bool_)
+        surplus[ends] = (
+            _rank(document[pool[ends]], noise[ends]) >= (size - next_size)[document[pool[ends]]]
+        )
+        kept = pool[_rank(document[pool], noise, surplus) < size[document[pool]]]
+        if depth == 1 and max_anchors is not None and row is not None:
+            noise = _noise(seed, document[kept], place[kept], depth)
+            kept = kept[_rank(row[kept], noise) < max_anchors]
+        deepest[kept - depth] = depth
+        pool = kept[goes_on[kept]] + 1
+    return deepest
+
+
+def _rank(group: Ints, noise: NDArray[np.uint64], late: Bools | None = None) -> Ints:
+    """Each member's place among its group, by rising noise (those that are `late` after all)."""
+    order = np.lexsort((noise, group) if late is None else (noise, late, group))
+    ordered = group[order]
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    return rank
+
+
+def _noise(seed: int, document: Ints, place: Ints, depth: int) -> NDArray[np.uint64]:
+    """A random word for each (document, place): splitmix64's finaliser, once per coordinate."""
+    word = np.full(len(place), seed, dtype=np.uint64)
+    for coordinate in (np.full_like(place, depth), document, place):
+        word = _mix(word + (coordinate.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return word
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))

@@ -1,0 +1,321 @@
+"""P-EAGLE's side of the draft: its parameter, its forwards, its files, its start from EAGLE-3."""
+
+import inspect
+
+import pytest
+import torch
+from test_draft_model import make_config, some_vocabulary
+
+from fledge import BadInput, LlamaEagle3DraftModel
+from fledge.draft import peagle
+from fledge.draft.warm_start import peagle_from_eagle3
+from fledge.rollout.parallel_plan import plan_parallel
+from fledge.rollout.plan import plan_rollout
+
+MASK_ID = 21
+LENGTHS, WIDTH = [5, 9, 2], 18  # two slots of padding
+
+
+def make_parallel(*, layers=3, spread=0.3, dtype=torch.float64, **changes):
+    torch.manual_seed(0)
+    config = make_config(
+        num_hidden_layers=layers, parallel_drafting=True, mask_token_id=MASK_ID, **changes
+    )
+    draft = LlamaEagle3DraftModel(config).to(dtype)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * spread)
+    return draft
+
+
+def make_batch(seed=2):
+    """One packed row: (masks and packing, aux, ids)."""
+    g = torch.Generator().manual_seed(seed)
+    real = sum(LENGTHS)
+    position = torch.cat([torch.arange(n) for n in LENGTHS] + [torch.arange(2, 2 + WIDTH - real)])
+    remaining = torch.cat([torch.arange(n - 1, -1, -1) for n in LENGTHS])
+    packing = {
+        "position_ids": position[None],
+        "seq_lens": torch.tensor([[5, 9, 4]]),
+        "doc_remaining": torch.nn.functional.pad(remaining, (0, WIDTH - real))[None],
+    }
+    masks = {
+        "loss_mask": (torch.rand(1, WIDTH, generator=g) < 0.8).long(),
+        "attention_mask": (torch.arange(WIDTH) < real).long()[None],
+    }
+    aux = torch.randn(1, WIDTH, 30, generator=g, dtype=torch.float64)
+    ids = torch.randint(0, 23, (1, WIDTH), generator=g)
+    return masks | packing, aux, ids
+
+
+def make_plan(batch, *, num_depths=4, **options):
+    return plan_parallel(
+        **batch, num_depths=num_depths, ratio=0.9, ratio_min=0.5, seed=1, **options
+    )
+
+
+def weigh(draft, out):
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
+    names, parameters = zip(*draft.named_parameters(), strict=True)
+    grads = torch.autograd.grad((out * weight).sum(), parameters, allow_unused=True)
+    return out.detach(), dict(zip(names, grads, strict=True))
+
+
+def assert_same(one, other, tolerance=1e-11):
+    torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance)
+    for name, grad in one[1].items():
+        assert (grad is None) == (other[1][name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(grad, other[1][name], rtol=tolerance, atol=tolerance)
+
+
+def flat_forward(draft, plan, aux, ids, *, shuffle=False):
+    """The plan's elements through `forward_peagle`, as a caller of the seed's interface would."""
+    real = sum(LENGTHS)
+    deeper = [
+        (slot, depth)
+        for depth, rows in enumerate(plan.depths[1:], start=1)
+        for slot in plan.slot_T[rows.slot_N].tolist()
+    ]
+    elements = [(slot, 0) for slot in range(real)] + deeper
+    if shuffle:
+        order = torch.randperm(len(elements), generator=torch.Generator().manual_seed(0))
+        elements = [elements[i] for i in order]
+    anchor, depth = torch.tensor(elements).T
+    lengths = torch.tensor(LENGTHS)
+    first = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    real_depth = (depth == 0)[:, None]
+    projected = torch.where(
+        real_depth, draft.project_hidden_states(aux[0])[anchor], draft.masked_projected_hidden()
+    )
+    hidden = draft.forward_peagle(
+        torch.where(depth == 0, ids[0][anchor], MASK_ID)[None],
+        projected[None],
+        (anchor - first[anchor] + depth)[None],
+        draft.build_peagle_block_mask(anchor, depth, torch.tensor(LENGTHS), WIDTH),
+    )
+    wanted = [
+        elements.index((slot, depth))
+        for depth, rows in enumerate(plan.depths)
+        for slot in plan.slot_T[rows.slot_N].tolist()
+    ]
+    return hidden[0][wanted]
+
+
+def unrolled(draft, plan, aux, ids, **options):
+    return draft.unroll_parallel(plan.on_key_axis(aux), plan.on_key_axis(ids), plan, **options)
+
+
+VARIANTS = {
+    "one layer": {"layers": 1},
+    "three layers": {},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "partial rotary": {"partial_rotary_factor": 0.5, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_ways_through_the_draft_agree(variant, shuffle):
+    """The flat sequence under a flex mask, in any order, and the plan through the primitive."""
+    draft = make_parallel(**VARIANTS[variant])
+    batch, aux, ids = make_batch()
+    plan = make_plan(batch)
+    assert min(plan.counts) > 0
+    flat = flat_forward(draft, plan, aux, ids, shuffle=shuffle)
+    logits = draft.compute_logits(flat)
+    mine = unrolled(draft, plan, aux, ids)
+    assert_same(
+        weigh(draft, logits), weigh(draft, torch.nn.functional.linear(mine, draft.lm_head.weight))
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_one_depth_is_the_first_step_of_eagle3(layers):
+    draft = make_parallel(layers=layers)
+    batch, aux, ids = make_batch()
+    parallel = make_plan(batch, num_depths=1)
+    plan = plan_rollout(**batch, num_depths=1)
+    assert torch.equal(parallel.slot_T, plan.slot_T)
+    (step,) = draft.unroll(plan.on_key_axis(aux), plan.on_key_axis(ids), plan)
+    torch.testing.assert_close(unrolled(draft, parallel, aux, ids), step, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_reach_the_placeholder_and_every_layer():
+    draft = make_parallel()
+    batch, aux, ids = make_batch()
+    _, grads = weigh(draft, unrolled(draft, make_plan(batch), aux, ids))
+    assert grads.pop("lm_head.weight") is None
+    assert all(grad.abs().max() > 0 for grad in grads.values())
+    assert grads["embed_tokens.weight"][MASK_ID].abs().max() > 0
+
+
+def test_the_embedding_of_the_mask_token_is_read():
+    """Deeper depths change with it, depth 0 does not."""
+    draft = make_parallel()
+    batch, aux, ids = make_batch()
+    ids[ids == MASK_ID] = 0
+    plan = make_plan(batch)
+    before = unrolled(draft, plan, aux, ids).detach()
+    with torch.no_grad():
+        draft.embed_tokens.weight[MASK_ID] += 1
+    change = (unrolled(draft, plan, aux, ids) - before).abs().amax(-1)
+    assert (change[: plan.counts[0]] == 0).all()
+    assert (change[plan.counts[0] :] > 0).all()
+
+
+# --- gradient checkpointing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("way", ["flat", "plan"])
+def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way, partitions):
+    draft = make_parallel()
+    batch, aux, ids = make_batch()
+    plan = make_plan(batch, partitions=partitions)
+    forward = flat_forward if way == "flat" else unrolled
+    plain = weigh(draft, forward(draft, plan, aux, ids))
+    calls = []
+    original = peagle.checkpoint
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["use_reentrant"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(peagle, "checkpoint", counted)
+    draft.gradient_checkpointing = True
+    segments = len(plan.segments) if way == "plan" else 1
+    out = forward(draft, plan, aux, ids)
+    own = segments if segments > 1 else 0  # a segment among several is checkpointed itself
+    assert calls == [False] * (3 * segments + own)
+    assert_same(plain, weigh(draft, out), tolerance=0)
+    calls.clear()
+    draft.eval()
+    assert_same(plain, weigh(draft, forward(draft, plan, aux, ids)), tolerance=0)
+    assert len(calls) == own
+
+
+# --- the parameter and the files ---------------------------------------------------------------
+
+
+def test_mask_hidden_is_there_only_for_parallel_drafting(tmp_path):
+    torch.manual_seed(0)
+    plain, parallel = LlamaEagle3DraftModel(make_config()), make_parallel(layers=1, spread=0)
+    assert set(parallel.state_dict()) - set(plain.state_dict()) == {"mask_hidden"}
+    assert not set(plain.state_dict()) - set(parallel.state_dict())
+    assert parallel.mask_hidden.shape == (1, 1, 30)
+    for method in (plain.masked_projected_hidden, lambda: plain.unroll_parallel(None, None, None)):
+        with pytest.raises(ValueError, match="parallel_drafting"):
+            method()
+
+
+def test_mask_hidden_starts_as_unit_noise():
+    torch.manual_seed(0)
+    config = make_config(parallel_drafting=True, target_hidden_size=5000)
+    noise = LlamaEagle3DraftModel(config).mask_hidden
+    assert noise.requires_grad
+    assert abs(noise.mean()) < 0.03
+    assert abs(noise.std() - 1) < 0.03
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_the_placeholder_goes_where_aux_states_go(fc_norm):
+    draft = make_parallel(fc_norm=fc_norm)
+    projected = draft.masked_projected_hidden()
+    assert projected.shape == (1, 12)
+    torch.testing.assert_close(projected, draft.project_hidden_states(draft.mask_hidden)[0])
+
+
+def test_files_round_trip_strictly(tmp_path):
+    draft = make_parallel(dtype=torch.float32)
+    draft.set_vocab_mapping(*some_vocabulary())
+    draft.save_pretrained(tmp_path / "draft")
+    again = LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
+    assert again.config.parallel_drafting is True
+    assert again.config.mask_token_id == MASK_ID
+    state = again.state_dict()
+    assert set(state) == set(draft.state_dict())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in draft.state_dict().items())
+    draft.load_state_dict(state, strict=True)
+    LlamaEagle3DraftModel(make_config()).save_pretrained(tmp_path / "plain")
+    plain = LlamaEagle3DraftModel.from_pretrained(tmp_path / "plain")
+    assert plain.config.parallel_drafting is False
+    assert "mask_hidden" not in plain.state_dict()
+
+
+def test_the_mask_token_must_be_an_id():
+    with pytest.raises(ValueError, match="mask_token_id"):
+        LlamaEagle3DraftModel(make_config(parallel_drafting=True, mask_token_id=23))
+    draft = LlamaEagle3DraftModel(make_config(parallel_drafting=True))
+    batch, aux, ids = make_batch()
+    with pytest.raises(ValueError, match="mask_token_id"):
+        unrolled(draft, make_plan(batch), aux, ids)
+
+
+def test_signatures_are_the_seeds():
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    draft = make_parallel()
+    fused, deep = draft.layers[0], draft.layers[1]
+    assert names(fused.self_attn.forward_peagle) == [
+        "combined_states",
+        "position_ids",
+        "block_mask",
+    ]
+    assert names(fused.forward_peagle) == [
+        "input_embeds", "hidden_states", "position_ids", "block_mask",
+    ]  # fmt: skip
+    assert names(deep.forward_peagle) == ["hidden_states", "position_ids", "block_mask"]
+    assert names(draft.forward_peagle) == [
+        "sampled_input_ids", "sampled_projected_hidden", "position_ids", "block_mask",
+    ]  # fmt: skip
+    assert names(draft.build_peagle_block_mask) == [
+        "anchor_pos", "depth", "lengths", "total_seq_len",
+    ]  # fmt: skip
+
+
+# --- from EAGLE-3 ------------------------------------------------------------------------------
+
+
+def test_a_start_from_eagle3_carries_everything_over():
+    torch.manual_seed(3)
+    eagle3 = LlamaEagle3DraftModel(make_config(fc_norm=True)).double()
+    eagle3.set_vocab_mapping(*some_vocabulary())
+    config = make_config(
+        num_hidden_layers=3, fc_norm=True, parallel_drafting=True, mask_token_id=MASK_ID
+    )
+    draft = peagle_from_eagle3(eagle3, config)
+    new = draft.state_dict()
+    for name, tensor in eagle3.state_dict().items():
+        assert torch.equal(new[name], tensor), name
+    fresh = set(new) - set(eagle3.state_dict())
+    assert {name.split(".")[1] for name in fresh if name != "mask_hidden"} == {"1", "2"}
+    assert new["mask_hidden"].std() > 0.5
+    assert torch.equal(draft.selected_token_ids, some_vocabulary()[0])
+    batch, aux, ids = make_batch()
+    plan, parallel = plan_rollout(**batch, num_depths=1), make_plan(batch)
+    (before,) = eagle3.unroll(plan.on_key_axis(aux), plan.on_key_axis(ids), plan)
+    slots = parallel.slot_T[parallel.depths[0].slot_N].tolist()
+    rows = [slots.index(slot) for slot in plan.slot_T[plan.depths[0].slot_N].tolist()]
+    states = unrolled(draft, parallel, aux, ids)
+    torch.testing.assert_close(states[rows], before, rtol=1e-12, atol=1e-12)
+    weighed = weigh(draft, states)[1]
+    assert weighed["layers.2.mlp.down_proj.weight"].abs().max() > 0  # silent, not dead
+
+
+def test_a_start_that_does_not_fit_says_why():
+    eagle3 = LlamaEagle3DraftModel(make_config(num_hidden_layers=2))
+    with pytest.raises(ValueError, match="parallel_drafting"):
+        peagle_from_eagle3(eagle3, make_config(num_hidden_layers=2))
+    for change, word in (
+        ({"num_hidden_layers": 1}, "layers"),
+        ({"intermediate_size": 24}, "intermediate_size"),
+        ({"draft_vocab_size": 8}, "draft_vocab_size"),
+        ({"rope_theta": 5.0}, "rope_parameters"),
+        ({"fc_norm": True}, "fc_norm"),
+    ):
+        settings = {"num_hidden_layers": 2, "parallel_drafting": True, "mask_token_id": 1}
+        with pytest.raises(BadInput, match=word):
+            peagle_from_eagle3(eagle3, make_config(**(settings | change)))

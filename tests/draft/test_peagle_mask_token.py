@@ -1,0 +1,96 @@
+"""The mask token: never one that a text could contain."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fledge import BadInput
+from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
+
+
+def byte_level(added=(), **options):
+    """A byte-level vocabulary of the 256 bytes alone, and some added tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bare = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>", **options)
+    tokenizer.add_tokens([AddedToken(name, special=special) for name, special in added])
+    return tokenizer
+
+
+def choose(tokenizer, extra=0, **options):
+    token_id = choose_mask_token_id(tokenizer, len(tokenizer) + extra, **options)
+    assert check_mask_token_id(token_id, tokenizer, len(tokenizer) + extra, **options) == token_id
+    return tokenizer.convert_ids_to_tokens(token_id) or token_id
+
+
+def test_rows_without_a_token_come_first():
+    tokenizer = byte_level([("<|reserved_special_token_0|>", True)])
+    assert choose(tokenizer, extra=3) == len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<|reserved_special_token_0|>", "<unused7>", "[unused12]", "<|extra_204|>",
+        "<|placeholder1|>", "<｜place▁holder▁no▁0｜>", "<SPECIAL_20>", "[control_8]",
+    ],
+)  # fmt: skip
+def test_reserved_names_come_next(name):
+    tokenizer = byte_level([("<tool>", True), (name, False), ("unused", False)])
+    assert choose(tokenizer) == name
+
+
+def test_then_special_tokens_that_nothing_uses():
+    tokenizer = byte_level(
+        [("<think>", False), ("<|user|>", True), ("<repo>", True), ("<file>", True)],
+        chat_template="<|user|>{{ messages[0].content }}<eos>",
+    )
+    assert choose(tokenizer) == "<repo>"
+    repo = tokenizer.convert_tokens_to_ids("<repo>")
+    assert choose(tokenizer, seen_ids={repo}) == "<file>"
+
+
+def test_last_a_byte_that_no_text_contains():
+    """0xC0 never occurs in UTF-8; the letter it is written with is two other bytes."""
+    tokenizer = byte_level()
+    assert choose(tokenizer) == "À"
+    chosen = tokenizer.convert_tokens_to_ids("À")
+    every_letter = "".join(map(chr, range(1, 0x3000)))
+    assert chosen not in tokenizer.encode(every_letter)
+
+
+def test_a_vocabulary_of_letters_has_no_such_byte():
+    letters = {letter: i for i, letter in enumerate("abÀÿ")} | {"<eos>": 4}
+    bare = Tokenizer(models.WordLevel(letters, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>", unk_token="a")
+    with pytest.raises(BadInput, match="never emits"):
+        choose_mask_token_id(tokenizer, len(tokenizer))
+
+
+def test_explicit_ids_are_held_to_the_same_rule():
+    tokenizer = byte_level(
+        [("<|user|>", True), ("<think>", False)], chat_template="<|user|>{{ messages }}"
+    )
+    size = len(tokenizer)
+    for token, why in (
+        ("z", "ordinary token"),
+        ("<think>", "ordinary token"),
+        ("<eos>", "eos_token"),
+        ("<|user|>", "chat template"),
+    ):
+        with pytest.raises(BadInput, match=why):
+            check_mask_token_id(tokenizer.convert_tokens_to_ids(token), tokenizer, size)
+    for outside in (-1, size):
+        with pytest.raises(BadInput, match="ids 0"):
+            check_mask_token_id(outside, tokenizer, size)
+    spare = tokenizer.convert_tokens_to_ids("À")
+    assert check_mask_token_id(spare, tokenizer, size) == spare
+    with pytest.raises(BadInput, match="occurs in the data"):
+        check_mask_token_id(spare, tokenizer, size, seen_ids=[spare])
+
+
+def test_real_tokenizers(smollm2_tokenizer, shared_data):
+    assert choose(smollm2_tokenizer) == "<repo_name>"
+    stories = AutoTokenizer.from_pretrained(shared_data / "models" / "stories260K")
+    assert choose(stories) == "<0xC0>"

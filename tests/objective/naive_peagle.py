@@ -1,0 +1,136 @@
+"""P-EAGLE as a textbook would write it: one document at a time, every element against every other.
+
+Elements are (anchor, depth) pairs in a list; visibility is the sentence of SEMANTICS 6 in a double
+loop; q, k, v read explicit concatenations. Nothing is shared with the code under test except the
+draft's parameters and rotary table.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from naive_eagle3 import _norm, _rope, make_draft
+from torch.nn import functional as F
+
+from fledge.objective.losses import LossSpec, reference_loss
+from fledge.rollout.cod import sample_depths
+from fledge.target.head import target_distribution
+
+MASK_ID = 30
+
+
+def make_parallel_draft(*, layers=2, **changes):
+    return make_draft(
+        num_hidden_layers=layers, parallel_drafting=True, mask_token_id=MASK_ID, **changes
+    )
+
+
+def sampled_depths(documents, *, num_depths, ratio, ratio_min, seed):
+    """Deepest depth per anchor of each document, from the sampler under its documented contract."""
+    lengths = torch.tensor([len(d.ids) for d in documents])
+    supervised = torch.cat([F.pad(d.loss[1:], (0, 1)) for d in documents]).bool()
+    deepest = sample_depths(
+        supervised.numpy(),
+        document=torch.repeat_interleave(torch.arange(len(documents)), lengths).numpy(),
+        place=torch.cat([torch.arange(n) for n in lengths]).numpy(),
+        num_depths=num_depths,
+        ratio=ratio,
+        ratio_min=ratio_min,
+        seed=seed,
+    )
+    return [part.tolist() for part in torch.split(torch.from_numpy(deepest), lengths.tolist())]
+
+
+def visible(query, key):
+    """The rule, for two elements (anchor, depth) of one document."""
+    (qa, qd), (ka, kd) = query, key
+    return (kd == 0 and ka <= qa) or (ka == qa and kd <= qd)
+
+
+@dataclass
+class NaiveParallel:
+    loss: torch.Tensor = None
+    charged: list = field(default_factory=list)
+    correct: list = field(default_factory=list)
+    hits: list = field(default_factory=list)
+    valid: list = field(default_factory=list)
+
+
+def naive_peagle(draft, documents, deepest, *, head, ids, mask, num_depths, spec=None):
+    logits, probs, charged, depths, right = [], [], [], [], []
+    walks = []
+    for document, deep in zip(documents, deepest, strict=True):
+        elements = [(a, 0) for a in range(len(document.ids))]
+        elements += [
+            (a, d) for d in range(1, num_depths) for a, last in enumerate(deep) if last >= d
+        ]
+        doc_logits = element_logits(draft, document, elements)
+        follows = F.pad(document.hidden[1:], (0, 0, 0, 1))
+        doc_probs, covered = target_distribution(head.logits(follows), ids, mask)
+        supervised = F.pad(document.loss[1:], (0, 1)).bool()
+        at = torch.tensor([a + d for a, d in elements])
+        pays = supervised[at]
+        hit = (doc_logits.argmax(-1) == doc_probs.argmax(-1)[at]) & covered[at] & pays
+        logits.append(doc_logits)
+        probs.append(doc_probs[at])
+        charged.append(pays)
+        depths.append(torch.tensor([d for _, d in elements]))
+        right.append(hit)
+        outcomes = zip(hit.tolist(), pays.tolist(), strict=True)
+        walks.append((elements, dict(zip(elements, outcomes, strict=True))))
+    logits, probs, charged, depths, right = map(torch.cat, (logits, probs, charged, depths, right))
+    out = NaiveParallel(loss=reference_loss(logits, probs, charged, spec or LossSpec("kl")))
+    for k in range(num_depths):
+        out.charged.append(int((charged & (depths == k)).sum()))
+        out.correct.append(int((right & (depths == k)).sum()))
+        rollouts = [
+            [outcome[a, j] for j in range(k + 1)]
+            for elements, outcome in walks
+            for a, d in elements
+            if d == k
+        ]
+        out.valid.append(sum(all(pays for _, pays in walk) for walk in rollouts))
+        out.hits.append(sum(all(hit for hit, _ in walk) for walk in rollouts))
+    return out
+
+
+def element_logits(draft, document, elements):
+    """[N, W] of one document's elements."""
+    c, p = draft.config, dict(draft.named_parameters())
+    anchor = torch.tensor([a for a, _ in elements])
+    depth = torch.tensor([d for _, d in elements])
+    tokens = torch.where(depth == 0, F.pad(document.ids[1:], (0, 1))[anchor], c.mask_token_id)
+    aux = torch.where((depth == 0)[:, None], document.aux[anchor], p["mask_hidden"].reshape(1, -1))
+    if c.fc_norm:
+        chunks = enumerate(aux.chunk(3, dim=-1))
+        aux = torch.cat([_norm(x, p[f"fc_norm.{i}.weight"], c.rms_norm_eps) for i, x in chunks], -1)
+    state = aux @ p["fc.weight"].T
+    embed = p["embed_tokens.weight"][tokens]
+    sees = torch.tensor([[visible(q, k) for k in elements] for q in elements])
+    for i in range(c.num_hidden_layers):
+        state = _layer(draft, p, f"layers.{i}.", embed, state, sees, anchor + depth)
+    return _norm(state, p["norm.weight"], c.rms_norm_eps) @ p["lm_head.weight"].T
+
+
+def _layer(draft, p, prefix, embed, state, sees, position):
+    c = draft.config
+    x = _norm(state, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
+    if prefix == "layers.0.":
+        left = _norm(embed, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
+        x = torch.cat([left, _norm(state, p[prefix + "hidden_norm.weight"], c.rms_norm_eps)], -1)
+
+    def heads(name, count):
+        out = x @ p[f"{prefix}self_attn.{name}_proj.weight"].T
+        out = out.view(len(x), count, -1).transpose(0, 1)
+        return out.repeat_interleave(c.num_attention_heads // count, 0)
+
+    q = _rope(heads("q", c.num_attention_heads), position, draft.rotary)
+    k = _rope(heads("k", c.num_key_value_heads), position, draft.rotary)
+    v = heads("v", c.num_key_value_heads)
+    scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(~sees, float("-inf"))
+    attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)
+    state = state + attended @ p[prefix + "self_attn.o_proj.weight"].T
+    y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
+    gated = F.silu(y @ p[prefix + "mlp.gate_proj.weight"].T) * (
+        y @ p[prefix + "mlp.up_proj.weight"].T
+    )
+    return state + gated @ p[prefix + "mlp.down_proj.weight"].T

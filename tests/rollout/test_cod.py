@@ -1,0 +1,165 @@
+"""COD sampling against the sentences of SEMANTICS 6."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge import generate_cod_sample_indices
+from fledge.rollout.cod import draw_seed, sample_depths
+
+DOCUMENTS = st.lists(st.lists(st.booleans(), min_size=1, max_size=14), min_size=1, max_size=4)
+RATIOS = st.sampled_from([(0.7, 0.2), (0.5, 0.0), (1.0, 1.0), (0.3, 0.9), (0.01, 0.0)])
+
+
+def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **more):
+    lengths = [len(d) for d in documents]
+    if not documents:
+        return []
+    deepest = sample_depths(
+        np.array([flag for d in documents for flag in d]),
+        document=np.repeat(np.arange(len(lengths)), lengths),
+        place=np.concatenate([np.arange(n) for n in lengths]),
+        num_depths=num_depths,
+        ratio=ratios[0],
+        ratio_min=ratios[1],
+        seed=seed,
+        **more,
+    )
+    return [part.tolist() for part in np.split(deepest, np.cumsum(lengths)[:-1])]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sizes_of_a_fully_supervised_row(seed):
+    generator = torch.Generator().manual_seed(seed)
+    _, depth = generate_cod_sample_indices(4096, torch.ones(4096), 8, 0.7, 0.2, generator=generator)
+    assert torch.bincount(depth).tolist() == [4096, 2866, 2006, 1403, 982, 818, 818, 817]
+
+
+@settings(max_examples=200, deadline=None)
+@given(documents=DOCUMENTS, ratios=RATIOS, num_depths=st.integers(1, 6), seed=st.integers(0, 99))
+def test_every_sentence_of_the_rule(documents, ratios, num_depths, seed):
+    sampled = sample(documents, num_depths=num_depths, ratios=ratios, seed=seed)
+    for supervised, deepest in zip(documents, sampled, strict=True):
+        valid = sum(supervised)
+        kept = []
+        for d in range(1, num_depths):
+            pool = [p for p in range(1, len(supervised)) if supervised[p]]
+            if d > 1:
+                pool = [p + 1 for p in kept if p + 1 < len(supervised) and supervised[p + 1]]
+            kept = [a + d for a, last in enumerate(deepest) if last >= d]
+            assert set(kept) <= set(pool)  # nested, supervised, inside the document, p > 0
+            size = int(max(0, valid - d) * max(ratios[0] ** d, ratios[1]))
+            assert len(kept) == min(size, len(pool))
+        assert max(deepest) <= num_depths - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(document=st.lists(st.booleans(), max_size=20), num_depths=st.integers(1, 6), ratios=RATIOS)
+def test_the_public_function_lists_the_elements_depth_by_depth(document, num_depths, ratios):
+    mask = torch.tensor(document, dtype=torch.long)
+    draws = [
+        generate_cod_sample_indices(
+            len(document), shape, num_depths, *ratios, generator=torch.Generator().manual_seed(3)
+        )
+        for shape in (mask, mask[None], torch.cat([mask, torch.ones(5)]))
+    ]
+    anchor, depth = draws[0]
+    assert all(torch.equal(anchor, a) and torch.equal(depth, d) for a, d in draws)
+    assert anchor[depth == 0].tolist() == list(range(len(document)))
+    assert (depth.diff() >= 0).all()
+    for d in range(num_depths):
+        assert (anchor[depth == d].diff() > 0).all()
+    deep = depth > 0
+    assert (anchor >= 0).all()
+    assert mask[(anchor + depth)[deep]].all()
+    elements = set(zip(anchor.tolist(), depth.tolist(), strict=True))
+    assert all((a, d - 1) in elements for a, d in elements if d > 0)
+    seed = draw_seed(torch.Generator().manual_seed(3))
+    documents = [document] if document else []
+    expected = sample(documents, num_depths=num_depths, ratios=ratios, seed=seed)
+    assert elements == {
+        (a, d) for row in expected for a, last in enumerate(row) for d in range(last + 1)
+    }
+
+
+def test_documents_are_sampled_apart_and_by_place():
+    """The draw of a document depends on its place among the documents, not on its neighbours."""
+    first, second, other = [True] * 30, [False, True] * 9, [True] * 5
+    alone = sample([first, second], seed=4)
+    assert sample([first, second, other], seed=4)[:2] == alone
+    assert sample([other, second], seed=4)[1] == alone[1]
+    assert sample([second, first], seed=4)[1] != alone[0]
+    assert sample([first, first], seed=4)[0] != sample([first, first], seed=4)[1]
+
+
+def test_generators_decide():
+    def draw(seed):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return generate_cod_sample_indices(
+            50, torch.ones(50), 4, 0.7, 0.2, generator=generator
+        )[0].tolist()  # fmt: skip
+
+    assert draw(1) == draw(1) != draw(2)
+    torch.manual_seed(5)
+    from_torch = draw(None)
+    assert draw(None) != from_torch
+    torch.manual_seed(5)
+    assert draw(None) == from_torch
+
+
+def test_every_position_is_as_likely_as_another():
+    """Depth 1 of 13 supervised positions keeps 6 of 12 anchors, depth 2 keeps 2 of 11."""
+    runs = 2000
+    counts = np.zeros((3, 13))
+    for seed in range(runs):
+        (deepest,) = sample([[True] * 13], num_depths=3, ratios=(0.5, 0.0), seed=seed)
+        for depth in (1, 2):
+            counts[depth] += np.array(deepest) >= depth
+    assert counts[1].sum() == 6 * runs
+    for depth, eligible, kept in ((1, 12, 6), (2, 11, 2)):
+        share = kept / eligible
+        sigma = (runs * share * (1 - share)) ** 0.5
+        assert np.abs(counts[depth][:eligible] - runs * share).max() < 5 * sigma
+
+
+def test_neighbouring_seeds_depths_and_places_are_unrelated():
+    draws = np.array([sample([[True] * 400], num_depths=2, seed=s)[0] for s in range(8)])
+    correlation = np.corrcoef(draws[:, :-1])
+    assert np.abs(correlation - np.eye(8)).max() < 0.25
+
+
+@settings(max_examples=50, deadline=None)
+@given(documents=DOCUMENTS, cap=st.integers(1, 8), seed=st.integers(0, 9))
+def test_a_cap_on_anchors(documents, cap, seed):
+    lengths = [len(d) for d in documents]
+    row = np.repeat(np.arange(len(lengths)) // 2, lengths)  # two documents a row
+    free = sample(documents, seed=seed, ratios=(1.0, 1.0))
+    capped = sample(documents, seed=seed, ratios=(1.0, 1.0), row=row, max_anchors=cap)
+    for begin in range(0, len(documents), 2):
+        pair = [sum(x > 0 for d in run[begin : begin + 2] for x in d) for run in (free, capped)]
+        assert pair[1] == min(pair[0], cap)
+    for one, other in zip(capped, free, strict=True):
+        assert all(x <= y for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_depths": 0}, "num_depths"),
+        ({"num_depths": 1.0}, "num_depths"),
+        ({"num_depths": True}, "num_depths"),
+        ({"down_sample_ratio": 0.0}, "down_sample_ratio"),
+        ({"down_sample_ratio": 1.1}, "down_sample_ratio"),
+        ({"down_sample_ratio_min": -0.1}, "down_sample_ratio_min"),
+        ({"seq_length": 4}, "loss_mask"),
+    ],
+)
+def test_bad_options_name_themselves(change, field):
+    options = {
+        "seq_length": 3, "loss_mask": torch.ones(3), "num_depths": 2,
+        "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=field):
+        generate_cod_sample_indices(**(options | change))

@@ -1,0 +1,359 @@
+"""The parallel plan and its attention: the truth table, exhaustively, however it is computed."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
+
+from fledge import create_peagle_mask_mod
+from fledge.rollout import peagle_mask
+from fledge.rollout import plan as plan_module
+from fledge.rollout.parallel import parallel_attention, parallel_visible
+from fledge.rollout.parallel_plan import lay_out_parallel, plan_parallel
+from fledge.rollout.peagle_mask import peagle_block_mask, peagle_flex_attention
+from fledge.rollout.plan import Slots
+
+CPU = torch.device("cpu")
+
+
+def rule(query, key, document):
+    """SEMANTICS 6, word for word; elements are (anchor, depth), `document(anchor)` -1: padding."""
+    (qa, qd), (ka, kd) = query, key
+    same = document(qa) == document(ka) and document(qa) != -1
+    return same and ((kd == 0 and ka <= qa) or (ka == qa and kd <= qd))
+
+
+def test_truth_table_of_the_mask_exhaustively():
+    """Every pair of (anchor, depth) over a row of documents of 2, 3 and 1 tokens and 2 of padding:
+    own rollout, earlier anchors, other documents, padding, deeper depths, anchors outside."""
+    lengths, width = [2, 3, 1], 8
+    documents = [0, 0, 1, 1, 1, 2, -1, -1]
+    elements = [(a, d) for a in range(-1, width + 1) for d in range(4)]
+    anchor, depth = torch.tensor(elements).T
+    expected = torch.tensor(
+        [
+            [rule(q, k, lambda a: documents[a] if 0 <= a < width else -1) for k in elements]
+            for q in elements
+        ]
+    )
+    index = torch.arange(len(elements))
+    for given_lengths in (lengths, torch.tensor(lengths), torch.tensor([lengths])):
+        mask_mod = create_peagle_mask_mod(anchor, depth, given_lengths, width)
+        found = mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
+        assert torch.equal(found, expected)
+    assert 0 < expected.sum() < expected.numel()
+
+
+def test_bad_masks_name_the_field():
+    anchor = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="lengths"):
+        create_peagle_mask_mod(anchor, anchor, [2, 3], 4)
+    with pytest.raises(ValueError, match="depth"):
+        create_peagle_mask_mod(anchor, anchor[:1], [2], 2)
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+def make_slots(lengths, supervised=None):
+    size = sum(lengths)
+    end = np.repeat(np.cumsum(lengths), lengths)
+    start = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    index = np.arange(size)
+    on = np.ones(size, dtype=bool)
+    target = on if supervised is None else np.array(supervised, dtype=bool)
+    return Slots(start, end, on, target, end - index, index - start)
+
+
+def make_plan(lengths, deepest, *, num_depths, partitions=1, supervised=None):
+    slots = make_slots(lengths, supervised)
+    return lay_out_parallel(
+        slots, np.array(deepest), num_depths=num_depths, partitions=partitions, device=CPU
+    )
+
+
+def all_draws(lengths, num_depths):
+    """Every nested draw: any depth per anchor that stays inside its document."""
+    reach = [min(num_depths, n - a) for n in lengths for a in range(n)]
+    return itertools.product(*(range(n) for n in reach))
+
+
+def segment_elements(plan, segment, rows):
+    """(slot, depth) of each row of a segment, depth-0 rows first."""
+    slots = plan.slot_T[rows.slot_N].tolist()
+    depths = [0] * (len(slots) - sum(segment.counts))
+    for depth, count in enumerate(segment.counts, start=1):
+        depths += [depth] * count
+    return list(zip(slots, depths, strict=True))
+
+
+DRAWS = st.lists(st.integers(1, 7), min_size=1, max_size=4).flatmap(
+    lambda lengths: st.tuples(
+        st.just(lengths),
+        st.tuples(*(st.integers(0, min(4, n - a) - 1) for n in lengths for a in range(n))),
+    )
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(draw=DRAWS, partitions=st.integers(1, 9))
+def test_segments_hold_every_element_once_and_where_it_belongs(draw, partitions):
+    lengths, deepest = draw
+    plan = make_plan(lengths, deepest, num_depths=4, partitions=partitions)
+    assert 1 <= len(plan.segments) <= partitions
+    expected = [(a, d) for a, last in enumerate(deepest) for d in range(last + 1)]
+    found, begin = [], 0
+    for segment in plan.segments:
+        assert segment.begin == begin < segment.end
+        begin = segment.end
+        every = segment_elements(plan, segment, segment.every)
+        asking = segment_elements(plan, segment, segment.asking)
+        assert sorted(every) == sorted(asking)  # all slots are supervised here
+        found += asking
+        anchors = plan.slot_T[segment.begin + segment.anchor_N].tolist()
+        assert [a for a, d in asking if d == 0] == anchors
+        for a, d in asking:
+            home = min(a + (d > 0), sum(lengths) - 1)
+            assert segment.begin <= home < segment.end
+        chains = [[a for a, d in asking if d == depth] for depth in range(1, 4)]
+        assert all(deep == shallow[: len(deep)] for shallow, deep in itertools.pairwise(chains))
+        places = [a - max(s for s in np.cumsum([0, *lengths]) if s <= a) for a, _ in every]
+        chain = slice(segment.end - segment.begin, None)
+        assert segment.chain_position_M.tolist() == [
+            place + d for place, (_, d) in zip(places[chain], every[chain], strict=True)
+        ]
+    assert begin == sum(lengths)
+    assert sorted(found) == sorted(expected)
+    in_order = plan.in_order(torch.arange(len(found)))
+    slots = torch.cat([plan.slot_T[rows.slot_N] for rows in plan.depths]).tolist()
+    depths = [k for k, rows in enumerate(plan.depths) for _ in range(len(rows))]
+    assert [found[i] for i in in_order] == list(zip(slots, depths, strict=True))
+
+
+def test_segments_are_balanced_by_rows():
+    plan = make_plan([64], [7] * 20 + [0] * 44, num_depths=8, partitions=4)
+    loads = [len(segment.every) for segment in plan.segments]
+    assert sum(loads) == 64 + 7 * 20
+    assert max(loads) - min(loads) <= 2 * 8
+
+
+def test_the_example_of_the_module_docstring():
+    plan = make_plan([6], [0, 2, 1, 0, 0, 0], num_depths=3, partitions=1)
+    assert plan.segments[0].counts == (2, 1)
+    uneven = make_plan([6], [0, 2, 1, 0, 0, 0], num_depths=3, partitions=2)
+    first, second = uneven.segments
+    assert (first.begin, first.end, second.end) == (0, 3, 6)
+    assert segment_elements(uneven, first, first.every) == [(0, 0), (1, 0), (2, 0), (1, 1), (1, 2)]
+    assert segment_elements(uneven, second, second.every) == [(3, 0), (4, 0), (5, 0), (2, 1)]
+
+
+def test_slots_that_nobody_asks_about_are_not_on_the_axis():
+    """Prompt slots are keys only; what follows the last anchor is gone."""
+    plan = make_plan(
+        [8], [0, 0, 1, 0, 0, 0, 0, 0], num_depths=2, supervised=[0, 0, 0, 1, 0, 0, 0, 0]
+    )
+    (segment,) = plan.segments
+    assert (segment.begin, segment.end, segment.counts) == (0, 4, (1,))
+    assert segment_elements(plan, segment, segment.every) == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (2, 1),
+    ]
+    assert segment_elements(plan, segment, segment.asking) == [(2, 0), (3, 0), (2, 1)]
+    assert len(plan.head) == 2
+    assert plan.step_valid_K.tolist() == [1, 0]  # the rollout of slot 2 is unsupervised at depth 0
+
+
+def test_a_cap_counts_per_row():
+    options = {"num_depths": 3, "ratio": 1.0, "ratio_min": 1.0, "seed": 1}
+    plan = plan_parallel(torch.ones(2, 9), torch.ones(2, 9), max_anchors=3, **options)
+    assert plan.counts[1] == 6
+    assert plan_parallel(torch.ones(2, 9), torch.ones(2, 9), **options).counts[1] == 16
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def make_inputs(plan, segment, rows, *, heads=4, groups=2, channels=6, dtype=torch.float64, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    chain = sum(segment.counts)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g, dtype=dtype).requires_grad_()
+
+    q = random(len(rows), heads, channels)
+    prefix = (random(segment.end, groups, channels), random(segment.end, groups, channels))
+    return q, prefix, (random(chain, groups, channels), random(chain, groups, channels))
+
+
+def weigh(out, inputs):
+    """(values, gradients of all inputs) under a fixed random weighting of the output."""
+    q, prefix, chain = inputs
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
+    return out.detach(), torch.autograd.grad((out * weight).sum(), [q, *prefix, *chain])
+
+
+def assert_same(one, other, tolerance=1e-12):
+    torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def brute_force(inputs, queries, keys, document):
+    """One query at a time, over a list of the keys that the rule lets it see."""
+    q, prefix, chain = inputs
+    all_keys, all_values = (torch.cat(pair) for pair in zip(prefix, chain, strict=True))
+    rows = []
+    for x, query in enumerate(queries):
+        seen = [i for i, key in enumerate(keys) if rule(query, key, document)]
+        for head in range(q.shape[1]):
+            group = head * all_keys.shape[1] // q.shape[1]
+            weight = (all_keys[seen, group] @ q[x, head] / q.shape[-1] ** 0.5).softmax(0)
+            rows.append(weight @ all_values[seen, group])
+    return torch.stack(rows).view(q.shape)
+
+
+def flex(inputs, queries, keys, lengths):
+    """The keys' elements in one flat sequence under the flex mask; queries picked out of it."""
+    q, prefix, chain = inputs
+    anchor, depth = torch.tensor(keys).T
+    mask = peagle_block_mask(anchor, depth, lengths, sum(lengths))
+    place = [keys.index(query) for query in queries]
+    spread = q.new_zeros(len(keys), *q.shape[1:]).index_copy(0, torch.tensor(place), q)
+
+    def by_head(x):
+        return x.transpose(0, 1)[None]
+
+    keys_X, values_X = (torch.cat(pair) for pair in zip(prefix, chain, strict=True))
+    out = peagle_flex_attention(
+        by_head(spread), by_head(keys_X), by_head(values_X), mask, q.shape[-1] ** -0.5
+    )
+    return out[0].transpose(0, 1)[place]
+
+
+def check_all_ways(lengths, deepest, *, num_depths, seed=0):
+    plan = make_plan(lengths, deepest, num_depths=num_depths)
+    (segment,) = plan.segments
+    documents = np.repeat(np.arange(len(lengths)), lengths)
+    every = segment_elements(plan, segment, segment.every)
+    for rows in (segment.every, segment.asking):
+        queries = segment_elements(plan, segment, rows)
+        inputs = make_inputs(plan, segment, rows, seed=seed)
+        sees = parallel_visible(rows, segment.counts, segment.end)
+        expected = [[rule(q, k, lambda a: documents[a]) for k in every] for q in queries]
+        assert sees.tolist() == expected
+        definition = weigh(brute_force(inputs, queries, every, lambda a: documents[a]), inputs)
+        for kind in ("fast", "reference"):
+            out = parallel_attention(*inputs, rows, segment.counts, kind=kind)
+            assert_same(weigh(out, inputs), definition)
+        assert_same(weigh(flex(inputs, queries, every, lengths), inputs), definition)
+
+
+@pytest.mark.parametrize("lengths", [[3, 2], [1, 3], [4]])
+def test_primitive_flex_and_brute_force_agree_on_every_draw(lengths):
+    for deepest in all_draws(lengths, 3):
+        check_all_ways(lengths, deepest, num_depths=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(draw=DRAWS, limits=st.sampled_from([(1, 1), (3, 20), (256, 2**19)]), seed=st.integers(0, 99))
+def test_they_agree_on_larger_draws_however_blocks_are_cut(draw, limits, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "BLOCK_ROWS", limits[0])
+        patch.setattr(plan_module, "BLOCK_SCORES", limits[1])
+        check_all_ways(*draw, num_depths=4, seed=seed)
+
+
+def test_gradients_numerically():
+    plan = make_plan([4, 3], [2, 1, 0, 0, 1, 0, 0], num_depths=3)
+    (segment,) = plan.segments
+    q, prefix, chain = make_inputs(plan, segment, segment.every, channels=2)
+
+    def function(q, k, v, chain_k, chain_v):
+        return parallel_attention(q, (k, v), (chain_k, chain_v), segment.every, segment.counts)
+
+    assert torch.autograd.gradcheck(function, (q, *prefix, *chain))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
+def test_low_precision_keeps_its_dtype(dtype, tolerance):
+    ones = torch.ones(1, 80)
+    plan = plan_parallel(ones, ones, num_depths=5, ratio=0.7, ratio_min=0.2, seed=0)
+    (segment,) = plan.segments
+    inputs = make_inputs(plan, segment, segment.every, dtype=dtype)
+    out = [
+        parallel_attention(*inputs, segment.every, segment.counts, kind=kind)
+        for kind in ("fast", "reference")
+    ]
+    assert out[0].dtype == dtype
+    assert_same(weigh(out[0], inputs), weigh(out[1], inputs), tolerance)
+
+
+# --- flex --------------------------------------------------------------------------------------
+
+
+def flex_inputs(count=150, heads=2, channels=16):
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, heads, count, channels, generator=g)
+    k, v = (torch.randn(1, 1, count, channels, generator=g) for _ in range(2))
+    elements = [(a, d) for d in range(3) for a in range(count // 3)]
+    anchor, depth = torch.tensor(elements).T
+    lengths = [30, 11]  # 50 anchors: nine of them padding
+    return q, k, v, peagle_block_mask(anchor, depth, lengths, 50)
+
+
+def test_the_block_mask_is_what_torch_takes():
+    q, k, v, mask = flex_inputs()
+    theirs = flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
+    ours = peagle_flex_attention(q, k, v, mask, 0.3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (ours[:, :, 41:50] == 0).all()  # padding sees nothing
+
+
+def test_a_failed_compilation_is_recorded_and_not_tried_again(monkeypatch, caplog):
+    q, k, v, mask = flex_inputs()
+    tried = []
+
+    def broken(*args, **kwargs):
+        tried.append(1)
+        raise RuntimeError("no lowering for this")
+
+    monkeypatch.setattr(peagle_mask, "compile_supported", lambda *tensors: True)
+    monkeypatch.setattr(peagle_mask._Compiled, "function", broken)
+    monkeypatch.setattr(peagle_mask._Compiled, "failure", None)
+    expected = peagle_mask._dense_attention(q, k, v, mask, 0.3)
+    for _ in range(2):
+        assert torch.equal(peagle_flex_attention(q, k, v, mask, 0.3), expected)
+    assert tried == [1]
+    assert "no lowering for this" in peagle_mask.compile_failure()
+    assert "no lowering for this" in caplog.text
+
+
+def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
+    q, k, v, mask = flex_inputs()
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(peagle_mask, "compile_supported", lambda *tensors: True)
+    monkeypatch.setattr(peagle_mask._Compiled, "function", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        peagle_flex_attention(q, k, v, mask, 0.3)
+    assert peagle_mask.compile_failure() is None
+
+
+def test_compiled_only_where_inductor_can():
+    class Tensor:  # device, dtype and shape are all that is looked at
+        def __init__(self, device="cuda", dtype=torch.bfloat16, channels=64):
+            self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 2, 3, channels)
+
+    assert peagle_mask.compile_supported(*[Tensor()] * 3)
+    for bad in (Tensor("cpu"), Tensor(dtype=torch.float64), Tensor(channels=8)):
+        assert not peagle_mask.compile_supported(bad, bad, bad)
+        assert not peagle_mask.compile_supported(Tensor(), Tensor(), bad)
