@@ -134,7 +134,10 @@ class _Rollout:
         rows = max(1, _CHUNK_SCORES // len(head_WE))
         return [
             torch.cat(
-                [selected_W[F.linear(part, head_WE).argmax(-1)] for part in states_NE.split(rows)]
+                [
+                    selected_W[F.linear(part, head_WE).argmax(-1)]
+                    for part in torch.split(states_NE, rows)
+                ]
             )
             for states_NE in by_depth
         ]
@@ -199,7 +202,9 @@ def _other_picks(
     for row, text in enumerate(texts):
         begin, end = len(text.prompt_ids) - 1, max(0, len(text) - 2)
         rows = max(1, _CHUNK_SCORES // len(head.weight_VD))
-        picked = [head.logits(part).argmax(-1) for part in hidden_BTD[row, begin:end].split(rows)]
+        picked = [
+            head.logits(part).argmax(-1) for part in torch.split(hidden_BTD[row, begin:end], rows)
+        ]
         picked_T = torch.cat(picked).cpu() if end > begin else ids_BT.new_empty(0)
         counts.append(int((picked_T != ids_BT[row, begin + 2 : end + 2]).sum()))
     return counts
