@@ -269,3 +269,34 @@ def test_a_warm_start_keeps_the_map(recipe, tmp_path):
     outcome = fit(warm, notes)
     assert outcome.state.first["tau"] > 1.0  # it starts from what it knew
     assert notes.evaluations[0]["evaluation"]["tau"] == outcome.state.first["tau"]
+
+
+PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
+
+
+def test_parallel_drafts_train_and_resume_bitwise(recipe, monkeypatch, tmp_path):
+    """P-EAGLE samples its rollouts: a resumed run must draw what it would have drawn."""
+    notes = Notes()
+    train(recipe(*PEAGLE, "training.epochs=4", run="whole"), notes)
+    assert notes.lines[-1]["loss"] < notes.lines[0]["loss"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        train(recipe(*PEAGLE, "training.epochs=4", run="cut"))
+    assert train(recipe(*PEAGLE, "training.epochs=4", run="cut")).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    draft = LlamaEagle3DraftModel.from_pretrained(tmp_path / "whole" / "best")
+    assert draft.config.parallel_drafting
+    assert "mask_hidden" in draft.state_dict()
+
+
+def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
+    train(recipe("training.epochs=6"))
+    start = f"draft.init_from={tmp_path / 'run' / 'best'}"
+    grown = set_up(recipe(*PEAGLE, start, run="grown"))
+    old = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
+    assert torch.equal(grown.draft.lm_head.weight, old.lm_head.weight)
+    assert torch.equal(grown.draft.selected_token_ids, old.selected_token_ids)
+    outcome = fit(grown, Notes())
+    assert outcome.state.first["tau"] > 1.0  # depth 0 says what the old draft said
+    with pytest.raises(BadInput, match="a P-EAGLE draft"):
+        set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))

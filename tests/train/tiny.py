@@ -61,12 +61,14 @@ def make_chats(path: Path, count: int = 60) -> Path:
 
 
 def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
+    if "objective.kind=peagle" not in overrides:
+        overrides = ("objective.ttt_steps=3", *overrides)
     return load_recipe(
         None,
         [
             f"target.model={target}", "target.aux_layer_ids=0,1,2", "target.dtype=float32",
             f"data.train={chats}", "data.valid_rows=8", "data.max_length=64", "data.workers=1",
-            "packing.tokens=96", "draft.draft_vocab_size=128", "objective.ttt_steps=3",
+            "packing.tokens=96", "draft.draft_vocab_size=128",
             "training.lr=3e-3", "training.epochs=2", "training.micro_batch=2",
             "training.device=cpu", "checkpoint.every_steps=3", "evaluation.every_steps=4",
             "tracking.every_steps=2", f"run.output_dir={run}", *overrides,

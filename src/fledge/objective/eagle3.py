@@ -66,11 +66,6 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     def depths(self) -> int:
         return self.ttt_steps
 
-    @property
-    def depths(self) -> int:
-        """Depths of a rollout: the length of every per-depth count."""
-        return self.ttt_steps
-
     def plan(
         self,
         loss_mask: Tensor,

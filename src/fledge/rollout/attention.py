@@ -2,8 +2,8 @@
 
 A row at depth k with its anchor at slot t sees the depth-0 keys of its own document up to t, and
 the keys that its own rollout left at depths 1..k. `reference_attention` is the definition, short
-and dense; `blocked.py` computes the same without a [rows, keys] matrix. Rotary positions are
-applied before.
+and dense; `blocked.py` computes the same without a [rows, keys] matrix, and on a GPU the kernels
+behind `triton_attention.py` do. Rotary positions are applied before.
 
 Shapes: N rows, T key axis, H query heads, G key/value heads (H a multiple of G), C channels.
 """
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fledge.rollout.blocked import blocked_attention
+from fledge.rollout.blocked import blocked_attention, kernel_runs
 from fledge.rollout.plan import QueryRows
 
 AttentionKind = Literal["fast", "reference"]
@@ -34,6 +34,10 @@ def rollout_attention(
     `chain` holds (keys, values) [>= N, G, C] of depths 1..k; rows of depth k are the first N of
     every shallower depth (see `plan.py`), so the surplus is cut off here.
     """
+    if kind == "fast" and kernel_runs(q_NHC, k_TGC, v_TGC, *(x for pair in chain for x in pair)):
+        from fledge.rollout.triton_attention import fused_attention
+
+        return fused_attention(q_NHC, k_TGC, v_TGC, rows, chain)
     count = len(rows)
     cut = [(keys[:count], values[:count]) for keys, values in chain]
     attend = reference_attention if kind == "reference" else blocked_attention

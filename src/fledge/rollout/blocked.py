@@ -4,8 +4,9 @@ One softmax runs over the prefix and the chain together, so its gradient needs o
 log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated apart
 with the same two numbers, and nothing of size [rows, keys] outlives a block.
 
-`prefix_forward` and `prefix_backward` are the seam for a device kernel: same arguments, same
-results. The definition of what they compute is `attention.reference_attention`.
+`prefix_forward` and `prefix_backward` are the seam for the device kernel (`triton_attention.py`):
+same arguments, same results. The definition of what they compute is
+`attention.reference_attention`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from fledge.rollout.plan import QueryRows
+from fledge.triton_gate import triton_runs
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def blocked_attention(
@@ -74,6 +78,18 @@ def _grouped(x_NHC: Tensor, num_groups: int) -> Tensor:
     return x_NHC.reshape(rows, num_groups, heads // num_groups, channels)
 
 
+def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
+    """Whether the GPU kernel takes these tensors; if not, the log says once why."""
+    unsupported = None
+    if q_NHC.dtype not in KERNEL_DTYPES:
+        unsupported = f"{q_NHC.dtype} is not one of {KERNEL_DTYPES}"
+    elif any(x.dtype != q_NHC.dtype for x in keys_and_values):
+        unsupported = f"keys or values are not {q_NHC.dtype} as the queries are"
+    elif not (16 <= q_NHC.shape[-1] <= 256 and q_NHC.shape[-1] % 8 == 0):
+        unsupported = f"head dim {q_NHC.shape[-1]} is no multiple of 8 from 16 to 256"
+    return triton_runs(q_NHC, what="rollout attention", unsupported=unsupported)
+
+
 # --- the causal prefix -------------------------------------------------------------------------
 
 
@@ -112,6 +128,10 @@ def prefix_forward(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows
 ) -> tuple[Tensor, Tensor]:
     """Attention over the prefix alone: output [N, H, C] and log-sum-exp [N, H], both wide."""
+    if kernel_runs(q_NHC, k_TGC, v_TGC):
+        from fledge.rollout.triton_attention import fused_prefix_forward
+
+        return fused_prefix_forward(q_NHC, k_TGC, v_TGC, rows)
     groups, wide = k_TGC.shape[1], _wide(q_NHC)
     k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
     out_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
@@ -135,6 +155,10 @@ def prefix_backward(
     rows: QueryRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, wide. `lse_NH` is the log-sum-exp of prefix and chain together."""
+    if kernel_runs(q_NHC, k_TGC, v_TGC, dout_NHC):
+        from fledge.rollout.triton_attention import fused_prefix_backward
+
+        return fused_prefix_backward(q_NHC, k_TGC, v_TGC, dout_NHC, lse_NH, delta_NH, rows)
     groups, wide = k_TGC.shape[1], _wide(q_NHC)
     k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
     dq_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)

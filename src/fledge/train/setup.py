@@ -18,10 +18,13 @@ from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
 from fledge.draft.derive import derive_draft_config, verify_rotary
+from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
 from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.errors import BadInput
 from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
@@ -30,7 +33,12 @@ from fledge.train.clock import Clock
 from fledge.train.distributed import join_world, pick_device
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.recipe import Recipe
-from fledge.train.recipe_sections import Data, Eagle3Objective
+from fledge.train.recipe_sections import (
+    Data,
+    Eagle1Objective,
+    Eagle3Objective,
+    PeagleObjective,
+)
 from fledge.train.recipe_target import HfTarget
 from fledge.train.step import Objective, Parts
 
@@ -113,7 +121,7 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     assert recipe.target.model is not None
     tokenizer = load_tokenizer(recipe.target.model)
     vocabulary = _vocabulary(recipe, directory, target, train, tokenizer, data_fingerprint)
-    draft = make_draft(recipe, target, vocabulary, device)
+    draft = make_draft(recipe, target, vocabulary, tokenizer, device)
     world.copy_from_main(draft)
     objective = make_objective(recipe, draft, vocabulary, target, device)
     training = recipe.training
@@ -134,6 +142,7 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
         world=world,
         clip=training.clip,
         clock=Clock(device),
+        seed=training.seed,
     )
     pad_id = tokenizer.pad_token_id or 0
     stream = PackStream(
@@ -224,6 +233,7 @@ def make_draft(
     recipe: Recipe,
     target: Eagle3TargetBackend,
     vocabulary: DraftVocabulary,
+    tokenizer: Any,
     device: torch.device,
 ) -> LlamaEagle3DraftModel:
     """A fresh draft that fits the target, or the one that the recipe starts from; in float32."""
@@ -231,25 +241,10 @@ def make_draft(
     ids = torch.from_numpy(vocabulary.selected_token_ids)
     mask = torch.from_numpy(vocabulary.t2d)
     if section.init_from is not None:
-        draft = LlamaEagle3DraftModel.from_pretrained(section.init_from, dtype=torch.float32)
+        draft = _warm_draft(recipe, target, vocabulary, tokenizer)
         draft.set_vocab_mapping(ids, mask)
-        if draft.config.vocab_size != target.info().vocab_size:
-            raise BadInput(
-                f"made for a vocabulary of {draft.config.vocab_size}, the target has "
-                f"{target.info().vocab_size}",
-                where=section.init_from,
-            )
     else:
-        assert recipe.target.model is not None
-        config = derive_draft_config(
-            load_config(recipe.target.model),
-            draft_vocab_size=vocabulary.size,
-            num_hidden_layers=section.layers,
-            intermediate_size=section.intermediate_size,
-            fc_norm=section.fc_norm,
-            norm_output=section.norm_output,
-        )
-        draft = LlamaEagle3DraftModel(config)
+        draft = LlamaEagle3DraftModel(_draft_config(recipe, target, vocabulary, tokenizer))
         draft.set_vocab_mapping(ids, mask)
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
@@ -260,6 +255,54 @@ def make_draft(
     draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
     draft.gradient_checkpointing = recipe.training.gradient_checkpointing
     return draft.to(device)
+
+
+def _draft_config(
+    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
+) -> Any:
+    """The config of the draft that a recipe describes."""
+    section, objective = recipe.draft, recipe.objective
+    assert recipe.target.model is not None
+    config = derive_draft_config(
+        load_config(recipe.target.model),
+        draft_vocab_size=vocabulary.size,
+        num_hidden_layers=section.layers,
+        intermediate_size=section.intermediate_size,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+    )
+    if isinstance(objective, PeagleObjective):
+        config.parallel_drafting = True
+        rows = target.info().vocab_size
+        config.mask_token_id = (
+            choose_mask_token_id(tokenizer, rows)
+            if objective.mask_token_id is None
+            else check_mask_token_id(objective.mask_token_id, tokenizer, rows)
+        )
+    return config
+
+
+def _warm_draft(
+    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
+) -> LlamaEagle3DraftModel:
+    """The draft that `init_from` names; an EAGLE-3 one grows into P-EAGLE where that is trained."""
+    start = recipe.draft.init_from
+    assert start is not None
+    draft = LlamaEagle3DraftModel.from_pretrained(start, dtype=torch.float32)
+    vocab_size = target.info().vocab_size
+    if draft.config.vocab_size != vocab_size:
+        raise BadInput(
+            f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}",
+            where=start,
+        )
+    parallel = isinstance(recipe.objective, PeagleObjective)
+    if parallel and not draft.config.parallel_drafting:
+        return peagle_from_eagle3(draft, _draft_config(recipe, target, vocabulary, tokenizer))
+    if draft.config.parallel_drafting and not parallel:
+        raise BadInput(
+            "a P-EAGLE draft", where=start, fix="objective.kind=peagle goes on training it"
+        )
+    return draft
 
 
 @dataclass(frozen=True)
@@ -275,24 +318,36 @@ def make_objective(
     device: torch.device,
 ) -> Objective:
     section = recipe.objective
-    if not isinstance(section, Eagle3Objective):
-        raise BadInput(
-            f"the {section.kind} objective is not part of this version",
-            where="objective.kind",
-            fix="objective.kind=eagle3",
-        )
     wanted = recipe.training.compute_dtype
     bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
-    return Eagle3TrainerModule(
+    if isinstance(section, Eagle1Objective):
+        raise BadInput(
+            "the eagle1 objective is not part of this version",
+            where="objective.kind",
+            fix="objective.kind=eagle3 or peagle",
+        )
+    lk_loss_type = section.loss.removeprefix("lk_") if section.loss.startswith("lk_") else None
+    shared: dict[str, Any] = {
+        "selected_token_ids": torch.from_numpy(vocabulary.selected_token_ids),
+        "selected_token_mask": torch.from_numpy(vocabulary.t2d),
+        "target_head": target.info().head.to(device),
+        "loss": "ce" if lk_loss_type else section.loss,
+        "lk_loss_type": lk_loss_type,
+        "lk_kl_scale": section.lk_kl_scale,
+        "lk_kl_decay": section.lk_kl_decay,
+        "compute_dtype": torch.bfloat16 if bfloat16 else None,
+    }
+    if isinstance(section, Eagle3Objective):
+        return Eagle3TrainerModule(
+            draft, ttt_steps=section.ttt_steps, step_decay=section.step_decay, **shared
+        )
+    return PEagleTrainerModule(
         draft,
-        selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
-        selected_token_mask=torch.from_numpy(vocabulary.t2d),
-        ttt_steps=section.ttt_steps,
-        loss="ce" if section.loss.startswith("lk_") else section.loss,  # type: ignore[arg-type]
-        lk_loss_type=section.loss.removeprefix("lk_") if section.loss.startswith("lk_") else None,
-        lk_kl_scale=section.lk_kl_scale,
-        lk_kl_decay=section.lk_kl_decay,
-        step_decay=section.step_decay,
-        target_head=target.info().head.to(device),
-        compute_dtype=torch.bfloat16 if bfloat16 else None,
+        num_depths=section.num_depths,
+        down_sample_ratio=section.down_sample_ratio,
+        down_sample_ratio_min=section.down_sample_ratio_min,
+        sequence_partitions=section.sequence_partitions,
+        balance_depths=section.balance_depths,
+        max_anchors=section.max_anchors,
+        **shared,
     )

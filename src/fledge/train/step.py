@@ -44,6 +44,7 @@ class Parts:
     world: World
     clip: float | None
     clock: Clock
+    seed: int = 0
 
 
 @dataclass
@@ -107,9 +108,10 @@ def ask_target(target: Eagle3TargetBackend, batch: TokenBatch) -> Eagle3TargetBa
     )
 
 
-def plan_batch(objective: Objective, batch: TokenBatch) -> Any:
+def plan_batch(objective: Objective, batch: TokenBatch, *, seed: int) -> Any:
     """Lay out the rollout from host masks, before the target runs; the loss mask moves with its
-    tokens (slot t reads token t + 1), as everything in the target's answer does."""
+    tokens (slot t reads token t + 1), as everything in the target's answer does. `seed` decides
+    what is sampled, where an objective samples: a resumed run draws what it would have drawn."""
     shifted_BT = torch.nn.functional.pad(batch.loss_mask[:, 1:], (0, 1))
     return objective.plan(
         shifted_BT,
@@ -117,6 +119,7 @@ def plan_batch(objective: Objective, batch: TokenBatch) -> Any:
         position_ids=batch.position_ids,
         seq_lens=batch.seq_lens,
         doc_remaining=batch.doc_remaining,
+        seed=seed,
     )
 
 
@@ -124,7 +127,8 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
     micro = [rows for rows in batch.micro if rows is not None]
-    plans = [plan_batch(objective, rows) for rows in micro]
+    seeds = [parts.seed + 1_000_003 * batch.step + 1009 * world.rank + i for i in range(len(micro))]
+    plans = [plan_batch(objective, m, seed=s) for m, s in zip(micro, seeds, strict=True)]
 
     with parts.clock.phase("target"):
         answers = [ask_target(parts.target, rows) for rows in micro]
