@@ -7,9 +7,10 @@ from fledge.decode.stops import Stops
 from fledge.draft.model import LlamaEagle3DraftModel
 
 VOCAB, AUX = 40, [0, 1, 2]
+STOPS = Stops(max_new_tokens=14, eos_token_ids=frozenset({3}))
 
 
-def make_target(vocab=VOCAB, seed=0, sharp=6.0, **options):
+def make_target(vocab=VOCAB, seed=0, sharp=6.0, attention=4.0, **options):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
@@ -19,6 +20,8 @@ def make_target(vocab=VOCAB, seed=0, sharp=6.0, **options):
     with torch.no_grad():  # the next token depends mostly on the last one, and somewhat on the rest
         model.lm_head.weight.mul_(sharp * 10)
         model.model.embed_tokens.weight.mul_(30)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(attention)
     return model
 
 
@@ -64,14 +67,14 @@ def fit_draft(target, draft, steps, depths=4):
         )
     else:
         module = Eagle3TrainerModule(draft, ttt_steps=depths, **common)
-    prompts = torch.randint(0, target.config.vocab_size, (24, 4))
+    prompts = torch.randint(0, target.config.vocab_size, (16, 4))
     rows = target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=28, do_sample=False,
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     ones = torch.ones_like(rows)
     batch = HFEagle3TargetModel(target, AUX).generate_batch(rows, ones, ones)
-    optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
         module(**batch.to_trainer_inputs()).loss.backward()

@@ -72,8 +72,9 @@ class Drafter:
     def extend(self, slots: TrueSlots) -> Tensor:
         """Run verified slots with the target's true features; [B, E] at each row's anchor."""
         state_BQE = self.draft.project_hidden_states(slots.aux_BQD, self.dtype)
-        index_BQ = self.indices(slots.start_B, slots.token_BQ.shape[1])
-        state_BQE = self.run(state_BQE, slots.token_BQ, index_BQ)
+        width = slots.token_BQ.shape[1]
+        index_BQ, used = self.indices(slots.start_B, width), max(slots.start_B) + width
+        state_BQE = self.run(state_BQE, slots.token_BQ, index_BQ, used=used)
         last_B = torch.tensor([count - 1 for count in slots.count_B], device=self.device)
         return state_BQE[torch.arange(len(last_B), device=self.device), last_B]
 
@@ -88,11 +89,13 @@ class Drafter:
         token_BQ: Tensor,
         index_BQ: Tensor,
         *,
+        used: int,
         position_BQ: Tensor | None = None,
         visible_BQU: Tensor | None = None,
     ) -> Tensor:
         """New entries through all layers; what the next depth carries ([B, Q, E]).
 
+        `used` is one past the highest index, known to the caller without asking the device.
         Without `position_BQ` and `visible_BQU` an entry sits at its index and sees every index up
         to it.
         """
@@ -100,8 +103,7 @@ class Drafter:
         if position_BQ is None:
             position_BQ = index_BQ
         if visible_BQU is None:
-            used = torch.arange(int(index_BQ.max()) + 1, device=self.device)
-            visible_BQU = used <= index_BQ[..., None]
+            visible_BQU = torch.arange(used, device=self.device) <= index_BQ[..., None]
         embedding = F.embedding(token_BQ.flatten(), self.draft.embed_tokens.weight).to(self.dtype)
         token = self.layers[0].token_part(embedding)
         turn = self.draft.rotary(position_BQ.flatten(), self.dtype)

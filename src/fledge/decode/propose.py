@@ -52,7 +52,9 @@ def propose_chain(drafter: Drafter, slots: TrueSlots, count: int, chooser: Choos
     for depth in range(count):
         if depth > 0:
             index_B1 = drafter.indices([anchor + depth for anchor in slots.anchors], 1)
-            state_BE = drafter.run(state_BE[:, None], tokens[-1][:, None], index_B1)[:, 0]
+            used = max(slots.anchors) + depth + 1
+            state_B1E = drafter.run(state_BE[:, None], tokens[-1][:, None], index_B1, used=used)
+            state_BE = state_B1E[:, 0]
         picked_B, probs_BW = chooser.pick(drafter.logits(state_BE))
         tokens.append(drafter.selected_W[picked_B])
         if probs_BW is not None:
@@ -77,7 +79,8 @@ def propose_parallel(drafter: Drafter, slots: TrueSlots, count: int, chooser: Ch
     true_BQE = draft.project_hidden_states(slots.aux_BQD, drafter.dtype)
     state_BQE = F.pad(true_BQE, (0, 0, 0, count - 1)).where(real_BQ[..., None], placeholder_11E)
     index_BQ = drafter.indices(slots.start_B, len(place_Q))
-    state_BQE = drafter.run(state_BQE, token_BQ, index_BQ)
+    used = max(slots.start_B) + len(place_Q)
+    state_BQE = drafter.run(state_BQE, token_BQ, index_BQ, used=used)
     rows_B1 = torch.arange(batch, device=drafter.device)[:, None]
     asking_BN = count_B1 - 1 + torch.arange(count, device=drafter.device)
     picked_BN, probs_BNW = chooser.pick(drafter.logits(state_BQE[rows_B1, asking_BN]))

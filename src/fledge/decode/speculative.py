@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fledge.decode.accept import Verdict, judge
 from fledge.decode.drafter import Drafter, TrueSlots
@@ -125,8 +125,9 @@ class SpeculativeDecoder:
             proposal = self._propose(len(rows), slots, chooser)
             drafted = clock.now()
             answer, verdicts = self._verify(rows, proposal, chooser)
-            for index, row in enumerate(rows):
-                self._add(row, proposal.token_BN[index], verdicts[index], stops)
+            tokens = proposal.token_BN.tolist()
+            for row, drafted_N, verdict in zip(rows, tokens, verdicts, strict=True):
+                self._add(row, [drafted_N[node] for node in verdict.path], verdict.token, stops)
             rows, slots = self._go_on(rows, verdicts, answer)
             self.timing.draft_s += drafted - round_begin
             self.timing.target_s += clock.now() - drafted
@@ -165,19 +166,18 @@ class SpeculativeDecoder:
         self, rows: list[Generation], proposal: Proposal, chooser: Chooser
     ) -> tuple[Answer, list[Verdict]]:
         last_B1 = torch.tensor([row.token_ids[-1:] for row in rows], device=self.target.device)
-        token_BN = torch.cat([last_B1, proposal.token_BN.to(last_B1.device)], dim=1)
+        token_BN = torch.cat([last_B1, proposal.token_BN], dim=1)
         if proposal.parent_BN is None:
             answer = self.target.step(token_BN)
         else:
-            depth_BN, visible_BNN = tree_layout(proposal.parent_BN.to(last_B1.device))
+            depth_BN, visible_BNN = tree_layout(proposal.parent_BN, self.tree.depth)
             answer = self.target.step(token_BN, depth_BN=depth_BN, visible_BNN=visible_BNN)
         selected_W = token_BN.new_empty(0) if self.drafter is None else self.drafter.selected_W
         return answer, judge(proposal, answer.logits_BNV, chooser, selected_W)
 
-    def _add(self, row: Generation, token_N: Tensor, verdict: Verdict, stops: Stops) -> None:
+    def _add(self, row: Generation, drafted: list[int], own: int, stops: Stops) -> None:
         context = row.known
-        drafted = token_N[verdict.path].tolist()
-        emitted = row.add([*drafted, verdict.token], stops)
+        emitted = row.add([*drafted, own], stops)
         if self.drafter is not None:
             row.rounds.append(Round(context, min(len(drafted), emitted), emitted))
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from fledge.errors import BadInput
 from fledge.target.capture import layer_outputs
 from fledge.target.layers import find_layers, text_config
+
+_ATTENTION = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class CachedTarget:
         weight = next(embedding.parameters())
         self.device, self._dtype = weight.device, weight.dtype
         self.lengths: list[int] = []  # tokens of each row in the cache
+        self._check_config()
         self._layers = find_layers(model)
         self._cache = DynamicCache()
         self._width = 0
@@ -63,7 +66,6 @@ class CachedTarget:
             **self._keep_last,
         )
         self._width = width
-        self._check_cache()
         aux_BND = answer.aux_BND
         if aux_BND is not None and mask_BU is not None:
             source_BU = (torch.arange(width, device=self.device) + pad_B1).clamp_max(width - 1)
@@ -153,15 +155,14 @@ class CachedTarget:
         aux = torch.cat([seen[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
         return Answer(output.logits, aux)
 
-    def _check_cache(self) -> None:
-        """Only plain key / value layers can take tokens back."""
-        odd = {
-            type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer
-        }
-        if odd or not self._cache.layers:
+    def _check_config(self) -> None:
+        """Only keys and values of plain attention can be taken back token by token."""
+        config = text_config(self.model.config)
+        kinds = set(getattr(config, "layer_types", None) or []) - {*_ATTENTION}
+        if kinds:
             raise BadInput(
-                f"{type(self.model).__name__} keeps a state that cannot take back tokens "
-                f"({', '.join(sorted(odd)) or 'no key / value cache'})",
+                f"{type(self.model).__name__} has {', '.join(sorted(kinds))} layers, whose state "
+                "cannot take back tokens",
                 fix="speculative decoding needs a target with plain attention",
             )
 

@@ -96,7 +96,12 @@ def _expand(
     index_BF = behind_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
     position_BF = (behind_B1 - 1 + depth).expand(-1, width)
     return drafter.run(
-        state_BFE, token_BF, index_BF, position_BQ=position_BF, visible_BQU=visible_BFU
+        state_BFE,
+        token_BF,
+        index_BF,
+        used=used,
+        position_BQ=position_BF,
+        visible_BQU=visible_BFU,
     )
 
 
@@ -111,7 +116,7 @@ def _prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) ->
     return Proposal(token_BN.gather(1, kept_BM), parent_BM)
 
 
-def tree_layout(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
+def tree_layout(parent_BN: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
     """For the target, which reads [last verified token, nodes]: depths and who sees whom.
 
     Depth [B, N + 1] counts from 0 at the verified token; visibility is [B, N + 1, N + 1].
@@ -121,7 +126,7 @@ def tree_layout(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
     visible = torch.eye(count + 1, dtype=torch.bool, device=parent_BN.device).repeat(batch, 1, 1)
     depth = torch.zeros_like(step_BN1)
     at = torch.arange(count + 1, device=parent_BN.device).expand(batch, -1)
-    while bool((at > 0).any()):
+    for _ in range(max_depth):
         depth += at > 0
         at = step_BN1.gather(1, at)
         visible.scatter_(2, at[..., None], True)
