@@ -39,7 +39,9 @@ def evaluate(
     aux_layers: Annotated[
         str, typer.Option(help="Three layers, e.g. 1,14,26; default: the run's, or fledge's own.")
     ] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ...; auto: as stored.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
+    ] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -71,8 +73,8 @@ def evaluate(
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         evaluation = DraftEvaluation(backend, answers.turns, options(backend), watch)
         reports = [
-            evaluation.evaluate(str(name), _load_draft(path, backend))
-            for name, path in zip(drafts, paths, strict=True)
+            evaluation.evaluate(label, _load_draft(path, backend))
+            for label, path in zip(_labels(drafts), paths, strict=True)
         ]
     if as_json:
         print_json(_as_json(reports, answers, backend, prompts or ["mixed"]))
@@ -94,6 +96,16 @@ def _draft_of(path: Path) -> Path:
     raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
 
 
+def _labels(drafts: list[Path]) -> list[str]:
+    """As many of the last parts of the paths as tell the drafts apart."""
+    parts = [path.absolute().parts for path in drafts]
+    for count in range(1, max(len(own) for own in parts) + 1):
+        labels = ["/".join(own[-count:]) for own in parts]
+        if len(set(labels)) == len(set(parts)):
+            return labels
+    return [str(path) for path in drafts]
+
+
 def _recipe_of(path: Path) -> Any:
     """The recipe of the run that a draft belongs to, if any."""
     from fledge.train.recipe import RESOLVED_NAME, load_recipe
@@ -113,6 +125,7 @@ def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: 
     name = target or (recipe.target.model if recipe is not None else "")
     if not name:
         raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
+    dtype = dtype or (recipe.target.dtype if recipe is not None else "auto")
     named = getattr(torch, dtype, None) if dtype != "auto" else "auto"
     if named is None or not (named == "auto" or isinstance(named, torch.dtype)):
         raise BadInput(f"'{dtype}' is not a dtype", where="--dtype", fix="for example bfloat16")
@@ -197,10 +210,16 @@ def show(reports: Any, answers: Any) -> None:
         f"{answers.skipped} prompts skipped as too long; {source}",
         soft_wrap=True,
     )
-    out.print(_positions(reports))
-    out.print(_groups("by category", reports, "categories"))
-    out.print(_groups("by known tokens when the round begins", reports, "contexts"))
-    out.print(_speeds(reports))
+    tables = {
+        "acceptance": _positions(reports),
+        "by category": _groups(reports, "categories"),
+        "by tokens known when the round begins": _groups(reports, "contexts"),
+        "speed, one text at a time": _speeds(reports),
+    }
+    for title, table in tables.items():
+        out.print(f"\n{title}", style="italic")
+        out.print(table)
+    out.print()
     for line in dict.fromkeys(report.definition for report in reports):
         out.print(f"{line}.", style="dim")
     for report in reports:
@@ -208,7 +227,7 @@ def show(reports: Any, answers: Any) -> None:
 
 
 def _positions(reports: Any) -> Table:
-    table = Table(title="acceptance", title_justify="left", box=None)
+    table = Table(box=None)
     table.add_column("draft")
     table.add_column("method")
     table.add_column("length", justify="right")
@@ -225,8 +244,8 @@ def _positions(reports: Any) -> Table:
     return table
 
 
-def _groups(title: str, reports: Any, attribute: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
+def _groups(reports: Any, attribute: str) -> Table:
+    table = Table(box=None)
     table.add_column("")
     for report in reports:
         table.add_column(report.name, justify="right")
@@ -239,10 +258,11 @@ def _groups(title: str, reports: Any, attribute: str) -> Table:
 
 
 def _speeds(reports: Any) -> Table:
-    table = Table(title="speed, one text at a time", title_justify="left", box=None)
-    for name in ("draft", "plain ms/token", "draft + verify ms/round", "break-even length",
-                 "predicted", "measured (live sample)"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "draft" else "right")
+    table = Table(box=None)
+    table.add_column("draft", no_wrap=True)
+    for name in ("plain ms/token", "draft + verify ms/round", "break-even length", "predicted",
+                 "measured, live"):  # fmt: skip
+        table.add_column(name, justify="right")
     for report in reports:
         speed = report.speed
         if speed is None:
@@ -276,4 +296,6 @@ def _remarks(report: Any) -> None:
             f"own, {live.same_rounds} of {live.rounds} rounds as replayed, "
             f"length {live.acceptance.length:.3f}"
         )
+    if report.replay_s is not None:
+        lines.append(f"replayed in {report.replay_s:.1f} s")
     out.print(f"{report.name}: {'; '.join(lines)}.", markup=False)

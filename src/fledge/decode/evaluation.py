@@ -5,6 +5,7 @@ live texts must be the target's, the live rounds the replayed ones, and the cloc
 gains. A tree is decoded live over all answers.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class DraftReport:
     other_picks: int | None  # answer tokens the target would not pick again (ties), if replayed
     live: LiveCheck | None
     speed: Speed | None
+    replay_s: float | None  # seconds for all answers
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {
@@ -89,6 +91,7 @@ class DraftReport:
             "by_context": {name: one.to_json() for name, one in self.contexts.items()},
             "draft_vocabulary_misses": self.misses.to_json(),
             "target_picks_that_differ": self.other_picks,
+            "replay_s": self.replay_s,
             "live": None,
             "speed": None,
         }
@@ -129,7 +132,9 @@ class DraftEvaluation:
     def evaluate(self, name: str, draft: LlamaEagle3DraftModel) -> DraftReport:
         check_fits(self.target, draft, name)
         method = check_method(draft, self.options.method)
+        begin = time.perf_counter()
         replays = None if method == "tree" else self._replay(draft, method)
+        replay_s = time.perf_counter() - begin
         depth = self.options.tree.depth if method == "tree" else self.options.num_draft_tokens
         which = list(range(len(self.answers))) if method == "tree" else self._sample
         live, timing = self._decode(draft, method, which)
@@ -155,6 +160,7 @@ class DraftEvaluation:
             other_picks=None if replays is None else sum(one.other_picks for one in replays),
             live=self._check(live, replays, depth) if live else None,
             speed=self._speed(live, timing) if live else None,
+            replay_s=None if replays is None else replay_s,
         )
 
     def _replay(self, draft: LlamaEagle3DraftModel, method: Method) -> list[Replay]:

@@ -97,7 +97,7 @@ class SpeculativeDecoder:
             self.target.check_trees()
         self.timing = Timing()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
