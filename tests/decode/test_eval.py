@@ -14,8 +14,8 @@ from fledge.decode.evaluation import DraftEvaluation, EvalOptions
 from fledge.decode.figures import (
     Sample,
     acceptance,
-    by_category,
     by_context,
+    by_label,
     definition,
     every_slot_length,
     vocabulary_misses,
@@ -26,6 +26,7 @@ from fledge.decode.speculative import Timing
 from fledge.decode.speed import Speed
 from fledge.errors import BadInput
 from fledge.target.hf import HFEagle3TargetModel
+from fledge.train.recipe import load_recipe
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}"
@@ -52,6 +53,7 @@ def place(tmp_path_factory):
     model.save_pretrained(root / "target")
     make_draft(model, fit=15).save_pretrained(root / "trained")
     make_draft(model, width=20).save_pretrained(root / "random")
+    make_draft(model, parallel=True, layers=2, fit=15).save_pretrained(root / "parallel")
     rows = [
         {"id": "a", "category": "one", "messages": [{"role": "user", "content": "hello"}],
          "followups": ["and then?"]},
@@ -95,6 +97,7 @@ def test_drafts_side_by_side_as_json(place, own_cache):
         assert "bonus token counted" in one["definition"]
         assert "chain of k = 3" in one["definition"]
         assert set(one["by_category"]) == {"one", "two", "asked"}
+        assert one["by_set"]["asked"]["rounds"] == one["rounds"]
         assert sum(part["rounds"] for part in one["by_context"].values()) == one["rounds"]
         speed = one["speed"]
         assert speed["predicted_speedup"] == pytest.approx(
@@ -102,6 +105,21 @@ def test_drafts_side_by_side_as_json(place, own_cache):
         )
     assert found["drafts"][0]["draft_vocabulary_misses"]["tokens"] == 0
     assert found["drafts"][1]["draft_vocabulary_misses"]["tokens"] > 0
+
+
+def test_a_parallel_draft_is_recognised_and_a_run_knows_its_target(place, own_cache, tmp_path):
+    overrides = [f"target.model={place / 'target'}", "target.aux_layer_ids=0,1,2"]
+    recipe = load_recipe(None, [*overrides, "data.train=x.jsonl", f"run.output_dir={tmp_path}"])
+    recipe.write_resolved(tmp_path)
+    (tmp_path / "best").symlink_to(place / "parallel")
+    asked = ["--prompts", str(place / "asked.jsonl"), "--max-new-tokens", "9", "--json"]
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--draft-tokens", "5", *asked])
+    assert result.exit_code == 0, result.output
+    [found] = json.loads(result.stdout)["drafts"]
+    assert found["method"] == "parallel"
+    assert "k = 5 tokens drafted in parallel" in found["definition"].replace("K", "k")
+    assert found["live"]["same_rounds"] == found["live"]["compared_rounds"] > 0
+    assert found["draft"] == tmp_path.name
 
 
 def test_answers_are_generated_once(place, own_cache, monkeypatch):
@@ -216,7 +234,7 @@ def test_figures_of_nothing_are_zero():
 
 def test_groups_share_out_the_rounds():
     samples = [sample("x"), sample("y"), sample("x")]
-    groups = by_category(samples, 2)
+    groups = by_label(samples, 2, lambda one: one.category)
     assert {name: one.rounds for name, one in groups.items()} == {"x": 6, "y": 3}
     far = Sample([0] * 128, [0] * 5, [Round(129, 1, 2), Round(131, 1, 2)])
     contexts = by_context([*samples, far], 2)

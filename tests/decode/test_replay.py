@@ -1,14 +1,18 @@
 """Replay == live decoding, per round; and from every slot, whichever round would start there."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decode import AUX, STOPS
+from transformers import LlamaConfig
 
+from fledge.decode.answers import eos_token_ids
 from fledge.decode.replay import Text, replay
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
+from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.target.hf import HFEagle3TargetModel
 
 
@@ -46,6 +50,36 @@ def test_every_slot_holds_what_a_round_from_there_accepts(target, backend, draft
     for slot in range(len(whole.prompt_ids) - 1, len(text) - 2):
         [one] = live.generate([text[: slot + 1]], Stops(depth + 2))
         assert found.accepted_T[slot] == min(one.rounds[0].accepted, len(text) - slot - 2)
+
+
+def test_a_real_model_says_the_same_with_and_without_a_draft(shared_data):
+    """TinyStories' 260k-parameter Llama, as stored but in fp64, with an untrained draft."""
+    backend = HFEagle3TargetModel.from_pretrained(
+        shared_data / "models/stories260K", aux_layer_ids=[0, 2, 4], supervision="hidden",
+        dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    draft = LlamaEagle3DraftModel(draft_config(backend.model.config)).double()
+    draft.copy_embeddings_from_target(backend.get_input_embeddings())
+    draft.copy_head_from_target(backend.model.lm_head)
+    prompts = [backend.tokenizer(text)["input_ids"] for text in ("Once upon", "Lily and Tom", "A")]
+    stops = Stops(40, eos_token_ids(backend.model, backend.tokenizer))
+    plain = SpeculativeDecoder(backend.model).generate(prompts, stops)
+    live = SpeculativeDecoder(backend.model, draft, aux_layer_ids=[0, 2, 4], num_draft_tokens=3)
+    found = live.generate(prompts, stops)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert "a time, there was a little girl" in backend.tokenizer.decode(plain[0].token_ids)
+    texts = [Text(one.prompt_ids, one.token_ids) for one in found]
+    replayed = replay(backend, draft, texts, num_draft_tokens=3)
+    assert [one.rounds for one in replayed] == [one.rounds for one in found]
+
+
+def draft_config(config):
+    return LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=64,
+        num_hidden_layers=1, num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads, rms_norm_eps=config.rms_norm_eps,
+    )  # fmt: skip
 
 
 def test_short_texts_have_no_rounds_to_replay(backend, drafts):

@@ -212,11 +212,14 @@ def show(reports: Any, answers: Any) -> None:
     )
     tables = {
         "acceptance": _positions(reports),
+        "by set of prompts": _groups(reports, "groups"),
         "by category": _groups(reports, "categories"),
         "by tokens known when the round begins": _groups(reports, "contexts"),
         "speed, one text at a time": _speeds(reports),
     }
     for title, table in tables.items():
+        if title == "by set of prompts" and len(reports[0].groups) == 1:
+            continue
         out.print(f"\n{title}", style="italic")
         out.print(table)
     out.print()

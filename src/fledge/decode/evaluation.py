@@ -18,8 +18,8 @@ from fledge.decode.figures import (
     Sample,
     VocabularyMisses,
     acceptance,
-    by_category,
     by_context,
+    by_label,
     definition,
     every_slot_length,
     vocabulary_misses,
@@ -72,6 +72,7 @@ class DraftReport:
     definition: str
     acceptance: Acceptance
     every_slot: float | None
+    groups: dict[str, Acceptance]  # by prompt file or set
     categories: dict[str, Acceptance]
     contexts: dict[str, Acceptance]
     misses: VocabularyMisses
@@ -87,6 +88,7 @@ class DraftReport:
             "definition": self.definition,
             **self.acceptance.to_json(),
             "every_slot_length": self.every_slot,
+            "by_set": {name: one.to_json() for name, one in self.groups.items()},
             "by_category": {name: one.to_json() for name, one in self.categories.items()},
             "by_context": {name: one.to_json() for name, one in self.contexts.items()},
             "draft_vocabulary_misses": self.misses.to_json(),
@@ -154,7 +156,8 @@ class DraftEvaluation:
             definition=definition(method, depth, nodes=self.options.tree.nodes),
             acceptance=acceptance(samples, depth),
             every_slot=every_slot_length(samples, depth),
-            categories=by_category(samples, depth),
+            groups=by_label(samples, depth, lambda sample: sample.group),
+            categories=by_label(samples, depth, lambda sample: sample.category),
             contexts=by_context(samples, depth),
             misses=vocabulary_misses(samples, depth, sayable.__contains__),
             other_picks=None if replays is None else sum(one.other_picks for one in replays),
@@ -260,8 +263,12 @@ def _shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def _live_sample(one: Generation, answered: Answered) -> Sample:
-    return Sample(one.prompt_ids, one.token_ids, one.rounds, answered.category)
+    return Sample(
+        one.prompt_ids, one.token_ids, one.rounds, answered.category, group=answered.group
+    )
 
 
 def _replayed_sample(one: Answered, found: Replay) -> Sample:
-    return Sample(one.prompt_ids, one.answer_ids, found.rounds, one.category, found.accepted_T)
+    return Sample(
+        one.prompt_ids, one.answer_ids, found.rounds, one.category, found.accepted_T, one.group
+    )

@@ -22,6 +22,7 @@ class Sample:
     rounds: Sequence[Round]
     category: str = ""
     accepted_T: Sequence[int] | None = None  # from every slot, when replayed
+    group: str = ""  # the file or set its prompt came from
 
     @property
     def total(self) -> int:
@@ -85,9 +86,13 @@ def acceptance(samples: Iterable[Sample], depth: int) -> Acceptance:
     return count_rounds(((one, sample.total) for sample in samples for one in sample.rounds), depth)
 
 
-def by_category(samples: Sequence[Sample], depth: int) -> dict[str, Acceptance]:
-    names = sorted({sample.category for sample in samples})
-    return {name: acceptance([s for s in samples if s.category == name], depth) for name in names}
+def by_label(
+    samples: Sequence[Sample], depth: int, label: Callable[[Sample], str]
+) -> dict[str, Acceptance]:
+    parts: dict[str, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(label(sample), []).append(sample)
+    return {name: acceptance(parts[name], depth) for name in sorted(parts)}
 
 
 def by_context(samples: Iterable[Sample], depth: int) -> dict[str, Acceptance]:
