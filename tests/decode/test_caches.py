@@ -62,7 +62,15 @@ def test_the_target_forgets_exactly_what_was_rejected(target, kind, data):
             assert cached.lengths == [len(row) for row in rows]
 
 
-def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target):
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {0: [0, 1, 3], 2: [0, 5]},  # root, nodes 0, 2 of the first row; root, node 4 of the last
+        {0: [0, 1, 3], 1: [0, 1, 2], 2: [0, 1, 3]},  # every row, as many tokens each
+        {0: [0, 1, 2, 4], 1: [0], 2: [0, 5]},
+    ],
+)
+def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
     rows = [[5, 6, 7], [9], [1, 2]]
     #         0 -> 1 -> 3, 0 -> 2, and 4 from the root
     parents = [[-1, 0, 0, 1, -1]] * 3
@@ -81,11 +89,10 @@ def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target):
                 logits, aux = whole_pass(target, text)
                 torch.testing.assert_close(answer.logits_BNV[index, node + 1], logits[-1], **EXACT)
                 torch.testing.assert_close(answer.aux_BND[index, node + 1], aux[-1], **EXACT)
-        kept = {0: [0, 1, 3], 2: [0, 5]}  # root, 0, 2 of the first; root, 4 of the last
         cached.keep(list(kept), list(kept.values()))
-        after = cached.step(torch.tensor([[20], [19]]))
+        after = cached.step(torch.tensor([[20], [19], [18]][: len(kept)]))
         for place, (index, own) in enumerate(kept.items()):
-            text = [*rows[index], *(int(token[index, i]) for i in own), [20, 19][place]]
+            text = [*rows[index], *(int(token[index, i]) for i in own), 20 - place]
             logits, _ = whole_pass(target, text)
             torch.testing.assert_close(after.logits_BNV[place, 0], logits[-1], **EXACT)
 

@@ -176,7 +176,7 @@ def _watching() -> Iterator[Any]:
     with progress_bar("") as bar:
         task = bar.add_task("", total=None, note="")
 
-        def watch(what: str, done: int, total: int) -> None:
+        def watch(what: str, done: float, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
         yield watch

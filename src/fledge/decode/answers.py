@@ -10,14 +10,14 @@ from typing import Any
 from fledge.data.conversation import Message
 from fledge.data.template import ChatTemplate
 from fledge.decode.prompts import Prompt, encode_prompt
-from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Finish, Stops
 from fledge.errors import BadInput
 from fledge.files import atomic_file, cache_dir
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.layers import text_config
 
-Watch = Callable[[int, int], None]  # answers done, answers in all
+Watch = Callable[[float, int], None]  # answers done (parts count), answers in all
 
 
 @dataclass(frozen=True)
@@ -99,34 +99,55 @@ class _Writer:
     ) -> tuple[list[Answered], int]:
         """Turn after turn: a follow-up is asked when what goes before it is answered."""
         turns: list[Answered] = []
-        skipped = done = 0
+        skipped = number = 0
         total = sum(1 + len(prompt.followups) for prompt in prompts)
         asked = [(prompt, list(prompt.messages)) for prompt in prompts]
-        number = 0
         while asked:
             encoded = [encode_prompt(said, self._template, self._tokenizer) for _, said in asked]
             fits = [len(ids) + self._stops.max_new_tokens <= self._room for ids in encoded]
             skipped += fits.count(False)
-            order = [i for i in sorted(range(len(asked)), key=lambda i: len(encoded[i])) if fits[i]]
-            found: dict[int, Answered] = {}
-            for begin in range(0, len(order), self._batch):
-                members = order[begin : begin + self._batch]
-                out = self._decoder.generate([encoded[i] for i in members], self._stops)
-                for i, one in zip(members, out, strict=True):
-                    prompt = asked[i][0]
-                    assert one.finish is not None
-                    found[i] = Answered(
+            asked = [one for one, room in zip(asked, fits, strict=True) if room]
+            encoded = [one for one, room in zip(encoded, fits, strict=True) if room]
+            before = len(turns)
+
+            def watch(done: float, before: int = before) -> None:
+                if on_answer is not None:
+                    on_answer(before + done, total)
+
+            for (prompt, _), one in zip(asked, self._generate(encoded, watch), strict=True):
+                assert one.finish is not None
+                turns.append(
+                    Answered(
                         prompt.name, prompt.group, prompt.category, number,
                         one.prompt_ids, one.token_ids, one.finish,
-                    )  # fmt: skip
-                done += len(members)
-                if on_answer is not None:
-                    on_answer(done, total)
-            turns += [found[i] for i in sorted(found)]
-            asked = [self._next(*asked[i], found[i], number) for i in sorted(found)
-                     if number < len(asked[i][0].followups)]  # fmt: skip
+                    )
+                )  # fmt: skip
+            asked = [
+                self._next(prompt, said, answered, number)
+                for (prompt, said), answered in zip(asked, turns[before:], strict=True)
+                if number < len(prompt.followups)
+            ]
             number += 1
         return turns, skipped
+
+    def _generate(
+        self, encoded: list[list[int]], watch: Callable[[float], None]
+    ) -> list[Generation]:
+        """Continue prompts, those of similar length together."""
+        found: dict[int, Generation] = {}
+        limit = self._stops.max_new_tokens
+        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+        for begin in range(0, len(order), self._batch):
+            members = order[begin : begin + self._batch]
+
+            def on_round(rows: list[Generation], begin: int = begin) -> None:
+                watch(begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows))
+
+            out = self._decoder.generate(
+                [encoded[i] for i in members], self._stops, on_round=on_round
+            )
+            found |= dict(zip(members, out, strict=True))
+        return [found[i] for i in range(len(encoded))]
 
     def _next(
         self, prompt: Prompt, said: list[Message], answered: Answered, number: int

@@ -81,6 +81,9 @@ def _is_message(value: Any) -> bool:
 
 def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer: Any) -> list[int]:
     """Token ids up to where the assistant begins to speak."""
-    text = template.render(messages, prompt=True)
+    try:
+        text = template.render(messages, prompt=True)
+    except BadRow as bad:
+        raise BadInput(f"the chat template refuses a prompt ({bad})") from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
