@@ -18,6 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt torch
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@$(PIP) install --no-deps trl==1.16.0  # only its chat templates, as test data; never imported
+	-@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --no-deps triton==3.6.0  # CPU builds of torch bring none; its interpreter runs the kernels' tests
 	@touch $@
 
 demo: $(READY)  ## the whole story on a real 135M model

@@ -8,6 +8,7 @@ from test_draft_model import make_config, some_vocabulary
 
 from fledge import BadInput, LlamaEagle3DraftModel
 from fledge.draft import peagle
+from fledge.draft.derive import derive_draft_config
 from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.rollout.parallel_plan import plan_parallel
 from fledge.rollout.plan import plan_rollout
@@ -242,6 +243,15 @@ def test_files_round_trip_strictly(tmp_path):
     plain = LlamaEagle3DraftModel.from_pretrained(tmp_path / "plain")
     assert plain.config.parallel_drafting is False
     assert "mask_hidden" not in plain.state_dict()
+
+
+def test_a_config_derived_from_a_target():
+    config = derive_draft_config(
+        make_config(), num_hidden_layers=4, parallel_drafting=True, mask_token_id=MASK_ID
+    )
+    assert LlamaEagle3DraftModel(config).mask_hidden.shape == (1, 1, 36)
+    assert config.mask_token_id == MASK_ID
+    assert not derive_draft_config(make_config()).parallel_drafting
 
 
 def test_the_mask_token_must_be_an_id():

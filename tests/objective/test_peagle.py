@@ -17,7 +17,12 @@ from naive_eagle3 import (
 )
 from naive_peagle import MASK_ID, make_parallel_draft, naive_peagle, sampled_depths
 
-from fledge import Eagle3TrainerModule, PEagleTrainerModule, simulated_accept_length
+from fledge import (
+    Eagle3TargetBatch,
+    Eagle3TrainerModule,
+    PEagleTrainerModule,
+    simulated_accept_length,
+)
 from fledge.objective.losses import LossSpec
 
 DEPTHS, SEED = 4, 11
@@ -191,24 +196,32 @@ def test_packed_equals_padded_for_any_documents(rows, pad, supervised, partition
     )
 
 
-def test_packed_equals_one_document_at_a_time():
-    """All rollouts kept (ratio 1 and full supervision), so that the draw cannot differ."""
-    module = make_module(down_sample_ratio=1.0, down_sample_ratio_min=1.0)
-    documents = make_documents(LENGTHS, supervised=1.1)
+@pytest.mark.parametrize("balance", [False, True])
+def test_micro_batches_add_up_to_one_batch(balance):
+    """One seed for the whole step: a document's rollouts are its own, however it is cut."""
+    module = make_module(balance_depths=balance)
+    documents = make_documents(LENGTHS)
     whole = run(module, packed_batch([documents], 60))
-    batches = [padded_batch([document]) for document in documents]
-    prepared = [module.prepare(**batch, seed=SEED) for batch in batches]
-    normalizer = sum(p.charged_K for p in prepared)
-    assert normalizer.tolist() == whole[0].charged.tolist()
-    module.zero_grad()
-    total = 0.0
-    for batch, ready in zip(batches, prepared, strict=True):
-        out = module(**batch, prepared=ready, normalizer=normalizer)
-        out.loss.backward()
-        total += out.loss.detach()
-    torch.testing.assert_close(total, whole[0].loss.detach(), rtol=1e-12, atol=1e-12)
-    for name, parameter in module.draft_model.named_parameters():
-        torch.testing.assert_close(parameter.grad, whole[1][name], rtol=1e-11, atol=1e-12)
+    one_by_one = [padded_batch([document]) for document in documents]
+    halves = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 50)]
+    for micro in (one_by_one, halves):
+        prepared = [module.prepare(**batch, seed=SEED) for batch in micro]
+        normalizer = sum(p.charged_K for p in prepared)
+        assert normalizer.tolist() == whole[0].charged.tolist()
+        module.zero_grad()
+        outs = [
+            module(**batch, normalizer=normalizer, prepared=ready)
+            for batch, ready in zip(micro, prepared, strict=True)
+        ]
+        total = sum(out.loss for out in outs)
+        total.backward()
+        torch.testing.assert_close(total, whole[0].loss, rtol=1e-12, atol=1e-12)
+        for name, parameter in module.draft_model.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole[1][name], rtol=1e-11, atol=1e-12)
+        for field in COUNTS:
+            assert (
+                sum(getattr(o, field) for o in outs).tolist() == getattr(whole[0], field).tolist()
+            )
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
@@ -227,6 +240,27 @@ def test_encodings_agree_logits_and_probs_bitwise():
     from_probs = run(module, with_probs(hidden, head, ids, mask))
     assert_same(from_logits, from_probs, tolerance=0)
     assert_same(from_logits, run(module, hidden), tolerance=2e-6)
+
+
+def test_the_public_call():
+    """As a user's script makes it: a target's batch in any encoding, straight into the module."""
+    inputs = padded_batch(make_documents(LENGTHS))
+    hidden = inputs.pop("target_last_hidden_states")
+    batch = Eagle3TargetBatch(**inputs, last_hidden_states=hidden)
+    module = make_module()
+    module.draft_model.eval()
+    ids, mask = vocabulary()
+    outs = [
+        module(**encoded.to_trainer_inputs())
+        for encoded in (
+            batch,
+            batch.with_logits(make_head()),
+            batch.with_probs(make_head(), ids, mask),
+        )
+    ]
+    for out in outs:
+        torch.testing.assert_close(out.loss, outs[0].loss, rtol=1e-6, atol=1e-6)
+        assert out.step_prefix_hits.tolist() == outs[0].step_prefix_hits.tolist()
 
 
 # --- against EAGLE-3 ---------------------------------------------------------------------------
@@ -283,26 +317,13 @@ def test_all_rollouts_are_those_of_eagle3():
 # --- what a step is made of --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("balance", [False, True])
-def test_micro_batches_add_up_to_one_batch(balance):
-    module = make_module(balance_depths=balance)
-    documents = make_documents(LENGTHS)
-    micro = [padded_batch(documents[:4]), packed_batch([documents[4:]], 30)]
-    prepared = [module.prepare(**batch, seed=s) for s, batch in enumerate(micro)]
-    normalizer = sum(p.charged_K for p in prepared)
-    module.zero_grad()
-    outs = [
-        module(**batch, normalizer=normalizer, prepared=ready)
-        for batch, ready in zip(micro, prepared, strict=True)
-    ]
-    sums = sum(out.loss_sums for out in outs)
-    expected = (sums / normalizer).mean() if balance else sums.sum() / normalizer.sum()
-    torch.testing.assert_close(sum(out.loss for out in outs), expected, rtol=1e-12, atol=1e-12)
+def test_balanced_depths_weigh_the_same():
+    out = make_module(balance_depths=True)(**padded_batch(make_documents(LENGTHS)), seed=3)
+    torch.testing.assert_close(out.loss, (out.loss_sums / out.charged).mean())
 
 
 def test_the_loss_is_the_mean_over_charged_elements():
-    module = make_module()
-    out = module(**padded_batch(make_documents(LENGTHS)), seed=3)
+    out = make_module()(**padded_batch(make_documents(LENGTHS)), seed=3)
     torch.testing.assert_close(out.loss, out.loss_sums.sum() / out.charged.sum())
     assert out.charged.sum() == out.valid_tokens
 
@@ -337,6 +358,7 @@ def test_seeds_decide_what_is_sampled():
     batch = padded_batch(make_documents([40, 30]))
     assert_same(run(module, batch, seed=1), run(module, batch, seed=1), tolerance=0)
     assert run(module, batch, seed=1)[0].loss != run(module, batch, seed=2)[0].loss
+    assert run(module, batch, seed=-1)[0].loss == run(module, batch, seed=2**64 - 1)[0].loss
     ahead = module.plan(batch["loss_mask"], batch["attention_mask"], seed=2)
     assert_same(
         run(module, batch, seed=2), run(module, batch, prepared=module.prepare(**batch, plan=ahead))

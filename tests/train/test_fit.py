@@ -156,9 +156,13 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(recipe, monkeypatch, 
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
 
 
-def test_micro_batches_do_not_change_the_run(recipe, tmp_path):
-    train(recipe("training.micro_batch=4", run="wide"))
-    train(recipe("training.micro_batch=1", "training.accumulate=4", run="narrow"))
+PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
+
+
+@pytest.mark.parametrize("kind", [(), PEAGLE], ids=["eagle3", "peagle"])
+def test_micro_batches_do_not_change_the_run(recipe, tmp_path, kind):
+    train(recipe(*kind, "training.micro_batch=4", run="wide"))
+    train(recipe(*kind, "training.micro_batch=1", "training.accumulate=4", run="narrow"))
     wide = load_file(tmp_path / "wide" / "best" / "model.safetensors")
     narrow = load_file(tmp_path / "narrow" / "best" / "model.safetensors")
     for name, tensor in wide.items():
@@ -174,16 +178,17 @@ def _one_rank(rank, size, port, recipe):
     assert run_recipe(recipe) == 0
 
 
-def test_two_ranks_are_one(recipe, tmp_path):
+@pytest.mark.parametrize("kind", [(), PEAGLE], ids=["eagle3", "peagle"])
+def test_two_ranks_are_one(recipe, tmp_path, kind):
     """gloo on the CPU: the same packs, the same gradient, the same weights to rounding."""
     import socket
 
-    train(recipe("training.micro_batch=2", run="one"))
+    train(recipe(*kind, "training.micro_batch=2", run="one"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    two = recipe("training.micro_batch=1", run="two")
+    two = recipe(*kind, "training.micro_batch=1", run="two")
     ranks = [context.Process(target=_one_rank, args=(r, 2, port, two)) for r in range(2)]
     for process in ranks:
         process.start()
@@ -269,9 +274,6 @@ def test_a_warm_start_keeps_the_map(recipe, tmp_path):
     outcome = fit(warm, notes)
     assert outcome.state.first["tau"] > 1.0  # it starts from what it knew
     assert notes.evaluations[0]["evaluation"]["tau"] == outcome.state.first["tau"]
-
-
-PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
 
 
 def test_parallel_drafts_train_and_resume_bitwise(recipe, monkeypatch, tmp_path):

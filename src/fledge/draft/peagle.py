@@ -111,7 +111,7 @@ class ParallelDrafting(nn.Module):
             raise ValueError("mask_token_id: the draft's config has none")
         dtype = compute_dtype or self.fc.weight.dtype
         step = _ParallelStep(self, plan, dtype, attention)
-        mask_id = input_ids_T.new_tensor([self.config.mask_token_id])
+        mask_id = input_ids_T.new_full((1,), self.config.mask_token_id)  # a fill: nothing to copy
         embedding = F.embedding(torch.cat([input_ids_T, mask_id]), self.embed_tokens.weight)
         token = step.layers[0].token_part(embedding.to(dtype))
         assert token is not None

@@ -121,8 +121,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         """Lay out a batch's rollout on the draft's device. Masks on the host spare the step its
         one sync: plan while the target runs, and hand the plan to `prepare`.
 
-        `seed` fixes what is sampled, where something is: give the step's own, and a resumed run
-        samples what the uninterrupted one would have.
+        `seed` fixes what is sampled, where something is: give one per optimizer step, the same to
+        its micro-batches and ranks, and neither resuming nor cutting changes what is sampled.
         """
 
     @abstractmethod

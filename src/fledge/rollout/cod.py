@@ -12,8 +12,9 @@ Example: six positions, all supervised, 3 depths, ratio 0.7: 6, int(5 * 0.7) = 3
     depth 2 keeps p =                 .   4          from the pool {2, 4} (6 is outside): anchor 2
     deepest per anchor    1   .   2   .   1   .
 
-The draw is a function of (seed, document's place among the documents, position, depth) and of
-nothing else: padding, packing and the number of rows do not change what is sampled.
+The draw of a document is a function of the seed and of its own loss mask, and of nothing else:
+padding, packing, order, micro-batches and ranks do not change what is sampled of it. (Two documents
+with the same mask are sampled alike; the next step's seed samples both anew.)
 """
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Words = NDArray[np.uint64]
 
 
 def generate_cod_sample_indices(
@@ -94,6 +96,7 @@ def sample_depths(
     deepest = np.zeros(len(supervised), dtype=np.int64)
     goes_on = np.zeros_like(supervised)  # the next position is supervised, in the same document
     goes_on[:-1] = supervised[1:] & (document[1:] == document[:-1])
+    key = _keys(supervised, document, place)
     valid_count = np.bincount(document[supervised], minlength=document[-1:].sum() + 1)
     sizes = [
         (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
@@ -103,7 +106,7 @@ def sample_depths(
     pool = np.flatnonzero(supervised & (place > 0))
     for depth in range(1, num_depths):
         size, next_size = sizes[depth], sizes[depth + 1]
-        noise = _noise(seed, document[pool], place[pool], depth)
+        noise = _noise(seed, depth, key[pool], place[pool])
         # What ends here may take only what the next depth leaves free: the sizes are kept wherever
         # the pool allows it.
         ends = np.flatnonzero(~goes_on[pool])
@@ -113,14 +116,14 @@ def sample_depths(
         )
         kept = pool[_rank(document[pool], noise, surplus) < size[document[pool]]]
         if depth == 1 and max_anchors is not None and row is not None:
-            noise = _noise(seed, document[kept], place[kept], depth)
+            noise = _noise(seed, depth, key[kept], place[kept])
             kept = kept[_rank(row[kept], noise) < max_anchors]
         deepest[kept - depth] = depth
         pool = kept[goes_on[kept]] + 1
     return deepest
 
 
-def _rank(group: Ints, noise: NDArray[np.uint64], late: Bools | None = None) -> Ints:
+def _rank(group: Ints, noise: Words, late: Bools | None = None) -> Ints:
     """Each member's place among its group, by rising noise (those that are `late` after all)."""
     order = np.lexsort((noise, group) if late is None else (noise, late, group))
     ordered = group[order]
@@ -129,18 +132,29 @@ def _rank(group: Ints, noise: NDArray[np.uint64], late: Bools | None = None) -> 
     return rank
 
 
-def _noise(seed: int, document: Ints, place: Ints, depth: int) -> NDArray[np.uint64]:
-    """A random word for each (document, place): splitmix64's finaliser, once per coordinate."""
-    word = np.full(len(place), seed, dtype=np.uint64)
-    for coordinate in (np.full_like(place, depth), document, place):
-        word = _mix(word + (coordinate.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+# --- random words: splitmix64's finaliser, once per coordinate ------------------------------------
+
+
+def _keys(supervised: Bools, document: Ints, place: Ints) -> Words:
+    """[slots] a word that stands for the document: the sum of a word per supervised position."""
+    words = np.where(supervised, _mix(place.astype(np.uint64) * _GOLDEN + _GOLDEN), np.uint64(0))
+    sums = np.zeros(document[-1:].sum() + 1, dtype=np.uint64)
+    np.add.at(sums, document, words)
+    return sums[document]
+
+
+def _noise(seed: int, depth: int, key: Words, place: Ints) -> Words:
+    """A word for each place of each document."""
+    word = np.full(len(place), seed % 2**64, dtype=np.uint64)
+    for coordinate in (np.full_like(key, depth), key, place.astype(np.uint64)):
+        word = _mix((word ^ coordinate) + _GOLDEN)
     return word
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(word: Words) -> Words:
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))

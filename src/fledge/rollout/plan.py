@@ -328,6 +328,12 @@ def cut_blocks(slot: Ints, first: Ints) -> tuple[QueryBlock, ...]:
 
 
 def to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """All index arrays in one copy."""
-    flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False))
-    return torch.split(flat.to(device), [len(array) for array in arrays])
+    """All index arrays in one copy, each begun on a 128-byte border: a kernel compiled for aligned
+    pointers then serves every batch, whatever the lengths before it."""
+    border = 16
+    starts = np.cumsum([0, *(-(-len(array) // border) * border for array in arrays)])
+    flat = np.zeros(starts[-1], dtype=np.int64)
+    for start, array in zip(starts, arrays, strict=False):
+        flat[start : start + len(array)] = array
+    moved = torch.from_numpy(flat).to(device)
+    return tuple(moved[s : s + len(a)] for s, a in zip(starts, arrays, strict=False))

@@ -20,9 +20,8 @@ def evaluate(parts: Parts, batches: list[TokenBatch]) -> dict[str, Any]:
     was_training = objective.draft_model.training
     objective.draft_model.eval()
     sums = Sums.zeros(objective.depths, parts.device)
-    for index in range(parts.world.rank, len(batches), parts.world.size):
-        batch = batches[index]
-        plan = plan_batch(objective, batch, seed=index)  # the same rollouts at every evaluation
+    for batch in batches[parts.world.rank :: parts.world.size]:
+        plan = plan_batch(objective, batch, seed=0)  # the same rollouts at every evaluation
         given = ask_target(parts.target, batch).to(parts.device).to_trainer_inputs()
         ready = objective.prepare(plan=plan, **given)
         sums.add(objective(prepared=ready, normalizer=ready.charged_K, **given))

@@ -263,23 +263,24 @@ def _draft_config(
     """The config of the draft that a recipe describes."""
     section, objective = recipe.draft, recipe.objective
     assert recipe.target.model is not None
-    config = derive_draft_config(
+    parallel, mask_token_id = isinstance(objective, PeagleObjective), None
+    if isinstance(objective, PeagleObjective):
+        rows, wanted = target.info().vocab_size, objective.mask_token_id
+        mask_token_id = (
+            choose_mask_token_id(tokenizer, rows)
+            if wanted is None
+            else check_mask_token_id(wanted, tokenizer, rows)
+        )
+    return derive_draft_config(
         load_config(recipe.target.model),
         draft_vocab_size=vocabulary.size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,
         fc_norm=section.fc_norm,
         norm_output=section.norm_output,
+        parallel_drafting=parallel,
+        mask_token_id=mask_token_id,
     )
-    if isinstance(objective, PeagleObjective):
-        config.parallel_drafting = True
-        rows = target.info().vocab_size
-        config.mask_token_id = (
-            choose_mask_token_id(tokenizer, rows)
-            if objective.mask_token_id is None
-            else check_mask_token_id(objective.mask_token_id, tokenizer, rows)
-        )
-    return config
 
 
 def _warm_draft(

@@ -127,8 +127,8 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
     micro = [rows for rows in batch.micro if rows is not None]
-    seeds = [parts.seed + 1_000_003 * batch.step + 1009 * world.rank + i for i in range(len(micro))]
-    plans = [plan_batch(objective, m, seed=s) for m, s in zip(micro, seeds, strict=True)]
+    # One seed a step: what is drawn for a document depends on it alone, not on ranks or packing.
+    plans = [plan_batch(objective, m, seed=parts.seed + 1_000_003 * batch.step) for m in micro]
 
     with parts.clock.phase("target"):
         answers = [ask_target(parts.target, rows) for rows in micro]
