@@ -127,10 +127,16 @@ def test_the_cached_draft_computes_the_rollout_of_training(target, options):
             begin = anchor + 1
 
 
-def test_tree_nodes_carry_the_probability_of_their_path(target):
-    """Every node's children are those of a chain forced along its path; the best nodes are kept."""
+@pytest.mark.parametrize("nodes", [52, 15])
+def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
+    """Every node's children are those of a chain forced along its path; the best nodes are kept.
+
+    52 nodes are all that are ever scored: 4, and 16 at each of three depths.
+    """
     draft = make_draft(target, width=20, layers=2)
-    shape = TreeShape(depth=3, width=4, nodes=12)
+    with torch.no_grad():
+        draft.lm_head.weight.mul_(0.1)  # undecided: deep nodes of many parents are in the running
+    shape = TreeShape(depth=4, width=4, nodes=nodes)
     aux, ids = torch.randn(2, 5, 48).double(), torch.randint(0, 40, (2, 5))
     slots = TrueSlots(aux, ids, [0, 0], [5, 3])
     with torch.no_grad():

@@ -22,8 +22,7 @@ from fledge.decode.figures import (
 )
 from fledge.decode.prompts import SETS, read_prompts
 from fledge.decode.rounds import Round, walk_rounds
-from fledge.decode.speculative import Timing
-from fledge.decode.speed import Speed
+from fledge.decode.speed import Speed, Stopwatch
 from fledge.errors import BadInput
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.train.recipe import load_recipe
@@ -249,13 +248,14 @@ def test_misses_count_tokens_and_the_rounds_they_ended():
 
 
 def test_speed_arithmetic():
-    plain = Timing(rounds=10, decode_s=1.0)
-    live = Timing(rounds=4, decode_s=0.8, draft_s=0.2, target_s=0.6)
-    speed = Speed.of(plain, live, plain_tokens=10, live_tokens=12)
+    plain = Stopwatch(tokens=10, rounds=10, decode_s=1.0)
+    live = Stopwatch(tokens=12, rounds=4, decode_s=0.8, draft_s=0.2, target_s=0.6)
+    speed = Speed.of(plain, live)
     assert speed.break_even == pytest.approx(2.0)
     assert speed.predicted(3.0) == pytest.approx(1.5)
     assert speed.measured == pytest.approx(15 / 10)
-    assert Speed.of(Timing(), live, plain_tokens=0, live_tokens=1) is None
+    assert speed.to_json(2.0)["predicted_speedup"] == pytest.approx(1.0)
+    assert Speed.of(Stopwatch(), live) is None
 
 
 def test_every_method_has_its_definition():

@@ -263,9 +263,9 @@ def _groups(reports: Any, attribute: str) -> Table:
 def _speeds(reports: Any) -> Table:
     table = Table(box=None)
     table.add_column("draft", no_wrap=True)
-    for name in ("plain ms/token", "draft + verify ms/round", "break-even length", "predicted",
-                 "measured, live"):  # fmt: skip
-        table.add_column(name, justify="right")
+    for name in ("plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
+                 "predicted\nspeed-up", "measured\n(live)"):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
         speed = report.speed
         if speed is None:
@@ -273,8 +273,8 @@ def _speeds(reports: Any) -> Table:
             continue
         table.add_row(
             report.name,
-            f"{1e3 * speed.plain_step_s:.2f}",
-            f"{1e3 * speed.draft_s:.2f} + {1e3 * speed.verify_s:.2f}",
+            f"{1e3 * speed.plain_step_s:.1f}",
+            f"{1e3 * speed.draft_s:.1f} + {1e3 * speed.verify_s:.1f}",
             f"{speed.break_even:.2f}",
             f"{speed.predicted(report.acceptance.length):.2f}x",
             f"{speed.measured:.2f}x",

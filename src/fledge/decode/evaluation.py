@@ -25,8 +25,8 @@ from fledge.decode.figures import (
     vocabulary_misses,
 )
 from fledge.decode.replay import Replay, Text, replay
-from fledge.decode.speculative import Generation, Method, SpeculativeDecoder, Timing, check_method
-from fledge.decode.speed import Speed
+from fledge.decode.speculative import Generation, Method, SpeculativeDecoder, check_method
+from fledge.decode.speed import Speed, Stopwatch
 from fledge.decode.stops import Stops
 from fledge.decode.tree import TreeShape
 from fledge.draft.model import LlamaEagle3DraftModel
@@ -107,9 +107,7 @@ class DraftReport:
                 "acceptance_length": self.live.acceptance.length,
             }
             if self.speed is not None:
-                value["speed"] = self.speed.to_json(
-                    self.acceptance.length, self.live.acceptance.length
-                )
+                value["speed"] = self.speed.to_json(self.acceptance.length)
         return value
 
 
@@ -127,9 +125,8 @@ class DraftEvaluation:
         self._watch: Watch = watch or (lambda what, done, total: None)
         count = len(self.answers)
         live = min(options.live, count)
-        self._sample = [i * count // live for i in range(live)]  # spread over the answers
+        self._sample = {i * count // live for i in range(live)}  # spread over the answers
         self._stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
-        self._plain: tuple[Timing, int] | None = None
 
     def evaluate(self, name: str, draft: LlamaEagle3DraftModel) -> DraftReport:
         check_fits(self.target, draft, name)
@@ -138,8 +135,8 @@ class DraftEvaluation:
         replays = None if method == "tree" else self._replay(draft, method)
         replay_s = time.perf_counter() - begin
         depth = self.options.tree.depth if method == "tree" else self.options.num_draft_tokens
-        which = list(range(len(self.answers))) if method == "tree" else self._sample
-        live, timing = self._decode(draft, method, which)
+        which = list(range(len(self.answers))) if method == "tree" else sorted(self._sample)
+        live, speed = self._decode(draft, method, which)
         if replays is None:
             samples = [_live_sample(live[i], self.answers[i]) for i in which]
         else:
@@ -162,7 +159,7 @@ class DraftEvaluation:
             misses=vocabulary_misses(samples, depth, sayable.__contains__),
             other_picks=None if replays is None else sum(one.other_picks for one in replays),
             live=self._check(live, replays, depth) if live else None,
-            speed=self._speed(live, timing) if live else None,
+            speed=speed,
             replay_s=None if replays is None else replay_s,
         )
 
@@ -181,31 +178,36 @@ class DraftEvaluation:
         )
 
     def _decode(
-        self, draft: LlamaEagle3DraftModel | None, method: Method | None, which: list[int]
-    ) -> tuple[dict[int, Generation], Timing]:
-        """Decode some prompts live, one at a time, timed; without a draft: the plain way."""
+        self, draft: LlamaEagle3DraftModel, method: Method, which: list[int]
+    ) -> tuple[dict[int, Generation], Speed | None]:
+        """Decode some prompts live, one at a time; the sample's plainly too, for the clock.
+
+        The two ways take turns, so that a machine that slows down slows down both.
+        """
+        options = self.options
         decoder = SpeculativeDecoder(
             self.target.model,
             draft,
             aux_layer_ids=self.target.aux_layer_ids,
             method=method,
-            num_draft_tokens=self.options.num_draft_tokens,
-            tree=self.options.tree,
-            draft_dtype=self.options.draft_dtype,
+            num_draft_tokens=options.num_draft_tokens,
+            tree=options.tree,
+            draft_dtype=options.draft_dtype,
         )
-        what = "decoding without a draft" if draft is None else "decoding live"
-        total, found = Timing(), {}
-        if which:  # the first passes of a process are slow, and nobody's fault
-            decoder.generate([self.answers[which[0]].prompt_ids], Stops(8))
+        plain = SpeculativeDecoder(self.target.model)
+        live_clock, plain_clock, found = Stopwatch(), Stopwatch(), {}
         for done, index in enumerate(which):
-            self._watch(what, done, len(which))
-            prompt = self.answers[index].prompt_ids
-            [found[index]] = decoder.generate([prompt], self._stops, measure=True)
-            total.rounds += decoder.timing.rounds
-            total.decode_s += decoder.timing.decode_s
-            total.draft_s += decoder.timing.draft_s
-            total.target_s += decoder.timing.target_s
-        return found, total
+            self._watch("decoding live", done, len(which))
+            prompts = [self.answers[index].prompt_ids]
+            if done == 0:  # the first passes of a process are slow, and nobody's fault
+                for either in (decoder, plain):
+                    either.generate(prompts, Stops(min(8, options.max_new_tokens)))
+            [found[index]] = decoder.generate(prompts, self._stops, measure=True)
+            if index in self._sample:
+                live_clock.add(decoder.timing, found[index])
+                [alone] = plain.generate(prompts, self._stops, measure=True)
+                plain_clock.add(plain.timing, alone)
+        return found, Speed.of(plain_clock, live_clock)
 
     def _check(
         self, live: dict[int, Generation], replays: list[Replay] | None, depth: int
@@ -223,14 +225,6 @@ class DraftEvaluation:
                 same_rounds += len(compared & set(replays[index].rounds))
         samples = [_live_sample(one, self.answers[i]) for i, one in live.items()]
         return LiveCheck(len(live), same_texts, rounds, same_rounds, acceptance(samples, depth))
-
-    def _speed(self, live: dict[int, Generation], timing: Timing) -> Speed | None:
-        if self._plain is None:  # once for all drafts, on the spread sample
-            found, plain = self._decode(None, None, self._sample or [0])
-            self._plain = plain, sum(len(one.token_ids) - 1 for one in found.values())
-        tokens = sum(len(one.token_ids) - 1 for one in live.values())
-        plain, plain_tokens = self._plain
-        return Speed.of(plain, timing, plain_tokens=plain_tokens, live_tokens=tokens)
 
 
 def check_fits(target: HFEagle3TargetModel, draft: LlamaEagle3DraftModel, name: str) -> None:

@@ -3,40 +3,56 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.decode.speculative import Timing
+from fledge.decode.speculative import Generation, Timing
+
+
+@dataclass
+class Stopwatch:
+    """Times of several texts, decoded one way."""
+
+    tokens: int = 0  # without each text's first, which the prompt's pass gives away
+    rounds: int = 0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+
+    def add(self, timing: Timing, text: Generation) -> None:
+        self.tokens += len(text.token_ids) - 1
+        self.rounds += timing.rounds
+        self.decode_s += timing.decode_s
+        self.draft_s += timing.draft_s
+        self.target_s += timing.target_s
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds per pass at batch size 1, and what follows from them.
+    """What the clock says of the same texts decoded both ways, one at a time.
 
     A round costs one draft and one verification and yields `acceptance length` tokens, each of
     which would have cost one plain step.
     """
 
-    plain_step_s: float
-    draft_s: float  # per round: all drafted tokens
-    verify_s: float  # per round: the target over all of them
-    plain_tokens: int  # of the live sample, whose tokens both ways produced
-    plain_decode_s: float
-    live_tokens: int
-    live_decode_s: float
+    plain: Stopwatch
+    live: Stopwatch
 
     @classmethod
-    def of(
-        cls, plain: Timing, live: Timing, *, plain_tokens: int, live_tokens: int
-    ) -> "Speed | None":
-        if not plain.rounds or not live.rounds:
-            return None  # answers of one token: there was no round to time
-        return cls(
-            plain_step_s=plain.decode_s / plain.rounds,
-            draft_s=live.draft_s / live.rounds,
-            verify_s=live.target_s / live.rounds,
-            plain_tokens=plain_tokens,
-            plain_decode_s=plain.decode_s,
-            live_tokens=live_tokens,
-            live_decode_s=live.decode_s,
-        )
+    def of(cls, plain: Stopwatch, live: Stopwatch) -> "Speed | None":
+        """None when there was no round to time."""
+        return cls(plain, live) if plain.rounds and live.rounds else None
+
+    @property
+    def plain_step_s(self) -> float:
+        return self.plain.decode_s / self.plain.rounds
+
+    @property
+    def draft_s(self) -> float:
+        """Per round: all drafted tokens."""
+        return self.live.draft_s / self.live.rounds
+
+    @property
+    def verify_s(self) -> float:
+        """Per round: the target over all of them, and taking back what was rejected."""
+        return self.live.target_s / self.live.rounds
 
     @property
     def break_even(self) -> float:
@@ -49,17 +65,21 @@ class Speed:
     @property
     def measured(self) -> float:
         """Tokens per second with the draft over tokens per second without."""
-        return (self.live_tokens / self.live_decode_s) / (self.plain_tokens / self.plain_decode_s)
+        return self._tokens_per_s(self.live) / self._tokens_per_s(self.plain)
 
-    def to_json(self, acceptance_length: float, live_length: float) -> dict[str, Any]:
+    @staticmethod
+    def _tokens_per_s(watch: Stopwatch) -> float:
+        return watch.tokens / watch.decode_s
+
+    def to_json(self, acceptance_length: float) -> dict[str, Any]:
         return {
             "plain_step_ms": 1e3 * self.plain_step_s,
             "draft_ms_per_round": 1e3 * self.draft_s,
             "verify_ms_per_round": 1e3 * self.verify_s,
             "break_even_acceptance_length": self.break_even,
             "predicted_speedup": self.predicted(acceptance_length),
-            "predicted_speedup_live_sample": self.predicted(live_length),
+            "predicted_speedup_live_sample": self.predicted(self.live.tokens / self.live.rounds),
             "measured_speedup_live_sample": self.measured,
-            "plain_tokens_per_s": self.plain_tokens / self.plain_decode_s,
-            "speculative_tokens_per_s": self.live_tokens / self.live_decode_s,
+            "plain_tokens_per_s": self._tokens_per_s(self.plain),
+            "speculative_tokens_per_s": self._tokens_per_s(self.live),
         }
