@@ -107,7 +107,7 @@ def test_the_cached_draft_computes_the_rollout_of_training(target, options):
     with torch.no_grad():
         by_depth = draft.unroll(batch.aux_hidden_states[0], batch.input_ids[0], plan)
         drafter = Drafter(draft)
-        drafter.start(1, 32)
+        drafter.start(1)
         begin = 0
         for anchor in (2, 3, 5):  # after two, one and two more verified slots
             own = slice(begin, anchor + 1)
@@ -141,7 +141,7 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
     slots = TrueSlots(aux, ids, [0, 0], [5, 3])
     with torch.no_grad():
         drafter = Drafter(draft)
-        drafter.start(2, 40)
+        drafter.start(2)
         tree = propose_tree(drafter, slots, shape)
         for row, count in enumerate(slots.count_B):
             scores = score_paths(draft, aux[row, :count], ids[row, :count], shape)
@@ -155,7 +155,7 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
 def forced(draft, aux, ids, path, width):
     """The likeliest next tokens after a forced path, with their log-probabilities."""
     drafter = Drafter(draft)
-    drafter.start(1, 40)
+    drafter.start(1)
     state = drafter.extend(TrueSlots(aux[None], ids[None], [0], [len(ids)]))
     for depth, said in enumerate(path, start=1):
         index = torch.tensor([[len(ids) - 1 + depth]])

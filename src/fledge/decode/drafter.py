@@ -53,14 +53,21 @@ class Drafter:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def start(self, batch: int, capacity: int) -> None:
-        """Empty caches for `batch` rows of at most `capacity` entries."""
+    def start(self, batch: int) -> None:
+        """Empty caches for `batch` rows; they grow as they are written to."""
         config = self.draft.config
-        shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-        empty_BUGC = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # zeros, not garbage: a masked NaN is still a NaN
-        self._keys = [empty_BUGC.clone() for _ in self.layers]
-        self._values = [empty_BUGC.clone() for _ in self.layers]
+        shape = (batch, 0, config.num_key_value_heads, config.head_dim)
+        empty_BUGC = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._keys = [empty_BUGC] * len(self.layers)
+        self._values = [empty_BUGC] * len(self.layers)
+
+    def _reserve(self, used: int) -> None:
+        """Room for `used` entries of a row; zeros, not garbage: a masked NaN is still a NaN."""
+        held = self._keys[0].shape[1]
+        if used > held:
+            more = (0, 0, 0, 0, 0, max(used - held, held, 256))
+            self._keys = [F.pad(keys, more) for keys in self._keys]
+            self._values = [F.pad(values, more) for values in self._values]
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
@@ -100,6 +107,7 @@ class Drafter:
         to it.
         """
         batch, count = token_BQ.shape
+        self._reserve(used)
         if position_BQ is None:
             position_BQ = index_BQ
         if visible_BQU is None:
@@ -140,12 +148,16 @@ class Drafter:
 
 
 def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: Tensor) -> Tensor:
-    used = visible_BQU.shape[-1]
+    used, share = visible_BQU.shape[-1], q_BQHC.shape[2] // keys_BUGC.shape[2]
+
+    def by_head(x_BUGC: Tensor) -> Tensor:
+        # repeated here: the kernels that take a mask and no [Q, U] memory know no grouped heads
+        return x_BUGC[:, :used].repeat_interleave(share, dim=2).transpose(1, 2)
+
     out_BHQC = F.scaled_dot_product_attention(
         q_BQHC.transpose(1, 2),
-        keys_BUGC[:, :used].transpose(1, 2),
-        values_BUGC[:, :used].transpose(1, 2),
+        by_head(keys_BUGC),
+        by_head(values_BUGC),
         attn_mask=visible_BQU[:, None],
-        enable_gqa=True,
     )
     return out_BHQC.transpose(1, 2)

@@ -176,19 +176,17 @@ def _leading_hits(
     drafted: list[Tensor], plan: RolloutPlan, ids_BT: Tensor, target_BT: Tensor
 ) -> np.ndarray:
     """[B, T]: from each slot, how many drafted tokens in a row equal the text's."""
-    shape, size = ids_BT.shape, ids_BT.numel()
     slot_T = plan.slot_T.cpu().numpy()
     text_S = ids_BT.flatten().numpy()
-    is_target_S = target_BT.flatten().numpy() != 0
-    accepted_S = np.zeros(size, dtype=np.int64)
+    in_answer_S = target_BT.flatten().numpy() != 0
+    accepted_S = np.zeros(ids_BT.numel(), dtype=np.int64)
     for depth, (rows, token_N) in enumerate(zip(plan.depths, drafted, strict=True)):
         slot_N = slot_T[rows.slot_N.cpu().numpy()]
-        holds_N = np.minimum(slot_N + depth, size - 1)  # the slot that stands for the same token
-        right_N = token_N.cpu().numpy() == text_S[np.minimum(holds_N + 2, size - 1)]
-        # only chains that start in the answer, were right so far, and are still inside the text
-        right_N &= is_target_S[holds_N] & is_target_S[slot_N] & (accepted_S[slot_N] == depth)
+        # a row of this depth drafts a token of the text: the plan lets no rollout leave its answer
+        right_N = token_N.cpu().numpy() == text_S[slot_N + depth + 2]
+        right_N &= in_answer_S[slot_N] & (accepted_S[slot_N] == depth)  # and all before were right
         accepted_S[slot_N[right_N]] += 1
-    return accepted_S.reshape(shape)
+    return accepted_S.reshape(ids_BT.shape)
 
 
 def _other_picks(

@@ -93,6 +93,11 @@ class SpeculativeDecoder:
             chosen = default_aux_layer_ids(depth) if aux_layer_ids is None else aux_layer_ids
             ids = validate_aux_layer_ids(chosen, depth)
         self.target = CachedTarget(model, ids)
+        if self.drafter is not None and self.drafter.device != self.target.device:
+            raise ValueError(
+                f"draft is on {self.drafter.device}, the target on {self.target.device}: "
+                "move the draft there"
+            )
         if self.method == "tree":
             self.target.check_trees()
         self.timing = Timing()
@@ -146,9 +151,7 @@ class SpeculativeDecoder:
         for row, token in zip(rows, first_B.tolist(), strict=True):
             row.add([token], stops)
         if self.drafter is not None:
-            ahead = max(2 * self.num_draft_tokens, self.tree.depth * self.tree.width) + 2
-            longest = max(len(row.prompt_ids) for row in rows)
-            self.drafter.start(len(rows), longest + stops.max_new_tokens + ahead)
+            self.drafter.start(len(rows))
         alive = [index for index, row in enumerate(rows) if row.finish is None]
         self.target.keep(alive, [[] for _ in alive])
         everything = [list(range(len(rows[index].prompt_ids))) for index in alive]

@@ -49,9 +49,9 @@ def propose_tree(drafter: Drafter, slots: TrueSlots, shape: TreeShape) -> Propos
         (batch, width, (shape.depth - 1) * width), dtype=torch.bool, device=drafter.device
     )
     for depth in range(1, shape.depth):
-        place = torch.arange(width, device=drafter.device) + (depth - 1) * width
+        own = torch.arange(width, device=drafter.device)
         ancestors_BFA = ancestors_BFA.clone()
-        ancestors_BFA[:, torch.arange(width), place] = True  # each sees itself
+        ancestors_BFA[:, own, own + (depth - 1) * width] = True  # each sees itself
         state_BFE = _expand(
             drafter, slots, state_BFE, token_BN[rows_B1, frontier_BF], ancestors_BFA, depth
         )
