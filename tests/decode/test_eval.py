@@ -147,6 +147,7 @@ def test_a_tree_is_decoded_live_everywhere(place, own_cache):
         (["nowhere"], "neither a draft nor a run"),
         (["TRAINED", "--prompts", "mixd"], "did you mean 'mixed'"),
         (["TRAINED", "--tree", "5,4"], "is not 3 numbers"),
+        (["TRAINED", "--tree", "0,4,8"], "must be positive"),
         (["TRAINED", "--dtype", "float1"], "is not a dtype"),
         (["TRAINED", "--method", "parallel"], "not trained for parallel"),
         (["TRAINED", "--method", "trees"], "did you mean 'tree'"),

@@ -47,6 +47,7 @@ def test_every_slot_holds_what_a_round_from_there_accepts(target, backend, draft
     [found] = replay(backend, drafts[kind], [Text(whole.prompt_ids, whole.token_ids)],
                      num_draft_tokens=depth)  # fmt: skip
     text = whole.prompt_ids + whole.token_ids
+    assert not any(found.accepted_T[: len(whole.prompt_ids) - 1])  # no round starts there
     for slot in range(len(whole.prompt_ids) - 1, len(text) - 2):
         [one] = live.generate([text[: slot + 1]], Stops(depth + 2))
         assert found.accepted_T[slot] == min(one.rounds[0].accepted, len(text) - slot - 2)

@@ -71,7 +71,7 @@ def evaluate(
         )
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
-        evaluation = DraftEvaluation(backend, answers.turns, options(backend), watch)
+        evaluation = DraftEvaluation(backend, answers.turns, options, watch)
         reports = [
             evaluation.evaluate(label, _load_draft(path, backend))
             for label, path in zip(_labels(drafts), paths, strict=True)
@@ -140,27 +140,21 @@ def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: 
 def _load_draft(path: Path, target: Any) -> Any:
     from fledge.draft.model import LlamaEagle3DraftModel
 
-    return LlamaEagle3DraftModel.from_pretrained(path).to(target.model.device)
+    draft = LlamaEagle3DraftModel.from_pretrained(path, dtype=target.info().dtype)
+    return draft.to(target.model.device)
 
 
 def _options(draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int) -> Any:
-    """What needs torch and the target's dtype is filled in later; what can be wrong is read now."""
     from fledge.decode.evaluation import EvalOptions
     from fledge.decode.tree import TreeShape
 
-    shape = TreeShape(*_numbers(tree, 3, "--tree"))
-
-    def fill(target: Any) -> EvalOptions:
-        return EvalOptions(
-            num_draft_tokens=draft_tokens,
-            method=method or None,  # type: ignore[arg-type]
-            tree=shape,
-            live=live,
-            max_new_tokens=max_new_tokens,
-            draft_dtype=target.info().dtype,
-        )
-
-    return fill
+    return EvalOptions(
+        num_draft_tokens=draft_tokens,
+        method=method or None,  # type: ignore[arg-type]
+        tree=TreeShape(*_numbers(tree, 3, "--tree")),
+        live=live,
+        max_new_tokens=max_new_tokens,
+    )
 
 
 def _numbers(text: str, count: int, where: str) -> list[int]:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fledge.decode.answers import Answered, eos_token_ids
 from fledge.decode.figures import (
     Acceptance,
@@ -43,7 +41,6 @@ class EvalOptions:
     tree: TreeShape = TreeShape()  # noqa: RUF009  (frozen)
     live: int = 4  # answers to decode live as well; a tree decodes all
     max_new_tokens: int = 256
-    draft_dtype: torch.dtype | None = None
     batch_tokens: int = 8192  # of one replayed batch
 
 
@@ -172,7 +169,6 @@ class DraftEvaluation:
             [Text(one.prompt_ids, one.answer_ids) for one in self.answers],
             num_draft_tokens=self.options.num_draft_tokens,
             method=method,
-            draft_dtype=self.options.draft_dtype,
             batch_tokens=self.options.batch_tokens,
             on_text=lambda done: self._watch("replaying", done, total),
         )
@@ -192,7 +188,6 @@ class DraftEvaluation:
             method=method,
             num_draft_tokens=options.num_draft_tokens,
             tree=options.tree,
-            draft_dtype=options.draft_dtype,
         )
         plain = SpeculativeDecoder(self.target.model)
         live_clock, plain_clock, found = Stopwatch(), Stopwatch(), {}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fledge.decode.drafter import Drafter, TrueSlots
 from fledge.decode.propose import Proposal
+from fledge.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class TreeShape:
     def __post_init__(self) -> None:
         for name in ("depth", "width", "nodes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} of a tree must be positive, got {getattr(self, name)}")
+                raise BadInput(f"{name} of a tree must be positive, got {getattr(self, name)}")
 
 
 def propose_tree(drafter: Drafter, slots: TrueSlots, shape: TreeShape) -> Proposal:
