@@ -22,6 +22,7 @@ from fledge.data.tokenise import TokenRow
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
@@ -91,23 +92,34 @@ def build(args: argparse.Namespace, device: torch.device) -> Parts:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = target_of(args.shape, device, dtype)
     vocab, draft_vocab = SHAPES[args.shape][-2:]
+    parallel = args.kind == "peagle"
     config = derive_draft_config(
-        target.model.config, architecture="LlamaForCausalLM", draft_vocab_size=draft_vocab
+        target.model.config,
+        architecture="LlamaForCausalLM",
+        draft_vocab_size=draft_vocab,
+        num_hidden_layers=args.layers or (4 if parallel else 1),
+        parallel_drafting=parallel,
+        mask_token_id=vocab - 1 if parallel else None,
     )
     ids = torch.arange(draft_vocab) * (vocab // draft_vocab)
     mask = torch.zeros(vocab, dtype=torch.bool)
     mask[ids] = True
     with torch.device(device):
         draft = LlamaEagle3DraftModel(config)
-    draft.embed_tokens.weight.requires_grad_(False)
-    objective = Eagle3TrainerModule(
-        draft,
-        selected_token_ids=ids,
-        selected_token_mask=mask,
-        ttt_steps=args.depths,
-        target_head=target.info().head,
-        compute_dtype=dtype,
-    )
+    draft.embed_tokens.weight.requires_grad_(parallel)  # P-EAGLE trains its embeddings
+    shared = {
+        "selected_token_ids": ids,
+        "selected_token_mask": mask,
+        "target_head": target.info().head,
+        "compute_dtype": dtype,
+    }
+    if parallel:
+        draft.gradient_checkpointing = args.checkpointing
+        objective = PEagleTrainerModule(
+            draft, num_depths=args.depths or 8, sequence_partitions=args.partitions, **shared
+        )
+    else:
+        objective = Eagle3TrainerModule(draft, ttt_steps=args.depths or 7, **shared)
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(
@@ -123,7 +135,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--pack", type=int, default=16384)
     parser.add_argument("--documents", type=int, default=0, help="mean length; packs them")
-    parser.add_argument("--depths", type=int, default=7)
+    parser.add_argument("--kind", choices=["eagle3", "peagle"], default="eagle3")
+    parser.add_argument("--depths", type=int, default=0, help="0: 7 for eagle3, 8 for peagle")
+    parser.add_argument("--layers", type=int, default=0, help="0: 1 for eagle3, 4 for peagle")
+    parser.add_argument("--partitions", type=int, default=1, help="peagle: sequence partitions")
+    parser.add_argument("--checkpointing", action="store_true", help="peagle: recompute layers")
     parser.add_argument("--supervised", type=float, default=0.6)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
@@ -154,7 +170,8 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "shape": args.shape, "tokens": tokens, "tokens_per_s": round(tokens / step),
+                "kind": args.kind, "shape": args.shape,
+                "tokens": tokens, "tokens_per_s": round(tokens / step),
                 "step_ms": round(step * 1e3, 1), "target_ms": round(target * 1e3, 1),
                 "first_step_s": round(first, 1),
                 "resident_gib": round(resident / 2**30, 2),

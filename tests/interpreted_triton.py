@@ -1,10 +1,10 @@
 """Triton kernels in tests: natively where there is a GPU, else interpreted on the CPU.
 
-Import this before any file that imports Triton: the interpreter is chosen when kernels are defined.
+Import this before a file with kernels: it skips where there is no Triton, and mends the
+interpreter, which `conftest.py` has chosen by then.
 """
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -15,8 +15,6 @@ if importlib.util.find_spec("triton") is None:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

@@ -7,8 +7,11 @@ because the torch path that runs instead is much slower. `FLEDGE_TRITON=0` switc
 import importlib.util
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -36,3 +39,15 @@ def triton_runs(x: Tensor, *, what: str, unsupported: str | None = None) -> bool
     if reason is not None:
         _say_once(what, reason)
     return reason is None
+
+
+def kernel_runs(x: Tensor, *, what: str) -> bool:
+    """`triton_runs` for kernels whose sums are fp32, and which ask nothing else."""
+    narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    reason = None if narrow else f"{x.dtype} is wider than the kernel's fp32"
+    return triton_runs(x, what=what, unsupported=reason)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Launch where the tensor lives; interpreted kernels live on the CPU."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

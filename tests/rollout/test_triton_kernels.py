@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import interpreted_triton  # before the kernels: chooses the interpreter
+import interpreted_triton  # before the kernels
 from fledge.rollout import blocked, triton_attention
 from fledge.rollout.attention import reference_attention, rollout_attention
 from fledge.rollout.plan import QueryRows, plan_rollout
@@ -94,7 +94,7 @@ def test_fused_is_reference_for_any_documents_rows_and_tiles(
     plan = make_plan(lengths, 4, seed=seed, supervised=supervised)
     inputs = make_inputs(plan, depth, heads=heads[0], groups=heads[1], channels=16, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_attention, "TILE_FP32", tile)
+        patch.setitem(triton_attention.TILES_FP32, 64, tile)
         assert_fused_is_reference(plan.depths[depth], inputs)
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fledge.draft.rotary import Rotary, rotate
 from fledge.rollout.peagle_mask import peagle_flex_attention
+from fledge.triton_gate import kernel_runs
 
 
 def linear(in_features: int, out_features: int) -> nn.Linear:
@@ -40,12 +41,21 @@ class _GatedDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_NI: Tensor, up_NI: Tensor, down_EI: Tensor) -> Tensor:
         ctx.save_for_backward(gate_NI, up_NI, down_EI)
+        if kernel_runs(gate_NI, what="SwiGLU"):
+            from fledge.draft.triton_swiglu import gate
+
+            return F.linear(gate(gate_NI, up_NI), down_EI)
         return F.linear(F.silu(gate_NI).mul_(up_NI), down_EI)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (dout_NE,) = grads
         gate_NI, up_NI, down_EI = ctx.saved_tensors
+        if kernel_runs(gate_NI, what="SwiGLU"):
+            from fledge.draft.triton_swiglu import gate_backward
+
+            gated_NI, dgate_NI, dup_NI = gate_backward(gate_NI, up_NI, dout_NE @ down_EI)
+            return dgate_NI, dup_NI, dout_NE.t() @ gated_NI
         act_NI = F.silu(gate_NI)
         ddown_EI = dout_NE.t() @ (act_NI * up_NI)
         dgated_NI = dout_NE @ down_EI

@@ -294,11 +294,11 @@ class _Step:
         before: Sequence[KeysValues],
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv = layer.project(layer.normed(state_NE), token_N, slice(None))
-        q, kv = qkv.tensor_split([layer.q_size], dim=1)
-        keys, values = self._heads(kv).chunk(2, dim=1)
+        kv_size = (qkv.shape[1] - layer.q_size) // 2
+        parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # gradient: one cat
+        q, keys, values = map(self._heads, parts)
         cos, sin = (x.index_select(0, slot_N) for x in (self.cos_TC, self.sin_TC))
-        q = rotate(self._heads(q), cos, sin)
-        keys = rotate(keys, cos, sin)
+        q, keys = rotate(q, cos, sin), rotate(keys, cos, sin)
         chain = (*before, (keys, values))
         out = rollout_attention(q, *prefix, rows, chain=chain, kind=self.kind)
         return layer.finish(state_NE, out), keys, values

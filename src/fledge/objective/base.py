@@ -17,7 +17,6 @@ from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.objective.head_loss import head_loss
 from fledge.objective.losses import LossSpec
 from fledge.objective.supervision import (
-    CHUNK_SCORES,
     DraftVocabulary,
     HiddenSupervision,
     LogitsSupervision,
@@ -96,7 +95,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self.register_buffer("selected_token_mask", member_V, persistent=False)
         self.spec = spec
         self.compute_dtype, self.attention = compute_dtype, attention
-        self.chunk_rows = chunk_rows or max(1, CHUNK_SCORES // len(selected_token_ids))
+        self.chunk_rows = chunk_rows
         self.target_head = target_head
         self._draft_head: TargetHead | None = None
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.objective.losses import LossSpec
-from fledge.objective.supervision import Supervision
+from fledge.objective.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
+from fledge.triton_gate import kernel_runs
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def head_loss(
     coefficient_N: Tensor,
     num_depths: int,
     spec: LossSpec,
-    chunk_rows: int,
+    chunk_rows: int | None = None,
 ) -> HeadLoss:
     """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
 
@@ -67,12 +68,18 @@ def head_loss(
         coefficient_N=torch.where(charged_N, coefficient_N, 0.0),
         num_depths=num_depths,
         spec=spec,
-        chunk_rows=chunk_rows,
+        chunk_rows=chunk_rows or _chunk_rows(hidden_EE, len(head_WE)),
         compute_dtype=hidden_EE.dtype,
         with_grad=torch.is_grad_enabled(),
     )
     loss, row_loss_N, correct_N = _HeadLoss.apply(hidden_EE, head_WE, task)  # type: ignore[no-untyped-call]
     return HeadLoss(loss, row_loss_N, correct_N)
+
+
+def _chunk_rows(hidden_EE: Tensor, width: int) -> int:
+    """As many as fit the memory of a chunk: the kernel has no fp32 copies of the logits."""
+    copies_spared = 4 if kernel_runs(hidden_EE, what="head loss") else 1
+    return max(1, copies_spared * CHUNK_SCORES // width)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -88,13 +95,13 @@ class _HeadLoss(torch.autograd.Function):
         row_loss_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
         correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
         ce_weight_N = _ce_weights(hidden_EE, head, task)
-        for part, element_C, probs_CW, top_C in _chunks(task, wide):
+        for part, element_C, target in _chunks(task, wide):
             x_CE = hidden_EE.index_select(0, element_C)
-            logits_CW = F.linear(x_CE, head).to(wide)
-            correct_N[part] = logits_CW.argmax(-1) == top_C
+            logits_CW = F.linear(x_CE, head)
             ce_weight = None if ce_weight_N is None else ce_weight_N[part]
-            row_loss_N[part], dlogits_CW = _rows(logits_CW, probs_CW, task.spec, ce_weight)
-            dlogits_CW = dlogits_CW.mul_(task.coefficient_N[part, None]).to(task.compute_dtype)
+            row_loss_N[part], correct_N[part], dlogits_CW = _score(
+                logits_CW, target, task.spec, task.coefficient_N[part], ce_weight
+            )
             if dhidden_EE is not None:
                 dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
             if dhead_WE is not None:
@@ -115,8 +122,21 @@ class _HeadLoss(torch.autograd.Function):
         )
 
 
-def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Chunk by chunk: which elements, their rows among the states, target's probabilities and top.
+@dataclass(frozen=True)
+class _Targets:
+    """What a chunk's elements are scored against; slots are shared between depths."""
+
+    slots_MW: Tensor  # the target's probabilities
+    slot_C: Tensor  # each element's row of them
+    top_C: Tensor  # the target's top token
+
+    def per_element(self) -> Tensor:
+        """The probabilities [C, W] that each element is scored against."""
+        return self.slots_MW.index_select(0, self.slot_C)
+
+
+def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, _Targets]]:
+    """Chunk by chunk: which elements, their rows among the states, what the target says.
 
     A slot that two chunks share is derived in both; all depths of it in one chunk share one.
     """
@@ -128,7 +148,7 @@ def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Ten
         slots_MW = task.supervision.probs(first, last + 1).to(wide)
         slot_C = elements.target_N[part] - first
         top_C = slots_MW.argmax(-1)[slot_C]
-        yield part, elements.element_N[part], slots_MW.index_select(0, slot_C), top_C
+        yield part, elements.element_N[part], _Targets(slots_MW, slot_C, top_C)
 
 
 def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
@@ -141,13 +161,46 @@ def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
         return None
     wide = torch.promote_types(hidden_EE.dtype, torch.float32)
     alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
-    for part, element_C, probs_CW, _ in _chunks(task, wide):
-        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head).to(wide)
-        alpha_N[part] = torch.minimum(probs_CW, torch.softmax(logits_CW, dim=-1)).sum(-1)
+    for part, element_C, target in _chunks(task, wide):
+        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head)
+        alpha_N[part] = _alpha(logits_CW, target)
     depth_N = task.elements.depth_N
     sums_K = alpha_N.new_zeros(task.num_depths).index_add_(0, depth_N, alpha_N * task.charged_N)
     count_K = torch.zeros_like(sums_K).index_add_(0, depth_N, task.charged_N.to(wide))
     return task.spec.ce_weight(sums_K / count_K.clamp_min(1))[depth_N]
+
+
+def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
+    """The chance [C] that speculative sampling accepts the draft's token."""
+    if kernel_runs(logits_CW, what="head loss"):
+        from fledge.objective.triton_head import fused_rows
+
+        slots = (target.slots_MW, target.slot_C, target.top_C)
+        return fused_rows(logits_CW, *slots, kind="acceptance")[0]
+    draft_CW = torch.softmax(logits_CW.to(target.slots_MW.dtype), dim=-1)
+    return torch.minimum(target.per_element(), draft_CW).sum(-1)
+
+
+def _score(
+    logits_CW: Tensor,
+    target: _Targets,
+    spec: LossSpec,
+    coefficient_C: Tensor,
+    ce_weight_C: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row losses [C], hits [C], and coefficient * gradient [C, W]; the logits are used up."""
+    if kernel_runs(logits_CW, what="head loss"):
+        from fledge.objective.triton_head import fused_rows
+
+        loss_C, correct_C = fused_rows(
+            logits_CW, target.slots_MW, target.slot_C, target.top_C, kind=spec.kind,
+            coefficient_C=coefficient_C, ce_weight_C=ce_weight_C,
+        )  # fmt: skip
+        return loss_C, correct_C, logits_CW
+    wide_CW = logits_CW.to(target.slots_MW.dtype)
+    correct_C = wide_CW.argmax(-1) == target.top_C
+    loss_C, dlogits_CW = _rows(wide_CW, target.per_element(), spec, ce_weight_C)
+    return loss_C, correct_C, dlogits_CW.mul_(coefficient_C[:, None]).to(logits_CW.dtype)
 
 
 def _rows(

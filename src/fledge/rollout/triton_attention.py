@@ -7,7 +7,6 @@ Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fledge.rollout import triton_kernels as kernels
 from fledge.rollout.plan import QueryRows
+from fledge.triton_gate import on_device_of
 
 SHORT_CHAIN = 8  # chains up to here share one compilation: TTT 7 needs 6, P-EAGLE's 8 depths 7
 GRANULE = 32  # every key block is a multiple of this many keys
@@ -30,20 +30,19 @@ class Tile:
     stages: int
 
 
-# By padded head dim, for 16-bit inputs; fp32 takes the last line. Chosen for Hopper.
+# By padded head dim. Chosen for Hopper: what fits its shared memory and spills few registers.
 TILES: dict[str, dict[int, Tile]] = {
-    "attend": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
-    "query_grad": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
+    "attend": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "query_grad": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
     "key_grad": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
 }
-TILE_FP32 = Tile(32, 32, 4, 1)
+TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
 CHAIN_ROWS = 16
 
 
 def tile_for(kernel: str, channels: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:
-        return TILE_FP32
-    return TILES[kernel][max(64, triton.next_power_of_2(channels))]
+    tiles = TILES_FP32 if dtype == torch.float32 else TILES[kernel]
+    return tiles[max(64, triton.next_power_of_2(channels))]
 
 
 def fused_attention(
@@ -150,7 +149,7 @@ class _Job:
         self.max_chain = longest
         self.ck = (*chain.keys, *[self.k] * (longest - self.depth))
         self.cv = (*chain.values, *[self.v] * (longest - self.depth))
-        self.device = torch.cuda.device(q_NHC.device) if q_NHC.is_cuda else nullcontext()
+        self.device = on_device_of(q_NHC)
 
     @property
     def order(self) -> tuple[Tensor, Tensor, Tensor]:

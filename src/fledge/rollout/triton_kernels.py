@@ -89,7 +89,7 @@ def _attend_keys(
     return acc, peak_M, total_M
 
 
-@triton.jit(do_not_specialize=["num_rows", "depth"])
+@triton.jit(do_not_specialize=["order", "slot", "first", "num_rows", "depth"])
 def attend(
     q, k, v, chain_k, chain_v, out, lse, order, slot, first,
     q_row, q_head, k_row, k_head, v_row, v_head, ck_row, ck_head, cv_row, cv_head,
@@ -164,7 +164,7 @@ def _query_grad_keys(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows", "depth"])
+@triton.jit(do_not_specialize=["order", "slot", "first", "num_rows", "depth"])
 def query_grad(
     q, k, v, chain_k, chain_v, out, dout, lse, delta, dq, order, slot, first,
     q_row, q_head, k_row, k_head, v_row, v_head, ck_row, ck_head, cv_row, cv_head,
@@ -219,7 +219,7 @@ def query_grad(
 # --- backward: keys ----------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_bounds", "steps"])
+@triton.jit(do_not_specialize=["order", "slot", "first", "num_rows", "num_bounds", "steps"])
 def row_bounds(
     order, slot, first, bounds, num_rows, num_bounds, steps,
     GRANULE: tl.constexpr, BLOCK: tl.constexpr,
@@ -279,7 +279,7 @@ def _key_grad_rows(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_bounds"])
+@triton.jit(do_not_specialize=["order", "slot", "first", "num_keys", "num_bounds"])
 def key_grad(
     q, k, v, dout, lse, delta, dk, dv, order, slot, first, bounds,
     q_row, q_head, k_row, k_head, v_row, v_head, num_keys, num_bounds,

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fledge.errors import BadInput
+
 # Checked in this order; the first path that holds a ModuleList or a ModuleDict is taken.
 LAYER_PATHS = (
     "model.layers",
@@ -42,7 +44,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         return list(layers)
     wanted = [str(i) for i in range(len(layers))]
     if set(layers.keys()) != set(wanted):
-        raise ValueError(
+        raise BadInput(
             f"decoder layers must be keyed '0' .. '{len(layers) - 1}', got {sorted(layers.keys())}"
         )
     return [layers[key] for key in wanted]
@@ -75,7 +77,7 @@ def _find(model: nn.Module) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
             continue
         if isinstance(layers, nn.ModuleList | nn.ModuleDict) and len(layers) > 0:
             return path, layers
-    raise ValueError(
+    raise BadInput(
         f"no decoder layers in {type(model).__name__}: looked for a ModuleList or ModuleDict under "
         f"{', '.join(LAYER_PATHS)}"
     )
@@ -93,7 +95,7 @@ def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
     if depth is None and layers is not None:
         depth = len(layers)
     if not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"num_hidden_layers of the target's config must be positive, got {depth}")
+        raise BadInput(f"num_hidden_layers of the target's config must be positive, got {depth}")
     return depth
 
 
@@ -101,7 +103,7 @@ def default_aux_layer_ids(depth: int) -> list[int]:
     """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28]."""
     ids = [1, depth // 2 - 1, depth - 4]
     if len(set(ids)) < 3 or not all(0 <= i < depth for i in ids):
-        raise ValueError(
+        raise BadInput(
             f"the target is too shallow for the default aux layers: {depth} layers give {ids}; "
             "pass three distinct aux_layer_ids"
         )
@@ -112,14 +114,14 @@ def validate_aux_layer_ids(aux_layer_ids: Sequence[int], depth: int) -> list[int
     """Exactly three distinct ids in range; the order given is the order of concatenation."""
     ids = list(aux_layer_ids)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"aux_layer_ids must be integers, got {ids}")
+        raise BadInput(f"aux_layer_ids must be integers, got {ids}")
     if len(ids) != 3:
-        raise ValueError(f"aux_layer_ids must be exactly three layers, got {len(ids)}: {ids}")
+        raise BadInput(f"aux_layer_ids must be exactly three layers, got {len(ids)}: {ids}")
     if len(set(ids)) != 3:
-        raise ValueError(f"aux_layer_ids must be distinct, got {ids}")
+        raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
     outside = [i for i in ids if not 0 <= i < depth]
     if outside:
-        raise ValueError(
+        raise BadInput(
             f"aux_layer_ids {outside} out of range: the target has layers 0 .. {depth - 1}"
         )
     return ids

@@ -1,0 +1,102 @@
+"""`fledge plan` and `fledge train` as a user runs them."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from train.tiny import make_chats, make_target, recipe_for
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("cli_train")
+    target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
+    recipe = recipe_for(target, chats, root / "run")
+    (root / "recipe.yaml").write_text(recipe.to_yaml())
+    return root
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "fledge.cli.main", *map(str, arguments)]
+
+
+def fledge(*arguments, code=0):
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_plan_train_and_train_again(place):
+    recipe, run = place / "recipe.yaml", place / "run"
+    plan = json.loads(fledge("plan", recipe, "--json").stdout)
+    assert plan["peak_bytes"] > plan["target_bytes"] > 0
+    assert not run.exists()  # a plan leaves nothing behind
+    outcome = json.loads(fledge("train", recipe, "--json").stdout)
+    assert outcome["finished"]
+    assert outcome["before"]["step"] == 0
+    assert outcome["measured"]["disk_bytes"] > 0
+    assert (run / "best" / "model.safetensors").exists()
+    again = json.loads(fledge("train", recipe, "--json").stdout)  # finished: nothing left to do
+    assert again["step"] == outcome["step"]
+    assert again["after"] == outcome["after"]
+
+
+def test_a_signal_leaves_a_resumable_run(place):
+    arguments = ["train", place / "recipe.yaml", f"run.output_dir={place / 'cut'}"]
+    arguments += ["training.epochs=400", "checkpoint.every_steps=100000"]
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = place / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:  # until it is really training
+        if metrics.exists() and '"loss"' in metrics.read_text():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "the same command continues the run" in out
+    newest = max((place / "cut" / "checkpoints").glob("step-*"))
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert json.loads((newest / "state.json").read_text())["step"] >= lines[-1]["step"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainig.lr=1"], "did you mean 'training'?"),
+        (["training.lrr=1"], "did you mean"),
+        (["data.train=[]"], "no training data"),
+        (["data.train=nowhere.jsonl"], "no such file"),
+        (["target.backend=sglang"], "target.backend"),
+        (["target.model=no-such-model"], "no such model"),
+        (["target.aux_layer_ids=0,1,9"], "9"),
+        (["objective.kind=eagle1"], "eagle1"),
+        (["training.device=cuda"], "torch sees no GPU"),
+        (["draft.init_from=nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path, overrides, message):
+    run = tmp_path / "run"
+    done = fledge("train", place / "recipe.yaml", f"run.output_dir={run}", *overrides, code=2)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[-1].startswith("fledge: ")
+    assert message in lines[-1]
+    assert "Traceback" not in done.stderr
+    assert not run.exists()  # nothing half-written
+
+
+def test_an_absent_tracker_says_what_to_install(place, tmp_path):
+    if importlib.util.find_spec("trackio"):
+        pytest.skip("trackio is installed here")
+    done = fledge(
+        "train", place / "recipe.yaml", f"run.output_dir={tmp_path / 'run'}",
+        "tracking.trackers=trackio", code=2,
+    )  # fmt: skip
+    assert "fledge[track]" in done.stderr
