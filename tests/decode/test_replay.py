@@ -8,7 +8,7 @@ from tiny_decode import AUX, STOPS
 from transformers import LlamaConfig
 
 from fledge.decode.answers import eos_token_ids
-from fledge.decode.replay import Text, replay
+from fledge.decode.replay import Text, _batches, replay
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
@@ -81,6 +81,17 @@ def draft_config(config):
         num_hidden_layers=1, num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads, rms_norm_eps=config.rms_norm_eps,
     )  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 2000))
+@settings(max_examples=60, deadline=None)
+def test_batches_hold_every_text_once_with_little_padding(lengths, batch_tokens):
+    batches = list(_batches(lengths, batch_tokens))
+    assert sorted(index for members in batches for index in members) == list(range(len(lengths)))
+    for members in batches:
+        own = [lengths[i] for i in members]
+        assert len(own) == 1 or len(own) * max(own) <= batch_tokens
+        assert min(own) >= 0.8 * max(own)
 
 
 def test_short_texts_have_no_rounds_to_replay(backend, drafts):

@@ -84,10 +84,16 @@ def replay(
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Texts by length, as many at a time as fit when padded to the longest."""
+    """Texts by length, as many at a time as fit when padded to the longest.
+
+    The shortest is at least four fifths of the longest: padding is computed too.
+    """
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if members and (len(members) + 1) * lengths[index] > batch_tokens:
+        length = lengths[index]
+        if members and (
+            (len(members) + 1) * length > batch_tokens or 5 * lengths[members[0]] < 4 * length
+        ):
             yield members
             members = []
         members.append(index)
