@@ -3,7 +3,12 @@
 Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
 """
 
+import os
 import sys
+
+# Before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine spinning
+# threads halve the speed of everybody, this program included.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
 from rich.console import Console
