@@ -46,11 +46,12 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import data, demo, doctor, plan, recipe, train
+    from fledge.cli import data, demo, doctor, eval, plan, recipe, train
 
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+    app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.add_typer(recipe.app, name="recipe")
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
