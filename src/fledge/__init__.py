@@ -32,6 +32,10 @@ _PUBLIC = {
     "generate_cod_sample_indices": "fledge.rollout.cod",
     "LlamaEagle3DraftModel": "fledge.draft.model",
     "simulated_accept_length": "fledge.objective.eagle3",
+    "SpeculativeDecoder": "fledge.decode.speculative",
+    "Stops": "fledge.decode.stops",
+    "TreeShape": "fledge.decode.tree",
+    "replay": "fledge.decode.replay",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

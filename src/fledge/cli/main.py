@@ -3,7 +3,12 @@
 Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
 """
 
+import os
 import sys
+
+# Before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine spinning
+# threads halve the speed of everybody, this program included.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
 from rich.console import Console
@@ -41,12 +46,13 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import cache, data, demo, doctor, plan, precompute, recipe, train
+    from fledge.cli import cache, data, demo, doctor, eval, plan, precompute, recipe, train
 
     app.add_typer(cache.app, name="cache")
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+    app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")

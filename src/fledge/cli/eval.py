@@ -1,0 +1,298 @@
+"""`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.errors import BadInput
+
+EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
+
+
+def evaluate(
+    drafts: Annotated[
+        list[Path], typer.Argument(metavar="DRAFT...", help="Drafts, or runs (their best).")
+    ],
+    target: Annotated[
+        str, typer.Option(help="The target's name; a run of fledge knows its own.")
+    ] = "",
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Prompts per file; 0: all.")] = 0,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round (k).")] = 7,
+    method: Annotated[
+        str, typer.Option(help="chain, parallel or tree; default: what the draft was trained for.")
+    ] = "",
+    tree: Annotated[str, typer.Option(help="Shape of a tree: depth,width,nodes.")] = "5,4,24",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of answers.")] = 256,
+    live: Annotated[
+        int, typer.Option(min=0, help="Answers to decode live too: proof and clock; 0: none.")
+    ] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 16,
+    aux_layers: Annotated[
+        str, typer.Option(help="Three layers, e.g. 1,14,26; default: the run's, or fledge's own.")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
+    ] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what drafts gain: acceptance per token, domain and length, and the speed-up.
+
+    The target answers the prompts once (kept in the cache); every draft is replayed over the
+    answers, which gives the acceptance of live decoding exactly, and a few answers are decoded live
+    to prove it and to take the time. The exit code is 1 when live decoding disagrees.
+    """
+    from fledge.decode.answers import cached_answers
+    from fledge.decode.evaluation import DraftEvaluation
+    from fledge.decode.prompts import read_prompts
+
+    quiet_libraries()
+    paths = [_draft_of(path) for path in drafts]
+    asked = read_prompts(prompts or ["mixed"], limit=limit or None)
+    options = _options(draft_tokens, method, tree, live, max_new_tokens)
+    with _watching() as watch:
+        watch("loading the target", 0, 1)
+        backend = _load_target(paths[0], target, aux_layers, dtype, device)
+        answers = cached_answers(
+            backend,
+            asked,
+            max_new_tokens=max_new_tokens,
+            batch=batch,
+            on_answer=lambda done, total: watch("the target answers", done, total),
+        )
+        if not answers.turns:
+            raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
+        evaluation = DraftEvaluation(backend, answers.turns, options, watch)
+        reports = [
+            evaluation.evaluate(label, _load_draft(path, backend))
+            for label, path in zip(_labels(drafts), paths, strict=True)
+        ]
+    if as_json:
+        print_json(_as_json(reports, answers, backend, prompts or ["mixed"]))
+    else:
+        show(reports, answers)
+    if any(report.live is not None and not report.live.agrees for report in reports):
+        err.print(
+            "live decoding disagrees with the replay: do not trust these figures", style="red"
+        )
+        raise typer.Exit(1)
+
+
+def _draft_of(path: Path) -> Path:
+    """The directory of a draft: the path itself, or the best checkpoint of a run."""
+    if (path / "config.json").is_file():
+        return path
+    if (path / "best" / "config.json").is_file():
+        return path / "best"
+    raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
+
+
+def _labels(drafts: list[Path]) -> list[str]:
+    """As many of the last parts of the paths as tell the drafts apart."""
+    parts = [path.absolute().parts for path in drafts]
+    for count in range(1, max(len(own) for own in parts) + 1):
+        labels = ["/".join(own[-count:]) for own in parts]
+        if len(set(labels)) == len(set(parts)):
+            return labels
+    return [str(path) for path in drafts]
+
+
+def _recipe_of(path: Path) -> Any:
+    """The recipe of the run that a draft belongs to, if any."""
+    from fledge.train.recipe import RESOLVED_NAME, load_recipe
+
+    here = path.absolute()
+    places = [here, *list(here.parents)[:1], *list(path.resolve().parents)[:2]]
+    found = next((place for place in places if (place / RESOLVED_NAME).is_file()), None)
+    return None if found is None else load_recipe(found / RESOLVED_NAME)
+
+
+def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
+    import torch
+
+    from fledge.target.hf import HFEagle3TargetModel
+
+    recipe = _recipe_of(draft)
+    name = target or (recipe.target.model if recipe is not None else "")
+    if not name:
+        raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
+    dtype = dtype or (recipe.target.dtype if recipe is not None else "auto")
+    named = getattr(torch, dtype, None) if dtype != "auto" else "auto"
+    if named is None or not (named == "auto" or isinstance(named, torch.dtype)):
+        raise BadInput(f"'{dtype}' is not a dtype", where="--dtype", fix="for example bfloat16")
+    ids = _numbers(aux_layers, 3, "--aux-layers") if aux_layers else None
+    if ids is None and recipe is not None:
+        ids = recipe.target.aux_layer_ids
+    return HFEagle3TargetModel.from_pretrained(
+        name, aux_layer_ids=ids, dtype=named, device=device or None
+    )
+
+
+def _load_draft(path: Path, target: Any) -> Any:
+    from fledge.draft.model import LlamaEagle3DraftModel
+
+    draft = LlamaEagle3DraftModel.from_pretrained(path, dtype=target.info().dtype)
+    return draft.to(target.model.device)
+
+
+def _options(draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int) -> Any:
+    from fledge.decode.evaluation import EvalOptions
+    from fledge.decode.tree import TreeShape
+
+    return EvalOptions(
+        num_draft_tokens=draft_tokens,
+        method=method or None,  # type: ignore[arg-type]
+        tree=TreeShape(*_numbers(tree, 3, "--tree")),
+        live=live,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def _numbers(text: str, count: int, where: str) -> list[int]:
+    parts = text.split(",")
+    if len(parts) != count or not all(part.strip().isdigit() for part in parts):
+        raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")
+    return [int(part) for part in parts]
+
+
+@contextlib.contextmanager
+def _watching() -> Iterator[Any]:
+    """One bar that says what is going on."""
+    with progress_bar("") as bar:
+        task = bar.add_task("", total=None, note="")
+
+        def watch(what: str, done: float, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield watch
+
+
+def _as_json(reports: Any, answers: Any, backend: Any, prompts: list[str]) -> dict[str, Any]:
+    info = backend.info()
+    return {
+        "prompts": prompts,
+        "answers": len(answers.turns),
+        "answer_tokens": sum(len(one.answer_ids) for one in answers.turns),
+        "cut_answers": sum(one.finish == "length" for one in answers.turns),
+        "skipped_prompts": answers.skipped,
+        "target": {
+            "weights_fingerprint": info.weights_fingerprint,
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "device": str(backend.model.device),
+            "aux_layer_ids": backend.aux_layer_ids,
+        },
+        "drafts": [report.to_json() for report in reports],
+    }
+
+
+def show(reports: Any, answers: Any) -> None:
+    """The tables."""
+    tokens = sum(len(one.answer_ids) for one in answers.turns)
+    cut = sum(one.finish == "length" for one in answers.turns)
+    source = "from the cache" if answers.from_cache else f"kept in {answers.path}"
+    out.print(
+        f"{len(answers.turns)} answers of the target, {tokens:,} tokens, {cut} cut at the limit, "
+        f"{answers.skipped} prompts skipped as too long; {source}",
+        soft_wrap=True,
+    )
+    tables = {
+        "acceptance": _positions(reports),
+        "by set of prompts": _groups(reports, "groups"),
+        "by category": _groups(reports, "categories"),
+        "by tokens known when the round begins": _groups(reports, "contexts"),
+        "speed, one text at a time": _speeds(reports),
+    }
+    for title, table in tables.items():
+        if title == "by set of prompts" and len(reports[0].groups) == 1:
+            continue
+        out.print(f"\n{title}", style="italic")
+        out.print(table)
+    out.print()
+    for line in dict.fromkeys(report.definition for report in reports):
+        out.print(f"{line}.", style="dim")
+    for report in reports:
+        _remarks(report)
+
+
+def _positions(reports: Any) -> Table:
+    table = Table(box=None)
+    table.add_column("draft")
+    table.add_column("method")
+    table.add_column("length", justify="right")
+    table.add_column("")
+    depth = max(len(report.acceptance.joint) for report in reports)
+    for k in range(depth):
+        table.add_column(f"{k + 1}", justify="right")
+    for report in reports:
+        found = report.acceptance
+        length = f"[bold]{found.length:.3f}[/]"
+        joint, conditional = ([f"{x:.1%}" for x in xs] for xs in (found.joint, found.conditional))
+        table.add_row(report.name, report.method, length, "all up to k", *joint)
+        table.add_row("", "", "", "k, given those before", *conditional)
+    return table
+
+
+def _groups(reports: Any, attribute: str) -> Table:
+    table = Table(box=None)
+    table.add_column("")
+    for report in reports:
+        table.add_column(report.name, justify="right")
+    table.add_column("rounds", justify="right")
+    for name in getattr(reports[0], attribute):
+        row = [getattr(report, attribute).get(name) for report in reports]
+        lengths = [f"{one.length:.3f}" if one is not None else "-" for one in row]
+        table.add_row(name, *lengths, f"{row[0].rounds:,}")
+    return table
+
+
+def _speeds(reports: Any) -> Table:
+    table = Table(box=None)
+    table.add_column("draft", no_wrap=True)
+    for name in ("plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
+                 "predicted\nspeed-up", "measured\n(live)"):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for report in reports:
+        speed = report.speed
+        if speed is None:
+            table.add_row(report.name, *["-"] * 5)
+            continue
+        table.add_row(
+            report.name,
+            f"{1e3 * speed.plain_step_s:.1f}",
+            f"{1e3 * speed.draft_s:.1f} + {1e3 * speed.verify_s:.1f}",
+            f"{speed.break_even:.2f}",
+            f"{speed.predicted(report.acceptance.length):.2f}x",
+            f"{speed.measured:.2f}x",
+        )
+    return table
+
+
+def _remarks(report: Any) -> None:
+    misses = report.misses.to_json()
+    lines = [
+        f"{misses['token_share']:.2%} of the drafted tokens are outside the draft vocabulary; they "
+        f"ended {misses['ended_round_share']:.1%} of the rounds"
+    ]
+    if report.every_slot is not None:
+        lines.append(f"from every slot (what training estimates): {report.every_slot:.3f}")
+    if report.other_picks:
+        lines.append(f"{report.other_picks} tokens the target would not pick again (near ties)")
+    if report.live is not None:
+        live = report.live
+        lines.append(
+            f"decoded live: {live.same_texts} of {live.texts} texts token for token the target's "
+            f"own, {live.same_rounds} of {live.rounds} rounds as replayed, "
+            f"length {live.acceptance.length:.3f}"
+        )
+    if report.replay_s is not None:
+        lines.append(f"replayed in {report.replay_s:.1f} s")
+    out.print(f"{report.name}: {'; '.join(lines)}.", markup=False)

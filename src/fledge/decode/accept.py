@@ -1,0 +1,89 @@
+"""Which proposed tokens stand: the rules that make speculative decoding lossless.
+
+Without sampling, or with a tree, the target picks its own token after every node (the likeliest,
+or one drawn from its distribution); the walk goes on while the proposal holds that very token. So
+whatever was proposed, each emitted token is the target's own pick.
+
+A chain that was itself drawn from the draft's distribution q has the better rule: keep token x
+with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from
+max(p - q, 0), normalised. Every emitted token is then distributed as p, exactly. Tokens outside
+the draft vocabulary have q = 0.
+
+Shapes: B rows, N proposed tokens, V / W target / draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.decode.propose import Chooser, Proposal
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one row: the accepted nodes in order, and the target's own token after them."""
+
+    path: list[int]
+    token: int
+
+
+def judge(
+    proposal: Proposal, logits_BNV: Tensor, chooser: Chooser, selected_W: Tensor
+) -> list[Verdict]:
+    """`logits_BNV` [B, N + 1, V]: after the verified text, then after each node."""
+    if proposal.probs_BNW is not None:
+        return _judge_drawn(proposal, logits_BNV, chooser, selected_W)
+    picked_BN, _ = chooser.pick(logits_BNV)
+    tokens = proposal.token_BN.tolist()
+    count = proposal.token_BN.shape[1]
+    if proposal.parent_BN is None:
+        parents = [list(range(-1, count - 1))] * len(tokens)
+    else:
+        parents = proposal.parent_BN.tolist()
+    picks = picked_BN.tolist()
+    return [walk(*row) for row in zip(tokens, parents, picks, strict=True)]
+
+
+def walk(tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> Verdict:
+    """Follow the target's picks down the tree; `picks[0]` is after the verified text."""
+    path: list[int] = []
+    at = -1
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == at and token == picks[at + 1]:  # parents come first: one pass is enough
+            path.append(node)
+            at = node
+    return Verdict(path, picks[at + 1])
+
+
+def _judge_drawn(
+    proposal: Proposal, logits_BNV: Tensor, chooser: Chooser, selected_W: Tensor
+) -> list[Verdict]:
+    assert proposal.probs_BNW is not None
+    p_BNV = chooser.probabilities(logits_BNV)
+    q_BNV = torch.zeros_like(p_BNV)  # its last place stays 0: nothing is proposed there
+    q_BNV[:, :-1, selected_W] = proposal.probs_BNW.to(p_BNV.dtype)
+    token_BN1 = proposal.token_BN[..., None]
+    p_BN, q_BN = (x[:, :-1].gather(2, token_BN1)[..., 0] for x in (p_BNV, q_BNV))
+    chance_BN = acceptance_probability(p_BN, q_BN)
+    draw_BN = torch.rand(
+        chance_BN.shape, generator=chooser.generator, device=p_BN.device, dtype=p_BN.dtype
+    )
+    accepted_B = (draw_BN < chance_BN).long().cumprod(dim=1).sum(dim=1)
+    rows_B = torch.arange(len(accepted_B), device=p_BN.device)
+    token_B = chooser.draw(residual(p_BNV[rows_B, accepted_B], q_BNV[rows_B, accepted_B]))
+    counts, tokens = accepted_B.tolist(), token_B.tolist()
+    return [Verdict(list(range(n)), token) for n, token in zip(counts, tokens, strict=True)]
+
+
+def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p / q) for a token that was drawn from q (so q > 0)."""
+    return (p / q).clamp_max(1.0)
+
+
+def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """What a rejected token is replaced from. Where p <= q to rounding, p itself is left."""
+    left_BV = (p_BV - q_BV).clamp_min(0)
+    total_B1 = left_BV.sum(dim=-1, keepdim=True)
+    return torch.where(total_B1 > 0, left_BV / total_B1, p_BV)

@@ -1,0 +1,172 @@
+"""Acceptance figures from rounds, and the words that say what they mean.
+
+No figure leaves this file without its definition: peers count differently, and most arguments
+about acceptance are about definitions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fledge.decode.rounds import Round
+
+_FIRST_BUCKET = 128
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text with the rounds that led through it."""
+
+    prompt_ids: Sequence[int]
+    answer_ids: Sequence[int]
+    rounds: Sequence[Round]
+    category: str = ""
+    accepted_T: Sequence[int] | None = None  # from every slot, when replayed
+    group: str = ""  # the file or set its prompt came from
+
+    @property
+    def total(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What some rounds add up to. Position k counts rounds whose text reaches that far."""
+
+    rounds: int
+    emitted: int
+    tried: tuple[int, ...]  # rounds in which position k could be judged against the text
+    reached: tuple[int, ...]  # of these, rounds in which all before it were accepted
+    accepted: tuple[int, ...]  # of these, rounds in which it was accepted too
+
+    @property
+    def length(self) -> float:
+        """Tokens per round; 0 without rounds."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def joint(self) -> list[float]:
+        """P(tokens 1..k all accepted)."""
+        return _shares(self.accepted, self.tried)
+
+    @property
+    def conditional(self) -> list[float]:
+        """P(token k accepted | those before it were)."""
+        return _shares(self.accepted, self.reached)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "acceptance_length": self.length,
+            "rounds": self.rounds,
+            "tokens": self.emitted,
+            "joint": self.joint,
+            "conditional": self.conditional,
+        }
+
+
+def count_rounds(pairs: Iterable[tuple[Round, int]], depth: int) -> Acceptance:
+    """From (round, tokens of its text in all) pairs; `depth` tokens are drafted at most."""
+    rounds = emitted = 0
+    tried, reached, accepted = [0] * depth, [0] * depth, [0] * depth
+    for one, total in pairs:
+        rounds += 1
+        emitted += one.emitted
+        for k in range(min(depth, total - one.context)):
+            tried[k] += 1
+            reached[k] += one.accepted >= k
+            accepted[k] += one.accepted > k
+    return Acceptance(rounds, emitted, tuple(tried), tuple(reached), tuple(accepted))
+
+
+def _shares(some: Sequence[int], of: Sequence[int]) -> list[float]:
+    return [part / whole if whole else 0.0 for part, whole in zip(some, of, strict=True)]
+
+
+def acceptance(samples: Iterable[Sample], depth: int) -> Acceptance:
+    return count_rounds(((one, sample.total) for sample in samples for one in sample.rounds), depth)
+
+
+def by_label(
+    samples: Sequence[Sample], depth: int, label: Callable[[Sample], str]
+) -> dict[str, Acceptance]:
+    parts: dict[str, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(label(sample), []).append(sample)
+    return {name: acceptance(parts[name], depth) for name in sorted(parts)}
+
+
+def by_context(samples: Iterable[Sample], depth: int) -> dict[str, Acceptance]:
+    """By how many tokens were known when the round began: up to 128, 256, 512, ..."""
+    groups: dict[int, list[tuple[Round, int]]] = {}
+    for sample in samples:
+        for one in sample.rounds:
+            bound = _FIRST_BUCKET
+            while bound < one.context:
+                bound *= 2
+            groups.setdefault(bound, []).append((one, sample.total))
+    return {f"<= {bound}": count_rounds(groups[bound], depth) for bound in sorted(groups)}
+
+
+def every_slot_length(samples: Iterable[Sample], depth: int) -> float | None:
+    """What training estimates: 1 + sum over k of P(tokens 1..k right), every slot a start.
+
+    None for rounds that were not replayed. It differs from tokens per round, because live rounds do
+    not start everywhere: after a long accepted run they skip the easy slots.
+    """
+    tried, hits = [0] * depth, [0] * depth
+    for sample in samples:
+        if sample.accepted_T is None:
+            return None
+        for slot in range(len(sample.prompt_ids) - 1, sample.total - 2):
+            for k in range(min(depth, sample.total - slot - 2)):
+                tried[k] += 1
+                hits[k] += sample.accepted_T[slot] > k
+    return 1.0 + sum(hit / n for hit, n in zip(hits, tried, strict=True) if n)
+
+
+@dataclass(frozen=True)
+class VocabularyMisses:
+    """Tokens that the draft cannot say: no training helps there, a larger map does."""
+
+    tokens: int  # answer tokens that a draft could have drafted
+    outside: int  # of these, outside the draft vocabulary
+    rounds: int
+    ended_rounds: int  # rounds whose first rejected token was one of them
+
+    def to_json(self) -> dict[str, Any]:
+        share = self.outside / self.tokens if self.tokens else 0.0
+        ended = self.ended_rounds / self.rounds if self.rounds else 0.0
+        return {"token_share": share, "ended_round_share": ended, "tokens": self.outside}
+
+
+def vocabulary_misses(
+    samples: Iterable[Sample], depth: int, can_say: Callable[[int], bool]
+) -> VocabularyMisses:
+    tokens = outside = rounds = ended = 0
+    for sample in samples:
+        text = [*sample.prompt_ids, *sample.answer_ids]
+        drafted = text[len(sample.prompt_ids) + 1 :]
+        tokens += len(drafted)
+        outside += sum(not can_say(token) for token in drafted)
+        for one in sample.rounds:
+            rounds += 1
+            missed = one.context + one.accepted
+            if one.accepted < min(depth, one.emitted):
+                ended += not can_say(text[missed])
+    return VocabularyMisses(tokens, outside, rounds, ended)
+
+
+def definition(method: str, depth: int, *, temperature: float = 0.0, nodes: int = 0) -> str:
+    """The sentence that goes with every figure."""
+    drafted = {
+        "chain": f"a chain of k = {depth} drafted tokens",
+        "parallel": f"k = {depth} tokens drafted in parallel",
+        "tree": f"a tree of {nodes} nodes, {depth} deep",
+    }[method]
+    return (
+        "acceptance length = tokens per round of drafting and verification: the accepted drafted "
+        "tokens and the one the target adds (bonus token counted; the first token of an answer "
+        "belongs to no round; a round that the end of the text cuts short counts what it added). "
+        f"{drafted[0].upper()}{drafted[1:]} per round, temperature {temperature:g}, on the "
+        "target's own answers"
+    )

@@ -1,0 +1,49 @@
+"""When a text ends: an end token, a stop string, or enough tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Finish = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class Stops:
+    """A text ends with the first token that ends it; that token is part of the text.
+
+    `decode` turns token ids into text and is needed for stop strings only.
+    """
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be positive, got {self.max_new_tokens}")
+        if self.stop_strings and self.decode is None:
+            raise ValueError("stop_strings: need `decode`, the tokenizer's way back to text")
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings: an empty string stops everything")
+
+    def cut(self, new_ids: Sequence[int], checked: int) -> tuple[int, Finish | None]:
+        """How many of the new tokens stay, and why the text ends there (None: it goes on).
+
+        The first `checked` tokens are known not to end it.
+        """
+        for count in range(checked + 1, len(new_ids) + 1):
+            if new_ids[count - 1] in self.eos_token_ids:
+                return count, "eos"
+            if self._says_stop(new_ids[:count]):
+                return count, "stop"
+            if count == self.max_new_tokens:
+                return count, "length"
+        return len(new_ids), None
+
+    def _says_stop(self, new_ids: Sequence[int]) -> bool:
+        if not self.stop_strings or self.decode is None:
+            return False
+        longest = max(len(stop.encode()) for stop in self.stop_strings)
+        tail = self.decode(new_ids[-longest - 4 :])  # a token is at least a byte; 4: a broken one
+        return any(stop in tail for stop in self.stop_strings)

@@ -1,0 +1,30 @@
+"""One target, a few drafts and the definition's answers, made once."""
+
+import pytest
+from tiny_decode import STOPS, make_draft, make_target, plain_greedy, random_prompts
+
+
+@pytest.fixture(scope="session")
+def target():
+    return make_target()
+
+
+@pytest.fixture(scope="session")
+def drafts(target):
+    return {
+        "random": make_draft(target, width=25, fc_norm=True),
+        "trained": make_draft(target, width=32, fit=40),
+        "deep": make_draft(target, layers=2, norm_output=True, fc_norm=True, fit=40),
+        "parallel": make_draft(target, layers=2, width=36, parallel=True, fit=40),
+    }
+
+
+@pytest.fixture(scope="session")
+def asked():
+    return random_prompts(200)
+
+
+@pytest.fixture(scope="session")
+def answers(target, asked):
+    """The target's own greedy text, by the definition."""
+    return [plain_greedy(target, prompt, STOPS) for prompt in asked]

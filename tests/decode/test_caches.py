@@ -1,0 +1,180 @@
+"""The caches compute what one pass over the whole text computes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_decode import AUX, make_draft
+from transformers import MistralConfig, MistralForCausalLM
+
+from fledge.decode.drafter import Drafter, TrueSlots
+from fledge.decode.target import CachedTarget
+from fledge.decode.tree import TreeShape, propose_tree, tree_layout
+from fledge.rollout.plan import plan_rollout
+from fledge.target.hf import HFEagle3TargetModel
+
+EXACT = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def whole_pass(model, ids):
+    """Logits and aux states of one text, uncached."""
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), output_hidden_states=True)
+    return out.logits[0], torch.cat([out.hidden_states[i + 1][0] for i in AUX[:2]], -1)
+
+
+def windowed():
+    torch.manual_seed(2)
+    config = MistralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
+    )  # fmt: skip
+    return MistralForCausalLM(config).double().eval()
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_the_target_forgets_exactly_what_was_rejected(target, kind, data):
+    model = target if kind == "full" else windowed()
+    tokens = st.lists(st.integers(0, 39), min_size=1, max_size=9)
+    rows = data.draw(st.lists(tokens, min_size=1, max_size=4))
+    cached = CachedTarget(model, AUX[:2])
+    with torch.no_grad():
+        answer = cached.begin(rows)
+        for index, row in enumerate(rows):
+            logits, aux = whole_pass(model, row)
+            torch.testing.assert_close(answer.logits_BNV[index, 0], logits[-1], **EXACT)
+            torch.testing.assert_close(answer.aux_BND[index, : len(row)], aux, **EXACT)
+        for _ in range(3):
+            count = data.draw(st.integers(1, 4))
+            new = [data.draw(st.lists(st.integers(0, 39), min_size=count, max_size=count))
+                   for _ in rows]  # fmt: skip
+            answer = cached.step(torch.tensor(new))
+            for index, row in enumerate(rows):
+                logits, aux = whole_pass(model, row + new[index])
+                torch.testing.assert_close(answer.logits_BNV[index], logits[len(row) :], **EXACT)
+                torch.testing.assert_close(answer.aux_BND[index], aux[len(row) :], **EXACT)
+            alive = sorted(data.draw(st.sets(st.sampled_from(range(len(rows))), min_size=1)))
+            take = [data.draw(st.integers(0, count)) for _ in alive]
+            cached.keep(alive, [list(range(n)) for n in take])
+            rows = [rows[i] + new[i][:n] for i, n in zip(alive, take, strict=True)]
+            assert cached.lengths == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {0: [0, 1, 3], 2: [0, 5]},  # root, nodes 0, 2 of the first row; root, node 4 of the last
+        {0: [0, 1, 3], 1: [0, 1, 2], 2: [0, 1, 3]},  # every row, as many tokens each
+        {0: [0, 1, 2, 4], 1: [0], 2: [0, 5]},
+    ],
+)
+def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
+    rows = [[5, 6, 7], [9], [1, 2]]
+    #         0 -> 1 -> 3, 0 -> 2, and 4 from the root
+    parents = [[-1, 0, 0, 1, -1]] * 3
+    nodes = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25], [31, 32, 33, 34, 35]]
+    roots = [4, 8, 3]
+    paths = {0: [0], 1: [0, 1], 2: [0, 2], 3: [0, 1, 3], 4: [4]}
+    cached = CachedTarget(target, AUX[:2])
+    with torch.no_grad():
+        cached.begin(rows)
+        depth, visible = tree_layout(torch.tensor(parents), 3)
+        token = torch.tensor([[root, *own] for root, own in zip(roots, nodes, strict=True)])
+        answer = cached.step(token, depth_BN=depth, visible_BNN=visible)
+        for index, row in enumerate(rows):
+            for node, path in paths.items():
+                text = [*row, roots[index], *(nodes[index][i] for i in path)]
+                logits, aux = whole_pass(target, text)
+                torch.testing.assert_close(answer.logits_BNV[index, node + 1], logits[-1], **EXACT)
+                torch.testing.assert_close(answer.aux_BND[index, node + 1], aux[-1], **EXACT)
+        cached.keep(list(kept), list(kept.values()))
+        after = cached.step(torch.tensor([[20], [19], [18]][: len(kept)]))
+        for place, (index, own) in enumerate(kept.items()):
+            text = [*rows[index], *(int(token[index, i]) for i in own), 20 - place]
+            logits, _ = whole_pass(target, text)
+            torch.testing.assert_close(after.logits_BNV[place, 0], logits[-1], **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 3}, {"norm_output": True, "fc_norm": True}])
+def test_the_cached_draft_computes_the_rollout_of_training(target, options):
+    draft = make_draft(target, **options)
+    ids = torch.randint(0, 40, (1, 9))
+    ones = torch.ones_like(ids)
+    batch = HFEagle3TargetModel(target, AUX).generate_batch(ids, ones, ones)
+    plan = plan_rollout(batch.loss_mask, ones, num_depths=3, compact=False)
+    with torch.no_grad():
+        by_depth = draft.unroll(batch.aux_hidden_states[0], batch.input_ids[0], plan)
+        drafter = Drafter(draft)
+        drafter.start(1)
+        begin = 0
+        for anchor in (2, 3, 5):  # after two, one and two more verified slots
+            own = slice(begin, anchor + 1)
+            slots = TrueSlots(
+                batch.aux_hidden_states[:, own], batch.input_ids[:, own], [begin],
+                [anchor + 1 - begin],
+            )  # fmt: skip
+            state = drafter.extend(slots)
+            for depth in range(3):
+                if depth:
+                    token = batch.input_ids[:, anchor + depth, None]
+                    index = torch.tensor([[anchor + depth]])
+                    state = drafter.run(state[:, None], token, index, used=anchor + depth + 1)[:, 0]
+                row = plan.depths[depth].slot_N.tolist().index(anchor)
+                want = by_depth[depth][row] @ draft.lm_head.weight.t()
+                torch.testing.assert_close(drafter.logits(state)[0], want, **EXACT)
+            begin = anchor + 1
+
+
+@pytest.mark.parametrize("nodes", [52, 15])
+def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
+    """Every node's children are those of a chain forced along its path; the best nodes are kept.
+
+    52 nodes are all that are ever scored: 4, and 16 at each of three depths.
+    """
+    draft = make_draft(target, width=20, layers=2)
+    with torch.no_grad():
+        draft.lm_head.weight.mul_(0.1)  # undecided: deep nodes of many parents are in the running
+    shape = TreeShape(depth=4, width=4, nodes=nodes)
+    aux, ids = torch.randn(2, 5, 48).double(), torch.randint(0, 40, (2, 5))
+    slots = TrueSlots(aux, ids, [0, 0], [5, 3])
+    with torch.no_grad():
+        drafter = Drafter(draft)
+        drafter.start(2)
+        tree = propose_tree(drafter, slots, shape)
+        for row, count in enumerate(slots.count_B):
+            scores = score_paths(draft, aux[row, :count], ids[row, :count], shape)
+            paths = []
+            for token, parent in zip(tree.token_BN[row], tree.parent_BN[row], strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), int(token)))
+            best = sorted(scores, key=lambda path: -scores[path])[: shape.nodes]
+            assert sorted(paths) == sorted(best)
+
+
+def forced(draft, aux, ids, path, width):
+    """The likeliest next tokens after a forced path, with their log-probabilities."""
+    drafter = Drafter(draft)
+    drafter.start(1)
+    state = drafter.extend(TrueSlots(aux[None], ids[None], [0], [len(ids)]))
+    for depth, said in enumerate(path, start=1):
+        index = torch.tensor([[len(ids) - 1 + depth]])
+        token = torch.tensor([[said]])
+        state = drafter.run(state[:, None], token, index, used=len(ids) + depth)[:, 0]
+    logp, picked = drafter.logits(state)[0].log_softmax(-1).topk(width)
+    return dict(zip(draft.selected_token_ids[picked].tolist(), logp.tolist(), strict=True))
+
+
+def score_paths(draft, aux, ids, shape):
+    """All scored paths of the beam, by plain recursion over forced chains."""
+    scores, frontier = {}, {(): 0.0}
+    for _ in range(shape.depth):
+        children = {
+            (*path, token): score + logp
+            for path, score in frontier.items()
+            for token, logp in forced(draft, aux, ids, path, shape.width).items()
+        }
+        scores |= children
+        best = sorted(children, key=lambda path: -children[path])[: shape.width]
+        frontier = {path: children[path] for path in best}
+    return scores

@@ -1,0 +1,120 @@
+"""At temperature 1 the texts are distributed as the target's own; a broken rule is noticed."""
+
+import itertools
+
+import pytest
+import torch
+from tiny_decode import AUX, make_draft, make_target
+
+from fledge.decode import accept
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.stops import Stops
+from fledge.decode.tree import TreeShape
+
+VOCAB, LENGTH, ROWS, PROMPT = 6, 3, 6000, [2, 4, 1]
+
+
+@pytest.fixture(scope="module")
+def small():
+    target = make_target(vocab=VOCAB, sharp=0.35, seed=4)
+    return target, {
+        "chain": make_draft(target, width=4, seed=5),
+        "parallel": make_draft(target, width=4, seed=6, parallel=True),
+        "tree": make_draft(target, width=4, seed=5),
+    }
+
+
+def true_probabilities(target):
+    """Of every text of LENGTH tokens."""
+    texts = list(itertools.product(range(VOCAB), repeat=LENGTH))
+    with torch.no_grad():
+        logits = target(torch.tensor([[*PROMPT, *text] for text in texts])).logits
+    logp = logits.log_softmax(-1)[:, len(PROMPT) - 1 : -1]
+    return logp.gather(2, torch.tensor(texts)[..., None]).sum((1, 2)).exp()
+
+
+def p_value(target, draft, method, seed, temperature=1.0):
+    decoder = SpeculativeDecoder(
+        target, draft, aux_layer_ids=AUX, method=method, num_draft_tokens=2,
+        tree=TreeShape(depth=2, width=2, nodes=5),
+    )  # fmt: skip
+    found = decoder.generate([PROMPT] * ROWS, Stops(LENGTH), temperature=temperature, seed=seed)
+    accepted = sum(r.accepted for one in found for r in one.rounds)
+    assert accepted > 0.05 * ROWS
+    if decoder.method == "tree" or accept.acceptance_probability is not always:
+        assert accepted < 1.9 * ROWS  # both branches of the rule were taken
+    index = torch.tensor([one.token_ids for one in found]) @ torch.tensor([VOCAB**2, VOCAB, 1])
+    seen = torch.bincount(index, minlength=VOCAB**LENGTH).double()
+    expected = true_probabilities(target) * ROWS
+    rare = expected < 5  # pooled: the test's approximation needs filled cells
+    seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    statistic = ((seen - expected) ** 2 / expected.clamp_min(1e-9)).sum()
+    freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.double)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+@pytest.mark.parametrize("method", ["chain", "parallel", "tree"])
+def test_texts_are_distributed_as_the_targets_own(small, method):
+    target, drafts = small
+    values = [p_value(target, drafts[method], method, seed) for seed in (0, 1)]
+    assert max(values) > 0.05
+    assert min(values) > 0.001
+
+
+def always(p, q):
+    return torch.ones_like(p)
+
+
+def half(p, q):
+    return 0.5 * (p / q).clamp_max(1.0)
+
+
+def target_itself(p, q):
+    return p
+
+
+def no_clamp(p, q):
+    left = (p - q).abs()
+    return left / left.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("acceptance_probability", always),
+        ("acceptance_probability", half),
+        ("residual", target_itself),
+        ("residual", no_clamp),
+    ],
+)
+@pytest.mark.parametrize("method", ["chain", "parallel"])
+def test_a_broken_rule_is_noticed(small, monkeypatch, name, broken, method):
+    target, drafts = small
+    monkeypatch.setattr(accept, name, broken)
+    assert p_value(target, drafts[method], method, 0) < 1e-6
+
+
+def test_a_seed_gives_the_same_text_and_another_another(small):
+    target, drafts = small
+    decoder = SpeculativeDecoder(target, drafts["chain"], aux_layer_ids=AUX, num_draft_tokens=3)
+
+    def say(seed):
+        found = decoder.generate([PROMPT] * 4, Stops(20), temperature=1.0, seed=seed)
+        return [one.token_ids for one in found]
+
+    assert say(1) == say(1)
+    assert say(1) != say(2)
+
+
+def test_a_cold_temperature_is_greedy(target, drafts, asked):
+    decoder = SpeculativeDecoder(target, drafts["trained"], aux_layer_ids=AUX)
+    cold = decoder.generate(asked[:8], Stops(12), temperature=1e-4)
+    assert [one.token_ids for one in cold] == [
+        one.token_ids for one in decoder.generate(asked[:8], Stops(12))
+    ]
+
+
+def test_the_residual_of_equal_distributions_is_the_distribution():
+    p = torch.tensor([[0.25, 0.75]])
+    torch.testing.assert_close(accept.residual(p, p), p)

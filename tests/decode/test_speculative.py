@@ -1,0 +1,164 @@
+"""Speculative output == plain greedy output, token for token, whatever the draft says."""
+
+import pytest
+import torch
+from tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.stops import Stops
+from fledge.decode.tree import TreeShape
+from fledge.errors import BadInput
+
+TREE = TreeShape(depth=4, width=3, nodes=9)
+
+
+def decoder(target, draft=None, **options):
+    given = {"aux_layer_ids": AUX, "num_draft_tokens": 4, "tree": TREE, **options}
+    return SpeculativeDecoder(target, draft, **given)
+
+
+def run(decoder, prompts, stops, batch):
+    out = []
+    for begin in range(0, len(prompts), batch):
+        out += decoder.generate(prompts[begin : begin + batch], stops)
+    return out
+
+
+def texts(generations):
+    return [(one.token_ids, one.finish) for one in generations]
+
+
+@pytest.mark.parametrize("method", [None, "tree"])
+@pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
+def test_batches_of_eight_say_what_the_target_says(target, drafts, asked, answers, kind, method):
+    found = run(decoder(target, drafts[kind], method=method), asked, STOPS, batch=8)
+    assert texts(found) == answers
+    for one in found:
+        assert sum(r.emitted for r in one.rounds) == len(one.token_ids) - 1
+        assert all(r.accepted <= r.emitted <= r.accepted + 1 for r in one.rounds)
+    if kind != "random":  # there was something to accept, and something to reject
+        lengths = [r.accepted for one in found for r in one.rounds]
+        assert max(lengths) >= 3
+        assert min(lengths) == 0
+
+
+@pytest.mark.parametrize("method", [None, "tree"])
+@pytest.mark.parametrize("kind", ["trained", "parallel"])
+def test_one_row_alone_takes_the_same_rounds(target, drafts, asked, answers, kind, method):
+    ours = decoder(target, drafts[kind], method=method)
+    alone = run(ours, asked[:24], STOPS, batch=1)
+    together = run(ours, asked[:24], STOPS, batch=24)
+    assert texts(alone) == answers[:24]
+    assert [one.rounds for one in alone] == [one.rounds for one in together]
+
+
+def test_without_a_draft_it_is_plain_greedy_decoding(target, asked, answers):
+    assert texts(run(decoder(target), asked[:40], STOPS, batch=8)) == answers[:40]
+
+
+def test_transformers_generates_the_same(target, drafts, asked):
+    prompt = asked[0]
+    ids = target.generate(
+        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    [ours] = decoder(target, drafts["trained"]).generate([prompt], Stops(20))
+    assert ours.token_ids == ids[0, len(prompt) :].tolist()
+    assert ours.finish == "length"
+
+
+def letters(ids):
+    return "".join(chr(65 + token) for token in ids)
+
+
+@pytest.mark.parametrize("method", [None, "tree"])
+def test_stop_strings_end_the_text_where_plain_decoding_ends_it(
+    target, drafts, asked, answers, method
+):
+    spoken = letters(answers[0][0])
+    stops = Stops(14, frozenset({3}), (spoken[5:7], spoken[2:4] + "?"), decode=letters)
+    want = [plain_greedy(target, prompt, stops) for prompt in asked[:16]]
+    assert "stop" in {finish for _, finish in want}
+    found = run(decoder(target, drafts["trained"], method=method), asked[:16], stops, batch=8)
+    assert texts(found) == want
+
+
+def test_every_length_limit_cuts_exactly(target, drafts, asked, answers):
+    ours = decoder(target, drafts["trained"])
+    for limit in range(1, 9):
+        found = ours.generate(asked[:8], Stops(limit, STOPS.eos_token_ids))
+        for one, (want, _) in zip(found, answers[:8], strict=True):
+            assert one.token_ids == want[:limit]
+
+
+def windowed_targets():
+    small = {
+        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+    }  # fmt: skip
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return {
+        "mistral": MistralConfig(**small, sliding_window=5),
+        "qwen3": Qwen3Config(**small),
+        "gemma3": Gemma3TextConfig(**small, sliding_window=5, layer_types=kinds),
+        "gpt-oss": GptOssConfig(
+            **small, sliding_window=5, layer_types=kinds, num_local_experts=2,
+            num_experts_per_tok=1,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", "gemma3", "gpt-oss"])
+def test_other_architectures_and_sliding_windows(kind):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(windowed_targets()[kind]).eval()
+    if kind != "gpt-oss":  # its grouped products know no fp64
+        model = model.double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                weight.mul_(6)
+    draft = make_draft(model)
+    prompts, stops = random_prompts(4, seed=3), Stops(16)
+    want = [plain_greedy(model, prompt, stops) for prompt in prompts]
+    assert texts(decoder(model, draft).generate(prompts, stops)) == want
+    if kind == "qwen3":
+        assert texts(decoder(model, draft, method="tree").generate(prompts, stops)) == want
+    else:
+        with pytest.raises(BadInput, match="full attention"):
+            decoder(model, draft, method="tree")
+
+
+def test_a_target_with_a_running_state_is_refused(target, drafts):
+    config = Qwen3NextConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=4, num_experts=2, num_experts_per_tok=1,
+        intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    with pytest.raises(BadInput, match=r"linear_attention.*cannot take back tokens"):
+        SpeculativeDecoder(AutoModelForCausalLM.from_config(config))
+
+
+def test_bad_arguments_say_what_is_wrong(target, drafts):
+    ours = decoder(target, drafts["trained"])
+    with pytest.raises(ValueError, match="temperature"):
+        ours.generate([[1]], STOPS, temperature=-1.0)
+    with pytest.raises(ValueError, match="prompts"):
+        ours.generate([[1], []], STOPS)
+    with pytest.raises(ValueError, match="num_draft_tokens"):
+        decoder(target, drafts["trained"], num_draft_tokens=0)
+    with pytest.raises(BadInput, match="parallel"):
+        decoder(target, drafts["trained"], method="parallel")
+    with pytest.raises(BadInput, match="did you mean 'chain'"):
+        decoder(target, drafts["trained"], method="chian")
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        Stops(0)
+    with pytest.raises(ValueError, match="decode"):
+        Stops(4, stop_strings=("x",))

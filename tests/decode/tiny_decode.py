@@ -1,0 +1,99 @@
+"""Tiny targets and drafts in fp64, with opinions strong enough to agree now and then."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fledge.decode.stops import Stops
+from fledge.draft.model import LlamaEagle3DraftModel
+
+VOCAB, AUX = 40, [0, 1, 2]
+STOPS = Stops(max_new_tokens=14, eos_token_ids=frozenset({3}))
+
+
+def make_target(vocab=VOCAB, seed=0, sharp=6.0, attention=4.0, **options):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **options,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double().eval()
+    with torch.no_grad():  # the next token depends mostly on the last one, and somewhat on the rest
+        model.lm_head.weight.mul_(sharp * 10)
+        model.model.embed_tokens.weight.mul_(30)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(attention)
+    return model
+
+
+def make_draft(target, *, width=None, seed=1, layers=1, parallel=False, fit=0, **options):
+    """A random draft, or one fitted for a few steps to the target's own continuations."""
+    torch.manual_seed(seed)
+    vocab = target.config.vocab_size
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        draft_vocab_size=width or vocab, target_hidden_size=16,
+        parallel_drafting=parallel, mask_token_id=vocab - 1 if parallel else None, **options,
+    )  # fmt: skip
+    draft = LlamaEagle3DraftModel(config).double()
+    if width:
+        ids = torch.randperm(vocab)[:width].sort().values
+        mask = torch.zeros(vocab, dtype=torch.bool)
+        mask[ids] = True
+        draft.set_vocab_mapping(ids, mask)
+    with torch.no_grad():  # not silent: its own choices must differ from slot to slot
+        for weight in draft.parameters():
+            if weight.ndim == 2:
+                weight.mul_(8)
+    draft.copy_embeddings_from_target(target.model.embed_tokens)
+    if fit:
+        fit_draft(target, draft, steps=fit)
+    return draft.eval()
+
+
+def fit_draft(target, draft, steps, depths=4):
+    """Train on greedy continuations: real agreement, far from perfect."""
+    from fledge.objective.eagle3 import Eagle3TrainerModule
+    from fledge.objective.peagle import PEagleTrainerModule
+    from fledge.target.hf import HFEagle3TargetModel
+
+    ids = draft.selected_token_ids
+    mask = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+    mask[ids] = True
+    common = {"selected_token_ids": ids, "selected_token_mask": mask}
+    if draft.config.parallel_drafting:
+        module = PEagleTrainerModule(
+            draft, num_depths=depths, mask_token_id=draft.config.mask_token_id, **common
+        )
+    else:
+        module = Eagle3TrainerModule(draft, ttt_steps=depths, **common)
+    prompts = torch.randint(0, target.config.vocab_size, (16, 4))
+    rows = target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    ones = torch.ones_like(rows)
+    batch = HFEagle3TargetModel(target, AUX).generate_batch(rows, ones, ones)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(**batch.to_trainer_inputs()).loss.backward()
+        optimizer.step()
+
+
+def random_prompts(count, *, vocab=VOCAB, seed=0, longest=12):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def plain_greedy(model, prompt, stops: Stops):
+    """The definition: the whole text through the whole model for every token."""
+    ids = list(prompt)
+    while True:
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        new = ids[len(prompt) :]
+        count, finish = stops.cut(new, len(new) - 1)
+        if finish:
+            return new[:count], finish
