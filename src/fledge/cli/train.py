@@ -157,7 +157,7 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
 def acceptance_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     """Held-out acceptance before and after training, per drafted token."""
     table = Table(title="held-out acceptance, greedy chain", title_justify="left", box=None)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("length", justify="right")
     for depth in range(len(after["prefix_acceptance"])):
         table.add_column(f"token {depth + 1}", justify="right")
