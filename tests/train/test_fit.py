@@ -247,6 +247,9 @@ def test_too_many_bad_steps_end_the_run(recipe):
 def test_an_existing_run_says_which_field_differs(recipe):
     train(recipe())
     check_existing(recipe("checkpoint.keep=5", "tracking.every_steps=1"))  # free to change
+    check_existing(recipe("data.train=moved.jsonl"))  # what it holds is checked by fingerprint
+    with pytest.raises(BadInput, match=r"data\.valid_rows: 8 -> 9"):
+        check_existing(recipe("data.valid_rows=9"))
     with pytest.raises(BadInput, match=r"training\.lr: 0\.003 -> 0\.5"):
         check_existing(recipe("training.lr=0.5"))
     with pytest.raises(BadInput, match="resume is false"):
@@ -271,6 +274,9 @@ def test_a_warm_start_keeps_the_map(recipe, tmp_path):
     old = LlamaEagle3DraftModel.from_pretrained(start)
     assert torch.equal(warm.draft.selected_token_ids, old.selected_token_ids)
     assert 0 < warm.vocabulary.coverage <= 1
+    assert warm.draft.config.aux_layer_ids == [0, 1, 2]
+    with pytest.raises(BadInput, match=r"trained on the target's layers \[0, 1, 2\]"):
+        set_up(recipe(f"draft.init_from={start}", "target.aux_layer_ids=0,1,3", run="other"))
     outcome = fit(warm, notes)
     assert outcome.state.first["tau"] > 1.0  # it starts from what it knew
     assert notes.evaluations[0]["evaluation"]["tau"] == outcome.state.first["tau"]

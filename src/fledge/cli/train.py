@@ -12,10 +12,12 @@ from fledge.errors import BadInput
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
 
-# Fields that may differ between a run and its continuation: they do not touch the arithmetic.
+# Fields that may differ between a run and its continuation: they do not touch the arithmetic. Data
+# and target may lie elsewhere: what they hold is checked by fingerprint.
 _FREE = (
-    "run.name", "tracking.", "checkpoint.", "evaluation.every_steps", "data.workers",
-    "training.prefetch", "training.device", "target.device", "training.max_bad_steps",
+    "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
+    "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
+    "target.device", "training.max_bad_steps",
 )  # fmt: skip
 
 

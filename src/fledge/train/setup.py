@@ -267,6 +267,8 @@ def make_draft(
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
+    # Which layers it listens to is part of what a draft is: other ones are noise to it.
+    draft.config.aux_layer_ids = list(target.aux_layer_ids)
     model = getattr(getattr(target, "inner", target), "model", None)
     if model is not None:
         verify_rotary(draft.config, model)
@@ -312,6 +314,13 @@ def _warm_draft(
         raise BadInput(
             f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}",
             where=start,
+        )
+    layers = getattr(draft.config, "aux_layer_ids", None)  # foreign drafts do not say
+    if layers is not None and list(layers) != list(target.aux_layer_ids):
+        raise BadInput(
+            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}",
+            where=start,
+            fix=f"target.aux_layer_ids={','.join(map(str, layers))}",
         )
     parallel = isinstance(recipe.objective, PeagleObjective)
     if parallel and not draft.config.parallel_drafting:
