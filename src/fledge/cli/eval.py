@@ -1,6 +1,7 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,6 +120,7 @@ def _recipe_of(path: Path) -> Any:
 def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
     import torch
 
+    from fledge.draft.files import CONFIG_NAME
     from fledge.target.hf import HFEagle3TargetModel
 
     recipe = _recipe_of(draft)
@@ -130,6 +132,8 @@ def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: 
     if named is None or not (named == "auto" or isinstance(named, torch.dtype)):
         raise BadInput(f"'{dtype}' is not a dtype", where="--dtype", fix="for example bfloat16")
     ids = _numbers(aux_layers, 3, "--aux-layers") if aux_layers else None
+    if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
+        ids = json.loads((draft / CONFIG_NAME).read_bytes()).get("aux_layer_ids")
     if ids is None and recipe is not None:
         ids = recipe.target.aux_layer_ids
     return HFEagle3TargetModel.from_pretrained(

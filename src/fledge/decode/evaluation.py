@@ -235,6 +235,13 @@ def check_fits(target: HFEagle3TargetModel, draft: LlamaEagle3DraftModel, name: 
                 where=name,
                 fix="name the target it was trained for",
             )
+    layers = getattr(config, "aux_layer_ids", None)
+    if layers is not None and list(layers) != list(target.aux_layer_ids):
+        raise BadInput(
+            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}",
+            where=name,
+            fix=f"--aux-layers {','.join(map(str, layers))}",
+        )
     if config.vocab_size > info.vocab_size:
         raise BadInput(
             f"the draft knows {config.vocab_size} tokens, the target {info.vocab_size}",

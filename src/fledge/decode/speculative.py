@@ -90,8 +90,10 @@ class SpeculativeDecoder:
         ids: list[int] | None = None
         if draft is not None:
             depth = target_depth(model.config)
-            chosen = default_aux_layer_ids(depth) if aux_layer_ids is None else aux_layer_ids
-            ids = validate_aux_layer_ids(chosen, depth)
+            known = getattr(draft.config, "aux_layer_ids", None)  # what it was trained on
+            ids = validate_aux_layer_ids(
+                aux_layer_ids or known or default_aux_layer_ids(depth), depth
+            )
         self.target = CachedTarget(model, ids)
         if self.drafter is not None and self.drafter.device != self.target.device:
             raise ValueError(
