@@ -49,3 +49,28 @@ def trl_templates() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("trl is not installed: `make test` installs it for its chat templates")
     return Path(spec.submodule_search_locations[0]) / "chat_templates"
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory) -> Path:
+    from train.tiny import make_target
+
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def tiny_chats(tmp_path_factory) -> Path:
+    from train.tiny import make_chats
+
+    return make_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
+
+
+@pytest.fixture
+def recipe(tiny_target, tiny_chats, tmp_path):
+    """Recipes that train on the tiny target in seconds."""
+    from train.tiny import recipe_for
+
+    def make(*overrides, run="run"):
+        return recipe_for(tiny_target, tiny_chats, tmp_path / run, *overrides)
+
+    return make

@@ -4,6 +4,7 @@ Every file and directory fledge leaves behind goes through here.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -79,6 +80,19 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         fsync_path(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_tensors(path: Path, tensors: Any, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of torch tensors; a full disk is an OSError here as everywhere else."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        if "os error 28" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+        raise
 
 
 def cache_dir() -> Path:

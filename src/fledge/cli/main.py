@@ -3,6 +3,7 @@
 Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
 """
 
+import errno
 import os
 import sys
 
@@ -78,6 +79,13 @@ def run(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `fledge data preview | head`
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        errors.print("fledge: ", style="bold red", end="")
+        errors.print(f"the disk is full{where}; make room and run the same command again")
+        sys.exit(3)
     sys.exit(code if isinstance(code, int) else 0)
 
 

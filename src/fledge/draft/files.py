@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.draft.rotary import rope_parameters
 from fledge.errors import BadInput
-from fledge.files import atomic_directory, write_json
+from fledge.files import atomic_directory, save_tensors, write_json
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -50,7 +50,7 @@ def write_draft_files(directory: Path, config: Any, state: Mapping[str, Tensor])
     """The same into a directory that somebody else makes whole (a training checkpoint)."""
     tensors = {name: value.detach().contiguous() for name, value in state.items()}
     write_json(directory / CONFIG_NAME, config_json(config, tensors["fc.weight"].dtype))
-    save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+    save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
 def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fledge.data.tokenise import checksum
 from fledge.draft.files import WEIGHTS_NAME, write_draft_files
 from fledge.errors import BadInput
-from fledge.files import atomic_directory, fsync_path, write_json
+from fledge.files import atomic_directory, fsync_path, save_tensors, write_json
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
@@ -67,7 +67,7 @@ def save_checkpoint(
     with atomic_directory(path) as temporary:
         write_draft_files(temporary, draft.config, draft.state_dict())
         flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(flat, temporary / TRAINING_NAME)
+        save_tensors(temporary / TRAINING_NAME, flat)
         sums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
         write_json(temporary / STATE_NAME, {**state, "checksums": sums})
     return path
