@@ -308,3 +308,20 @@ def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
     assert outcome.state.first["tau"] > 1.0  # depth 0 says what the old draft said
     with pytest.raises(BadInput, match="a P-EAGLE draft"):
         set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))
+
+
+def test_the_generator_goes_on_where_it_was(recipe, monkeypatch, tmp_path):
+    """No step of ours draws from torch's generator; one that does must resume bitwise too."""
+    real = fit_module.train_step
+
+    def drawing(parts, batch, **more):
+        torch.rand(3)
+        return real(parts, batch, **more)
+
+    monkeypatch.setattr(fit_module, "train_step", drawing)
+    train(recipe(run="whole"))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        train(recipe(run="cut"))
+    assert train(recipe(run="cut")).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
