@@ -68,6 +68,8 @@ def run(argv: list[str] | None = None) -> None:
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
         code = app(args=argv, standalone_mode=False)
+        if code == 130:  # Typer turns an interrupt into this code without a word
+            raise KeyboardInterrupt
     except (BadInput, _UsageError) as error:
         text = str(error) if isinstance(error, BadInput) else error.format_message()  # type: ignore[attr-defined]
         errors.print("fledge: ", style="bold red", end="")
