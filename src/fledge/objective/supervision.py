@@ -79,7 +79,7 @@ class HiddenSupervision:
     @torch.no_grad()
     def probs(self, begin: int, end: int) -> Tensor:
         rows_CD = self.hidden_SD.index_select(0, self.slot_M[begin:end])
-        return torch.softmax(self.draft_head.logits(rows_CD).float(), dim=-1)
+        return torch.softmax(self.draft_head.logits(rows_CD), dim=-1, dtype=torch.float32)
 
     @torch.no_grad()
     def coverage(self) -> Tensor:
