@@ -13,7 +13,7 @@ import interpreted_triton  # before the kernels
 from fledge.rollout import blocked, triton_attention
 from fledge.rollout.attention import reference_attention, rollout_attention
 from fledge.rollout.plan import QueryRows, plan_rollout
-from fledge.rollout.triton_attention import Tile, fused_attention
+from fledge.rollout.triton_attention import GRANULE, Chain, Job, Tile, fused_attention
 
 DEVICE = interpreted_triton.DEVICE
 
@@ -96,6 +96,18 @@ def test_fused_is_reference_for_any_documents_rows_and_tiles(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(triton_attention.TILES_FP32, 64, tile)
         assert_fused_is_reference(plan.depths[depth], inputs)
+
+
+def test_row_bounds():
+    """Rows with slot < key, first < key and first <= key, for every GRANULE-th key."""
+    plan = make_plan([1, 31, 32, 70, 40], 3, supervised=1.1)
+    rows = plan.depths[1]
+    q, k, v, *chain = make_inputs(plan, 1, heads=2, groups=1, channels=16)
+    bounds, count = Job(q, k, v, rows, Chain.of(chain))._row_bounds()
+    key = GRANULE * torch.arange(count, device=DEVICE)[:, None]
+    assert key[-1] >= len(plan.slot_T)
+    expected = [rows.slot_N < key, rows.first_N < key, rows.first_N <= key]
+    assert torch.equal(bounds.long(), torch.stack([seen.sum(1) for seen in expected]))
 
 
 def test_no_rows_at_all():
