@@ -47,8 +47,9 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import cache, data, demo, doctor, eval, plan, precompute, recipe, train
+    from fledge.cli import bench, cache, data, demo, doctor, eval, plan, precompute, recipe, train
 
+    app.add_typer(bench.app, name="bench")
     app.add_typer(cache.app, name="cache")
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)

@@ -47,7 +47,7 @@ class Segment:
     asking: QueryRows  # these and the chain rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelPlan(RolloutPlan):
     segments: tuple[Segment, ...]
     element_E: Tensor | None  # where each element lies in the segments' rows; None: as they come

@@ -84,6 +84,9 @@ class HfTarget(_LoadedTarget):
     ) = None
     """Attention of transformers; null: its own choice."""
 
+    compile: bool = True
+    """On a GPU, compile the target's layers; small models run as CUDA graphs."""
+
     keep_states_gb: NonNegative = 0.0
     """Keep the target's states in memory up to this size: later epochs then need no target."""
 

@@ -204,6 +204,7 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
         device=device if section.device == "auto" else section.device,
         attn_implementation=section.attn_implementation,
         trust_remote_code=section.trust_remote_code,
+        compile_layers=section.compile,
     )
     if section.keep_states_gb and section.supervision == "hidden":
         return RememberingTarget(target, int(section.keep_states_gb * 2**30))
@@ -366,7 +367,11 @@ def make_objective(
     }
     if isinstance(section, Eagle3Objective):
         return Eagle3TrainerModule(
-            draft, ttt_steps=section.ttt_steps, step_decay=section.step_decay, **shared
+            draft,
+            ttt_steps=section.ttt_steps,
+            step_decay=section.step_decay,
+            depth_keep=section.depth_keep,
+            **shared,
         )
     return PEagleTrainerModule(
         draft,
