@@ -85,15 +85,11 @@ def gated_mlp(
     return out_NE
 
 
-MLP_KEPT_BYTES = 2**31  # what a step's MLPs may keep for the backward pass
-
-
-def forget_mlp(config: Any, rows: int, dtype: torch.dtype) -> bool:
-    """Whether the MLPs over so many rows, of all layers, should compute twice to keep less.
-
-    A twentieth of a step's time for a third of its memory: for long batches only.
+def forget_mlp(config: Any, rows: int, dtype: torch.dtype, *, kept_gib: float) -> bool:
+    """Whether MLPs over so many rows (of all layers) would keep more than that for the backward
+    pass, and should compute twice instead: a twentieth of a step's time for a third of its memory.
     """
-    return bool(rows * 2 * config.intermediate_size * dtype.itemsize > MLP_KEPT_BYTES)
+    return bool(rows * 2 * config.intermediate_size * dtype.itemsize > kept_gib * 2**30)
 
 
 class DraftAttention(nn.Module):

@@ -226,7 +226,7 @@ class _Step:
         self.channels = model.config.head_dim
         self.checkpointing = model.gradient_checkpointing and model.training
         rows = len(model.layers) * sum(plan.counts)
-        forget = not self.checkpointing and forget_mlp(model.config, rows, dtype)
+        forget = not self.checkpointing and forget_mlp(model.config, rows, dtype, kept_gib=2.5)
         self.layers: list[LayerWeights] = [
             layer.weights(dtype, recompute_mlp=forget)  # type: ignore[operator]
             for layer in model.layers

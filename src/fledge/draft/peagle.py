@@ -143,7 +143,10 @@ class _ParallelStep:
         self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
         self.channels = model.config.head_dim
         rows = len(model.layers) * max(len(segment.every) for segment in plan.segments)
-        forget = not model.gradient_checkpointing and forget_mlp(model.config, rows, dtype)
+        # the gradients of several layers and of the embedding leave less room than EAGLE-3 has
+        forget = not model.gradient_checkpointing and forget_mlp(
+            model.config, rows, dtype, kept_gib=1.5
+        )
         self.layers: list[LayerWeights] = [
             layer.weights(dtype, recompute_mlp=forget)  # type: ignore[operator]
             for layer in model.layers

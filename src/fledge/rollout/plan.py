@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fledge.rollout.cod import surviving_depths
+from fledge.transfer import send
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -81,7 +82,7 @@ class HeadElements:
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
     slot_T: Tensor  # position in the flattened [B * T] batch of every slot on the key axis
-    whole: bool  # the key axis is the flattened batch itself, nothing to gather
+    span: tuple[int, int] | None  # the key axis is this part of the flattened batch, as it lies
     position_T: Tensor  # rotary position of every slot on the key axis
     every: QueryRows  # all slots as queries: depth 0 of the lower layers of a deep draft
     depths: tuple[QueryRows, ...]
@@ -100,7 +101,9 @@ class RolloutPlan:
     def on_key_axis(self, values_BT: Tensor) -> Tensor:
         """The rows [T, ...] of a batch tensor [B, T, ...] that sit on the key axis."""
         flat = values_BT.flatten(0, 1)
-        return flat if self.whole else flat.index_select(0, self.slot_T)
+        if self.span is not None:
+            return flat[self.span[0] : self.span[1]]
+        return flat.index_select(0, self.slot_T)
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
     depth = np.arange(supervised_SK.shape[1])
     anchor_MK = target[:, None] - depth
     asked_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
-    return torch.from_numpy(asked_MK).to(device)
+    return send(torch.from_numpy(asked_MK), device)
 
 
 def flatten_slots(
@@ -307,7 +310,7 @@ def lay_out(
     )
     return RolloutPlan(
         slot_T=slot_T,
-        whole=len(keep) == len(slots.start),
+        span=_span(keep),
         position_T=position_T,
         every=QueryRows(arange_T, first_T, arange_T, every_blocks),
         depths=depths,
@@ -317,6 +320,14 @@ def lay_out(
         supervised_E=next(it).bool(),
         step_valid_K=next(it),
     )
+
+
+def _span(slot: Ints) -> tuple[int, int] | None:
+    """(begin, end) when the slots lie side by side."""
+    if len(slot) == 0:
+        return 0, 0
+    begin, end = int(slot[0]), int(slot[-1]) + 1
+    return (begin, end) if end - begin == len(slot) else None
 
 
 def _head_elements(
@@ -366,8 +377,5 @@ def to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
     flat = np.zeros(starts[-1], dtype=np.int64)
     for start, array in zip(starts, arrays, strict=False):
         flat[start : start + len(array)] = array
-    host = torch.from_numpy(flat)
-    if device.type == "cuda":  # from pinned memory, or the copy would wait for the device
-        host = host.pin_memory()
-    moved = host.to(device, non_blocking=True)
+    moved = send(torch.from_numpy(flat), device)
     return tuple(moved[s : s + len(a)] for s, a in zip(starts, arrays, strict=False))

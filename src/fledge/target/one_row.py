@@ -30,6 +30,7 @@ from fledge.rollout.blocked import kernel_runs
 from fledge.rollout.documents import attend_documents
 from fledge.rollout.plan import to_device
 from fledge.target.packing import Documents, Group, group_documents, plan_groups
+from fledge.transfer import send
 
 NAME = "fledge_documents"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -96,11 +97,11 @@ def one_row(documents: Documents, *, device: torch.device) -> OneRow:
     plan = plan_groups(lengths, overhead_tokens=total, max_tokens=2 * total)
     blocks = group_documents(Documents(tuple(begins), tuple(lengths)), plan, device=device)
     return OneRow(
-        slots_NL=slots[None].to(device),
+        slots_NL=send(slots, device)[None],
         attention_mask_NL=torch.ones((1, total), dtype=torch.long, device=device),
         cells=torch.arange(total, device=device),
-        slots=slots.to(device),
-        position_ids_1N=positions[None].to(device),
+        slots=send(slots, device),
+        position_ids_1N=send(positions, device)[None],
         blocks=tuple(blocks),
     )
 
