@@ -1,7 +1,6 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from rich.table import Table
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.loading import draft_of, load_draft, load_target, numbers
 from fledge.errors import BadInput
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
@@ -57,12 +57,12 @@ def evaluate(
     from fledge.decode.prompts import read_prompts
 
     quiet_libraries()
-    paths = [_draft_of(path) for path in drafts]
+    paths = [draft_of(path) for path in drafts]
     asked = read_prompts(prompts or ["mixed"], limit=limit or None)
     options = _options(draft_tokens, method, tree, live, max_new_tokens)
     with _watching() as watch:
         watch("loading the target", 0, 1)
-        backend = _load_target(paths[0], target, aux_layers, dtype, device)
+        backend = load_target(paths[0], target, aux_layers, dtype, device)
         answers = cached_answers(
             backend,
             asked,
@@ -74,7 +74,7 @@ def evaluate(
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         evaluation = DraftEvaluation(backend, answers.turns, options, watch)
         reports = [
-            evaluation.evaluate(label, _load_draft(path, backend))
+            evaluation.evaluate(label, load_draft(path, backend))
             for label, path in zip(_labels(drafts), paths, strict=True)
         ]
     if as_json:
@@ -88,15 +88,6 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _draft_of(path: Path) -> Path:
-    """The directory of a draft: the path itself, or the best checkpoint of a run."""
-    if (path / "config.json").is_file():
-        return path
-    if (path / "best" / "config.json").is_file():
-        return path / "best"
-    raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
-
-
 def _labels(drafts: list[Path]) -> list[str]:
     """As many of the last parts of the paths as tell the drafts apart."""
     parts = [path.absolute().parts for path in drafts]
@@ -107,47 +98,6 @@ def _labels(drafts: list[Path]) -> list[str]:
     return [str(path) for path in drafts]
 
 
-def _recipe_of(path: Path) -> Any:
-    """The recipe of the run that a draft belongs to, if any."""
-    from fledge.train.recipe import RESOLVED_NAME, load_recipe
-
-    here = path.absolute()
-    places = [here, *list(here.parents)[:1], *list(path.resolve().parents)[:2]]
-    found = next((place for place in places if (place / RESOLVED_NAME).is_file()), None)
-    return None if found is None else load_recipe(found / RESOLVED_NAME)
-
-
-def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
-    import torch
-
-    from fledge.draft.files import CONFIG_NAME
-    from fledge.target.hf import HFEagle3TargetModel
-
-    recipe = _recipe_of(draft)
-    name = target or (recipe.target.model if recipe is not None else "")
-    if not name:
-        raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
-    dtype = dtype or (recipe.target.dtype if recipe is not None else "auto")
-    named = getattr(torch, dtype, None) if dtype != "auto" else "auto"
-    if named is None or not (named == "auto" or isinstance(named, torch.dtype)):
-        raise BadInput(f"'{dtype}' is not a dtype", where="--dtype", fix="for example bfloat16")
-    ids = _numbers(aux_layers, 3, "--aux-layers") if aux_layers else None
-    if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
-        ids = json.loads((draft / CONFIG_NAME).read_bytes()).get("aux_layer_ids")
-    if ids is None and recipe is not None:
-        ids = recipe.target.aux_layer_ids
-    return HFEagle3TargetModel.from_pretrained(
-        name, aux_layer_ids=ids, dtype=named, device=device or None
-    )
-
-
-def _load_draft(path: Path, target: Any) -> Any:
-    from fledge.draft.model import LlamaEagle3DraftModel
-
-    draft = LlamaEagle3DraftModel.from_pretrained(path, dtype=target.info().dtype)
-    return draft.to(target.model.device)
-
-
 def _options(draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int) -> Any:
     from fledge.decode.evaluation import EvalOptions
     from fledge.decode.tree import TreeShape
@@ -155,17 +105,10 @@ def _options(draft_tokens: int, method: str, tree: str, live: int, max_new_token
     return EvalOptions(
         num_draft_tokens=draft_tokens,
         method=method or None,  # type: ignore[arg-type]
-        tree=TreeShape(*_numbers(tree, 3, "--tree")),
+        tree=TreeShape(*numbers(tree, 3, "--tree")),
         live=live,
         max_new_tokens=max_new_tokens,
     )
-
-
-def _numbers(text: str, count: int, where: str) -> list[int]:
-    parts = text.split(",")
-    if len(parts) != count or not all(part.strip().isdigit() for part in parts):
-        raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")
-    return [int(part) for part in parts]
 
 
 @contextlib.contextmanager
