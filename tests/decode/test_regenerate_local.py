@@ -82,8 +82,10 @@ def test_interrupted_in_the_middle_it_goes_on_with_the_rest(loaded, data, tmp_pa
 
 def test_the_verb_with_a_model(tiny_target, data, tmp_path):
     out = tmp_path / "new.jsonl"
-    arguments = ["regenerate", *data, "--out", str(out), "--target", str(tiny_target), "--batch", "4",
-                 "--max-new-tokens", "5", "--device", "cpu", "--exclude-truncated"]  # fmt: skip
+    arguments = [
+        "regenerate", *data, "--out", str(out), "--target", str(tiny_target), "--batch", "4",
+        "--max-new-tokens", "5", "--device", "cpu", "--exclude-truncated",
+    ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1, result.output  # one row in nine failed, more than 5 %
     assert "1 failed: prompt too long" in result.output

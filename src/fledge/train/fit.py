@@ -47,7 +47,7 @@ class State:
 
     step: int = 0
     seconds: float = 0.0  # spent in training, over all resumptions
-    best_tau: float = 0.0
+    best_length: float = 0.0  # held-out acceptance length, by replay
     first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
     last: dict[str, Any] = field(default_factory=dict)  # and the latest
 
@@ -205,9 +205,9 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
     state.last = {"step": state.step, **found}
     if logs is not None:
         logs.evaluated({"step": state.step, "evaluation": found})
-    if state.step == 0 or found["tau"] <= state.best_tau:
+    if state.step == 0 or found["acceptance_length"] <= state.best_length:
         return False
-    state.best_tau = found["tau"]
+    state.best_length = found["acceptance_length"]
     return True
 
 
