@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import draft_of, load_draft, load_target, numbers
 from fledge.errors import BadInput
+from fledge.files import write_json
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
 
@@ -44,6 +46,13 @@ def evaluate(
         str, typer.Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Answers kept token by token with --out.")
+    ] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what drafts gain: acceptance per token, domain and length, and the speed-up.
@@ -52,21 +61,78 @@ def evaluate(
     answers, which gives the acceptance of live decoding exactly, and a few answers are decoded live
     to prove it and to take the time. The exit code is 1 when live decoding disagrees.
     """
+    options = _options(
+        draft_tokens, method, tree, live, max_new_tokens, samples if output is not None else 0
+    )
+    found = measure(
+        drafts,
+        prompts or ["mixed"],
+        options,
+        target=target,
+        limit=limit,
+        batch=batch,
+        aux_layers=aux_layers,
+        dtype=dtype,
+        device=device,
+    )
+    if output is not None:
+        write_json(output, found.to_json())
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show(found.reports, found.answers)
+    if not found.agrees:
+        err.print(
+            "live decoding disagrees with the replay: do not trust these figures", style="red"
+        )
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found."""
+
+    reports: list[Any]
+    answers: Any
+    target: Any
+    prompts: list[str]
+
+    @property
+    def agrees(self) -> bool:
+        """Live decoding did what the replay says."""
+        return all(report.live is None or report.live.agrees for report in self.reports)
+
+    def to_json(self) -> dict[str, Any]:
+        return _as_json(self.reports, self.answers, self.target, self.prompts)
+
+
+def measure(
+    drafts: list[Path],
+    prompts: list[str],
+    options: Any,
+    *,
+    target: str = "",
+    limit: int = 0,
+    batch: int = 16,
+    aux_layers: str = "",
+    dtype: str = "",
+    device: str = "",
+) -> Measured:
+    """The target answers, every draft is replayed and decoded live; a bar shows how far it is."""
     from fledge.decode.answers import cached_answers
     from fledge.decode.evaluation import DraftEvaluation
     from fledge.decode.prompts import read_prompts
 
     quiet_libraries()
     paths = [draft_of(path) for path in drafts]
-    asked = read_prompts(prompts or ["mixed"], limit=limit or None)
-    options = _options(draft_tokens, method, tree, live, max_new_tokens)
+    asked = read_prompts(prompts, limit=limit or None)
     with _watching() as watch:
         watch("loading the target", 0, 1)
         backend = load_target(paths[0], target, aux_layers, dtype, device)
         answers = cached_answers(
             backend,
             asked,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=options.max_new_tokens,
             batch=batch,
             on_answer=lambda done, total: watch("the target answers", done, total),
         )
@@ -77,15 +143,7 @@ def evaluate(
             evaluation.evaluate(label, load_draft(path, backend))
             for label, path in zip(_labels(drafts), paths, strict=True)
         ]
-    if as_json:
-        print_json(_as_json(reports, answers, backend, prompts or ["mixed"]))
-    else:
-        show(reports, answers)
-    if any(report.live is not None and not report.live.agrees for report in reports):
-        err.print(
-            "live decoding disagrees with the replay: do not trust these figures", style="red"
-        )
-        raise typer.Exit(1)
+    return Measured(reports, answers, backend, prompts)
 
 
 def _labels(drafts: list[Path]) -> list[str]:
@@ -98,7 +156,9 @@ def _labels(drafts: list[Path]) -> list[str]:
     return [str(path) for path in drafts]
 
 
-def _options(draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int) -> Any:
+def _options(
+    draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int, samples: int
+) -> Any:
     from fledge.decode.evaluation import EvalOptions
     from fledge.decode.tree import TreeShape
 
@@ -108,6 +168,7 @@ def _options(draft_tokens: int, method: str, tree: str, live: int, max_new_token
         tree=TreeShape(*numbers(tree, 3, "--tree")),
         live=live,
         max_new_tokens=max_new_tokens,
+        samples=samples,
     )
 
 

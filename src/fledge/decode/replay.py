@@ -98,13 +98,8 @@ def _packs(lengths: Sequence[int], batch_tokens: int) -> Iterator[Pack]:
 def _replay_pack(
     target: Eagle3TargetBackend, rollouts: Rollouts, texts: list[Text]
 ) -> list[Replay]:
-    tokens = _as_pack(texts)
-    batch = target.generate_batch(
-        tokens.input_ids, tokens.attention_mask, tokens.loss_mask, tokens.position_ids,
-        tokens.seq_lens, tokens.doc_remaining,
-    )  # fmt: skip
-    if batch.last_hidden_states is None:
-        raise ValueError("supervision: replay needs a target with supervision 'hidden'")
+    tokens = as_pack(texts)
+    batch = ask(target, tokens)
     text_T = F.pad(tokens.input_ids, (0, 2))[0, 2:].numpy()
     accepted_T = accepted_lengths(rollouts, batch, tokens, text_T)[0]
     picks_T = target_picks(batch, tokens, target.info().head, rollouts.selected_token_ids)
@@ -119,7 +114,22 @@ def _replay_pack(
     return replays
 
 
-def _as_pack(texts: list[Text]) -> TokenBatch:
+def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
+    """The target's states over a pack."""
+    batch = target.generate_batch(
+        tokens.input_ids,
+        tokens.attention_mask,
+        tokens.loss_mask,
+        tokens.position_ids,
+        tokens.seq_lens,
+        tokens.doc_remaining,
+    )
+    if batch.last_hidden_states is None:
+        raise ValueError("supervision: replay needs a target with supervision 'hidden'")
+    return batch
+
+
+def as_pack(texts: list[Text]) -> TokenBatch:
     """One pack, just wide enough; the answers are supervised."""
     rows = []
     for text in texts:

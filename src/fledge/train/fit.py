@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from fledge.errors import BadInput
+from fledge.files import write_json
+from fledge.machine import MACHINE_NAME, describe_machine
 from fledge.train.checkpoint import (
     Checkpoint,
     mark_best,
@@ -244,6 +246,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
         observer.note(f"passing over a checkpoint: {complaint}")
     if parts.world.is_main and not (directory / VOCABULARY_NAME).exists():
         training.recipe.write_resolved(directory)
+        write_json(directory / MACHINE_NAME, describe_machine())
         training.vocabulary.save(directory / VOCABULARY_NAME)
     parts.world.barrier()
     if found is None:
