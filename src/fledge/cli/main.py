@@ -49,6 +49,7 @@ def _root(
 def _attach_verbs() -> None:
     from fledge.cli import (
         cache,
+        chat,
         data,
         demo,
         doctor,
@@ -57,10 +58,12 @@ def _attach_verbs() -> None:
         precompute,
         recipe,
         regenerate,
+        report,
         train,
-    )  # fmt: skip
+    )
 
     app.add_typer(cache.app, name="cache")
+    app.command(name="chat", epilog=chat.EXAMPLE)(chat.chat)
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
@@ -69,6 +72,7 @@ def _attach_verbs() -> None:
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
     app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
+    app.command(name="report", epilog=report.EXAMPLE)(report.report)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 
 
