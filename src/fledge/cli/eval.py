@@ -213,7 +213,7 @@ def show(reports: Any, answers: Any) -> None:
         soft_wrap=True,
     )
     tables = {
-        "acceptance": _positions(reports),
+        "acceptance": positions(reports),
         "by set of prompts": _groups(reports, "groups"),
         "by category": _groups(reports, "categories"),
         "by tokens known when the round begins": _groups(reports, "contexts"),
@@ -231,7 +231,7 @@ def show(reports: Any, answers: Any) -> None:
         _remarks(report)
 
 
-def _positions(reports: Any) -> Table:
+def positions(reports: Any) -> Table:
     table = Table(box=None)
     table.add_column("draft")
     table.add_column("method")
