@@ -239,6 +239,29 @@ def test_nobody_there_ends_the_run_and_loses_nothing(tmp_path):
     assert (found.written, found.answered_now) == (40, 30)
 
 
+def test_failures_between_good_rows_do_not_add_up(tmp_path):
+    data, out = (
+        write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(12)]),
+        tmp_path / "n.jsonl",
+    )
+    even = lambda body: int(body["messages"][0]["content"]) % 2 == 0  # noqa: E731
+    server = ChatServer(lambda body, tries: (200, {}, echo(body)) if even(body) else (503, {}, {}))
+    with server.serving() as url:
+        found = ask(data, out, url, HttpOptions(concurrency=1, retries=0), patience=2)
+    assert (found.written, found.failed.counts) == (6, {"HTTP 503": 6})
+
+
+def test_a_retry_goes_to_the_next_server(tmp_path):
+    data = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(8)])
+    broken, whole = ChatServer(lambda body, tries: (500, {}, {})), ChatServer()
+    options = HttpOptions(concurrency=4, retries=1, pause_s=0.001)
+    with broken.serving() as first, whole.serving() as second:
+        servers = ChatServers([first, second], "tiny", Sampling(), options)
+        found = regenerate(data, tmp_path / "new.jsonl", servers, Sampling())
+    assert found.written == len(whole.requests) == 8
+    assert 0 < len(broken.requests) < 8
+
+
 def test_reasoning_is_kept_beside_the_answer_or_dropped(tmp_path):
     data = write(tmp_path / "data.jsonl", [chat("q", "old", "then", "old")])
     server = ChatServer(lambda body, tries: (200, {}, answer("yes", reasoning_content="hm")))

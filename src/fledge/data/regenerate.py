@@ -10,6 +10,7 @@ a server (`regenerate_http`) or a model in this process (`decode.regenerate`).
     answers.manifest.json    data, target, template, sampling, counts
 """
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -124,21 +125,18 @@ def regenerate(
     }
     job = _Job(out, settings, exclude_truncated=exclude_truncated)
     total = sum(1 for _ in _rows(sources, limit))
-    if (found := job.finished(total)) is not None:
-        return found
-    try:
-        with job.lock():
-            job.begin()
-            journal, summary = Journal(job.parts), Summary(total)
-            run = _Run(journal, summary, patience, watch)
-            try:
-                tasks = run.tasks(_rows(sources, limit), keep_reasoning=sampling.keep_reasoning)
-                answerer.run(tasks, run.report)
-            finally:
-                journal.close()
-            job.finish(journal, summary)
-    except Timeout:
-        raise BadInput("another process is at it", where=str(job.parts)) from None
+    with job.alone():
+        if (found := job.finished(total)) is not None:
+            return found
+        job.begin()
+        journal, summary = Journal(job.parts), Summary(total)
+        run = _Run(journal, summary, patience, watch)
+        try:
+            tasks = run.tasks(_rows(sources, limit), keep_reasoning=sampling.keep_reasoning)
+            answerer.run(tasks, run.report)
+        finally:
+            journal.close()
+        job.finish(journal, summary)
     return summary
 
 
@@ -214,13 +212,27 @@ class _Job:
         self._manifest = out.with_name(f"{stem}.manifest.json")
         self._failed = out.with_name(f"{stem}.failed.jsonl")
 
-    def lock(self) -> FileLock:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One process at a time; nothing stays behind of a job that never began, or is over."""
         self.parts.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.parts / ".lock", timeout=0)
+        try:
+            with FileLock(self.parts / ".lock", timeout=0):
+                try:
+                    yield
+                finally:
+                    if not self._begun.is_file():
+                        shutil.rmtree(self.parts)
+        except Timeout:
+            raise BadInput("another process is at it", where=str(self.parts)) from None
+
+    @property
+    def _begun(self) -> Path:
+        return self.parts / "settings.json"
 
     def finished(self, rows: int) -> Summary | None:
         """The summary of a job that is over; None while there is something to do."""
-        if self.parts.is_dir():
+        if self._begun.is_file():
             return None
         if not self._manifest.is_file():
             if self.out.exists():
@@ -243,11 +255,10 @@ class _Job:
 
     def begin(self) -> None:
         """Write down what this job is, or compare with what it was."""
-        path = self.parts / "settings.json"
-        if path.is_file():
-            self._compare(json.loads(path.read_bytes()), path)
+        if self._begun.is_file():
+            self._compare(json.loads(self._begun.read_bytes()), self._begun)
         else:
-            write_json(path, self._settings)
+            write_json(self._begun, self._settings)
 
     def _compare(self, held: dict[str, Any], path: Path) -> None:
         for section, own in self._settings.items():
@@ -262,7 +273,7 @@ class _Job:
             if name == "data.sources":  # where the data lies does not matter, what it holds does
                 continue
             raise BadInput(
-                f"begun with another {name}: {old!r}, not {ours!r}",
+                f"begun with another {name}: {_brief(old)}, not {_brief(ours)}",
                 where=str(path),
                 fix="name another --out, or give the old settings",
             )
@@ -292,5 +303,10 @@ class _Job:
             self._failed.unlink(missing_ok=True)
         result = {**summary.to_json(), "exclude_truncated": self._exclude}
         write_json(self._manifest, {"fledge": __version__, **self._settings, "result": result})
-        if not failures and not summary.excluded:  # else a later run may still want them
-            shutil.rmtree(self.parts)
+        if not failures and not summary.excluded:  # else a later run may still want the parts
+            self._begun.unlink()
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
