@@ -64,7 +64,9 @@ def test_held_out_rounds_are_the_live_rounds(target, drafts, asked, kind, width)
     rollouts = Rollouts(drafts[kind], depth, drafts[kind].config.parallel_drafting)
     found = Acceptance.none(depth)
     for tokens in packs_of(rows, width):
-        found += replay_held_out(answer(backend, tokens), tokens, rollouts, backend.info().head)
+        batch = answer(backend, tokens)
+        picks = target_picks(batch, tokens, backend.info().head, drafts[kind].selected_token_ids)
+        found += replay_held_out(batch, tokens, rollouts, picks)
     assert found == expected
     assert found.rounds > 100
 
@@ -80,7 +82,8 @@ def test_every_encoding_says_the_same(target, drafts, asked):
         backend = HFEagle3TargetModel(target, AUX, supervision=supervision)
         backend.set_vocab_mapping(ids, member)
         batch = answer(backend, tokens)
-        found = replay_held_out(batch, tokens, Rollouts(draft, 3, False), backend.info().head)
+        picks = target_picks(batch, tokens, backend.info().head, ids)
+        found = replay_held_out(batch, tokens, Rollouts(draft, 3, False), picks)
         assert found == expected, supervision
 
 

@@ -21,6 +21,7 @@ from fledge.data.pack import Pack, Piece, TokenBatch, collate, pack_rows
 from fledge.data.tokenise import TokenRow
 from fledge.decode.figures import Acceptance, count_rounds
 from fledge.decode.packed import (
+    Ints,
     Rollouts,
     accepted_lengths,
     answers_of,
@@ -31,7 +32,6 @@ from fledge.decode.rounds import Round, walk_rounds
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.batch import Eagle3TargetBatch
-from fledge.target.head import TargetHead
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ def as_pack(texts: list[Text]) -> TokenBatch:
 
 
 def replay_held_out(
-    batch: Eagle3TargetBatch, tokens: TokenBatch, rollouts: Rollouts, head: TargetHead
+    batch: Eagle3TargetBatch, tokens: TokenBatch, rollouts: Rollouts, picks_S: Ints
 ) -> Acceptance:
     """Rounds through the supervised answers of packs, whoever wrote them.
 
-    A drafted token counts when it is the target's pick after the text so far; the walk then goes
-    on along the text. On the target's own text these are the rounds of `replay`.
+    A drafted token counts when it is the target's pick (`packed.target_picks`) after the text so
+    far; the walk then goes on along the text. On the target's own text these are the rounds of
+    `replay`.
     """
-    picks_S = target_picks(batch, tokens, head, rollouts.selected_token_ids)
     accepted_BT = accepted_lengths(rollouts, batch, tokens, picks_S)
     pairs = []
     for answer in answers_of(tokens):

@@ -202,7 +202,7 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
     """Measure held-out acceptance; True when it is the best so far."""
     if not training.held_out:
         return False
-    found = evaluate(training.parts, training.held_out)
+    found = evaluate(training.parts, training.held_out, training.held_out_picks)
     training.parts.clock.read()  # not part of the training speed
     state.last = {"step": state.step, **found}
     if logs is not None:
