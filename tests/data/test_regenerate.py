@@ -180,6 +180,8 @@ def test_failed_rows_are_tried_again_and_done_ones_are_not(tmp_path):
         assert (found.written, found.answered_now, found.failed.dropped) == (6, 1, 0)
         assert not (tmp_path / "new.failed.jsonl").exists()
         assert [r["messages"][0]["content"] for r in lines(tmp_path / "new.jsonl")][3] == "row 3"
+        with pytest.raises(BadInput, match="max_new_tokens: 1024, not 7"):
+            ask(data, tmp_path / "new.jsonl", url, down, sampling=Sampling(max_new_tokens=7))
         again = ask(data, tmp_path / "new.jsonl", url, down)  # finished: nothing to do
         assert len(server.requests) == before + 1
         assert (again.written, again.answered_now) == (6, 0)
