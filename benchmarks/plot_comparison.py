@@ -1,7 +1,7 @@
 """EAGLE-3 against P-EAGLE at equal training time, drawn from committed figures.
 
-    pip install matplotlib
-    python benchmarks/plot_comparison.py docs/peagle_comparison.svg
+pip install matplotlib
+python benchmarks/plot_comparison.py docs/peagle_comparison.svg
 """
 
 import json

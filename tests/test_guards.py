@@ -11,7 +11,9 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "fledge"
 
 # Rooms in the order in which data flows: a room imports only itself and rooms before it.
-ROOMS = ["models", "data", "rollout", "target", "draft", "objective", "decode", "train", "cli"]
+ROOMS = [
+    "models", "data", "rollout", "target", "draft", "objective", "decode", "train", "report", "cli",
+]  # fmt: skip
 ENGINES = {"vllm", "sglang", "fastapi", "uvicorn", "wandb", "tensorboard", "trackio", "mlflow"}
 
 

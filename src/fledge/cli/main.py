@@ -47,10 +47,25 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import bench, cache, data, demo, doctor, eval, plan, precompute, recipe, train
+    from fledge.cli import (
+        bench,
+        cache,
+        chat,
+        data,
+        demo,
+        doctor,
+        eval,
+        plan,
+        precompute,
+        recipe,
+        regenerate,
+        report,
+        train,
+    )
 
     app.add_typer(bench.app, name="bench")
     app.add_typer(cache.app, name="cache")
+    app.command(name="chat", epilog=chat.EXAMPLE)(chat.chat)
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
@@ -58,6 +73,8 @@ def _attach_verbs() -> None:
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
+    app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
+    app.command(name="report", epilog=report.EXAMPLE)(report.report)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 
 
