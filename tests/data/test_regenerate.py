@@ -76,6 +76,17 @@ def test_every_assistant_turn_is_said_again_in_order(tmp_path):
     assert parse_conversation(first).truncated is False  # what training reads
 
 
+def test_tools_are_told_to_the_server(tmp_path):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [chat("a", tools=tools), chat("b", tools=json.dumps(tools)), chat("c", tools="{")]
+    server = ChatServer()
+    with server.serving() as url:
+        found = ask(write(tmp_path / "data.jsonl", rows), tmp_path / "new.jsonl", url)
+    assert [body["tools"] for body in server.requests] == [tools, tools]
+    assert found.failed.counts == {"tools is not JSON": 1}
+    assert [row["tools"] for row in lines(tmp_path / "new.jsonl")] == [tools, json.dumps(tools)]
+
+
 def test_killed_and_resumed_ten_times_every_row_once(tmp_path):
     """Real processes, SIGKILL at random moments; requests decide when, not the clock."""
     rows = [chat(f"row {i}", "old", f"and {i}", "old") for i in range(150)]

@@ -40,7 +40,7 @@ def demo(
     out.rule("[bold]2. Numbers that decide a recipe")
     data.stats([str(chats)], pack=512, max_drop_share=0.05)
     out.rule("[bold]3. Training a draft for SmolLM2-135M on this CPU (a few minutes)")
-    overrides = [f"data.train={chats}", f"run.output_dir={directory / 'run'}"]
+    overrides = [f"data.train={chats}", f"run.output_dir={directory / 'run'}", "run.name=demo"]
     recipe = load_recipe(RECIPE, overrides)
     train.check_existing(recipe)
     code = train.run_recipe(recipe)

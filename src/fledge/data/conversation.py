@@ -73,7 +73,7 @@ def parse_conversation(row: Any) -> Conversation:
     finish = row.get("finish_reason", row.get("finish"))
     cut = (isinstance(finish, str) and finish in _CUT) or row.get("truncated") is True
     is_last = len(messages) == length  # the row's finish reason speaks of its last message
-    return Conversation(tuple(messages), _parse_tools(row.get("tools")), cut and is_last)
+    return Conversation(tuple(messages), parse_tools(row.get("tools")), cut and is_last)
 
 
 def _check_order(messages: list[Message]) -> None:
@@ -154,7 +154,8 @@ def _parse_call(call: Any) -> dict[str, Any]:
     return parsed
 
 
-def _parse_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+def parse_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    """The tools of a row, which some files keep as JSON text."""
     if isinstance(tools, str) and tools.strip():
         tools = _loads(tools, "tools is not JSON")
     if not tools:

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fledge.data.conversation import MESSAGE_KEYS, Message, parse_messages
+from fledge.data.conversation import MESSAGE_KEYS, Message, parse_messages, parse_tools
 from fledge.data.drops import BadRow
 
 _REPLACED = {*MESSAGE_KEYS, "prompt", "system", "finish", "finish_reason", "truncated", "tokens"}
@@ -51,7 +51,9 @@ class Dialogue:
         self._keep_reasoning = keep_reasoning
         self._left = deque(_script(row))
         self.said: list[Message] = []
-        self.tools = row.get("tools") or None
+        self.tools = parse_tools(
+            row.get("tools")
+        )  # told to the target, though it may not call them
         self.tokens = 0
         self.truncated = False
         self._listen()

@@ -13,7 +13,6 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
 from fledge.data.regenerate import Outcome, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
@@ -109,9 +108,8 @@ class ChatServers:
         """One of the workers: row after row, as long as there are any."""
         for task in tasks:
             try:
-                while (question := task.dialogue.question) is not None:
-                    seed = self._sampling.seed + task.number
-                    task.dialogue.hear(await self._ask(client, number, question, seed))
+                while task.dialogue.question is not None:
+                    task.dialogue.hear(await self._ask(client, number, self._body(task)))
             except _Failure as failure:
                 bad = BadRow(failure.reason, failure.detail)
                 report(Outcome(task, bad, hopeless=failure.hopeless))
@@ -120,9 +118,8 @@ class ChatServers:
             else:
                 report(Outcome(task))
 
-    async def _ask(self, client: Any, turn: int, question: list[Message], seed: int) -> Reply:
+    async def _ask(self, client: Any, turn: int, body: dict[str, Any]) -> Reply:
         """One answer, tried as often as allowed; each try at the next address."""
-        body = self._body(question, seed)
         for attempt in range(self._options.retries + 1):
             url = self._urls[(turn + attempt) % len(self._urls)]
             try:
@@ -147,17 +144,20 @@ class ChatServers:
         pause_s = float(self._options.pause_s * 2**attempt)
         return min(pause_s, longest) * self._random.uniform(0.5, 1.0)
 
-    def _body(self, question: list[Message], seed: int) -> dict[str, Any]:
-        sampling = self._sampling
+    def _body(self, task: Task) -> dict[str, Any]:
+        """The request for a task's next answer."""
+        sampling, dialogue = self._sampling, task.dialogue
         keys = ("role", "content", "name")  # earlier reasoning is not sent back: templates drop it
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": [{k: m[k] for k in keys if k in m} for m in question],
+            "messages": [{k: m[k] for k in keys if k in m} for m in dialogue.question or []],
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
         }
         if sampling.temperature > 0:
-            body["seed"] = seed
+            body["seed"] = sampling.seed + task.number
+        if dialogue.tools:
+            body["tools"] = list(dialogue.tools)
         if sampling.template_options:
             body["chat_template_kwargs"] = sampling.template_options
         return body | self._options.body

@@ -81,7 +81,7 @@ class LocalModel:
     def _encode(self, task: Task) -> list[int]:
         question = task.dialogue.question
         assert question is not None
-        text = self._template.render(question, task.row.get("tools"), prompt=True)
+        text = self._template.render(question, task.dialogue.tools, prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) + self._stops.max_new_tokens > self._room:
             raise BadRow("prompt too long", f"{len(ids)} tokens, the model takes {self._room}")
