@@ -47,7 +47,18 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import cache, data, demo, doctor, eval, plan, precompute, recipe, train
+    from fledge.cli import (
+        cache,
+        data,
+        demo,
+        doctor,
+        eval,
+        plan,
+        precompute,
+        recipe,
+        serve_target,
+        train,
+    )
 
     app.add_typer(cache.app, name="cache")
     app.add_typer(data.app, name="data")
@@ -57,6 +68,7 @@ def _attach_verbs() -> None:
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
+    app.command(name="serve-target", epilog=serve_target.EXAMPLE)(serve_target.serve_target)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 
 
