@@ -26,15 +26,18 @@ class Target:
         find_documents(rows.input_ids, rows.attention_mask, *rows.arguments()[3:])
         low, high = int(rows.input_ids.min()), int(rows.input_ids.max())
         if low < 0 or high >= self._known_ids:
-            raise WireError(f"input_ids reach from {low} to {high}, the target knows 0 .. "
-                            f"{self._known_ids - 1}")
+            raise WireError(
+                f"input_ids reach from {low} to {high}, the target knows 0 .. {self._known_ids - 1}"
+            )
         if not bool(rows.attention_mask.any()):
             raise WireError("attention_mask marks no token at all")
         ids = question.vocabulary
         if ids is not None:
             inside = int(ids.min()) >= 0 and int(ids.max()) < self.info.vocab_size
-            if not inside or len(ids.unique()) != len(ids):
-                raise WireError(f"vocabulary must be distinct ids of 0 .. {self.info.vocab_size - 1}")
+            if not inside or len(set(ids.tolist())) != len(ids):
+                raise WireError(
+                    f"vocabulary must be distinct ids of 0 .. {self.info.vocab_size - 1}"
+                )
 
     @torch.no_grad()
     def answer(self, questions: Sequence[Question]) -> list[Message]:

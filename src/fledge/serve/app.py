@@ -233,7 +233,8 @@ class _Generate:
     async def _reply(self, question: Question, message: Message, send: Send) -> None:
         queue, way = {"X-Fledge-Queue": str(self._queue.waiting)}, "body"
         size = message.nbytes
-        if question.segment and await asyncio.to_thread(write_segment, question.segment, message):
+        name = question.segment
+        if name != "" and await asyncio.to_thread(write_segment, name, message):
             facts = {"request_id": question.request_id, "segment_bytes": str(size)}
             message, way = Message({}, facts), "shared_memory"
         await _send_message(send, message, queue)

@@ -44,7 +44,9 @@ class Guard:
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body:
-            what = f"the body has {length[:20].decode('latin1')} bytes, {self._max_body} are allowed"
+            what = (
+                f"the body has {length[:20].decode('latin1')} bytes, {self._max_body} are allowed"
+            )
             await send_json(counted, 413, {"error": what}, {"Connection": "close"})
             return
         await self._app(scope, receive, counted)
@@ -60,7 +62,11 @@ async def send_json(
     send: Send, status: int, value: Any, headers: dict[str, str] | None = None
 ) -> None:
     body = json.dumps(value).encode()
-    fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), **(headers or {})}
+    fields = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        **(headers or {}),
+    }
     encoded = [(name.lower().encode(), text.encode()) for name, text in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
     await send({"type": "http.response.body", "body": body})

@@ -35,7 +35,9 @@ def merge(questions: Sequence[Rows]) -> Rows:
         return questions[0]
     width = max(rows.shape[1] for rows in questions)
     wide = [_widen(rows, width) for rows in questions]
-    documents = max((rows.seq_lens.shape[1] for rows in wide if rows.seq_lens is not None), default=0)
+    documents = max(
+        (rows.seq_lens.shape[1] for rows in wide if rows.seq_lens is not None), default=0
+    )
 
     def stacked(name: str) -> Tensor | None:
         parts = [getattr(rows, name) for rows in wide]

@@ -52,7 +52,8 @@ class Address:
     def bind(self) -> socket.socket:
         """The listening socket, taken before the model is loaded: a busy port is known at once."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        # named as TCP: asyncio sends small packets at once only where it can tell
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((self.host, self.port))

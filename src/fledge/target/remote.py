@@ -121,7 +121,9 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         tensors, _ = self._get("/v1/files", max_bytes=1 << 28)
         for name, content in tensors.items():
             if not is_copied(name):
-                raise BadInput(f"the server offers a file {name!r}, which is no part of a tokenizer")
+                raise BadInput(
+                    f"the server offers a file {name!r}, which is no part of a tokenizer"
+                )
             with atomic_file(directory / name) as handle:
                 handle.write(content.numpy().tobytes())
 

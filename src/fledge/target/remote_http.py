@@ -129,7 +129,9 @@ class Server:
         connection = (
             http.client.HTTPConnection(self._host, self._port, timeout=left)
             if self._tls is None
-            else http.client.HTTPSConnection(self._host, self._port, timeout=left, context=self._tls)
+            else http.client.HTTPSConnection(
+                self._host, self._port, timeout=left, context=self._tls
+            )
         )
         try:
             connection.connect()
@@ -158,7 +160,7 @@ class Server:
         length = response.length
         if length is None or length > max(max_bytes, _SMALL_BYTES):
             raise WireError(f"a reply of {length} bytes, at most {max_bytes} were expected")
-        view = memoryview(np.empty(length, np.uint8))
+        view = np.empty(length, np.uint8).data
         check = DigestCheck(length) if digest and response.status == 200 else None
         at = 0
         while at < length:

@@ -91,7 +91,9 @@ class Question:
     def to_message(self) -> Message:
         tensors = {
             name: _narrow(name, tensor)
-            for name, tensor in zip((*ROW_FIELDS, *PACKING_FIELDS), self.rows.arguments(), strict=True)
+            for name, tensor in zip(
+                (*ROW_FIELDS, *PACKING_FIELDS), self.rows.arguments(), strict=True
+            )
             if tensor is not None
         }
         if self.vocabulary is not None:
@@ -118,7 +120,9 @@ class Question:
         if missing or foreign:
             raise WireError(f"tensors missing: {sorted(missing)}, not known: {sorted(foreign)}")
         wide = {
-            name: tensor.long() for name, tensor in tensors.items() if not tensor.is_floating_point()
+            name: tensor.long()
+            for name, tensor in tensors.items()
+            if not tensor.is_floating_point()
         }
         rows = Rows(**{name: t for name, t in {**tensors, **wide}.items() if name != "vocabulary"})
         encoding, dtype = metadata.get("encoding", ""), metadata.get("dtype", "")
@@ -228,7 +232,11 @@ def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def decode_answer(
-    tensors: dict[str, Tensor], metadata: dict[str, str], rows: Rows, shapes: Shapes, request_id: str
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    rows: Rows,
+    shapes: Shapes,
+    request_id: str,
 ) -> Eagle3TargetBatch:
     """A batch from an answer and the rows that were asked about; a WireError if they do not fit."""
     if metadata.get("request_id") != request_id:

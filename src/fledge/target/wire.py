@@ -161,7 +161,12 @@ def _read_entry(name: str, entry: Any, at: int) -> tuple[torch.dtype, list[int],
         whole = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, first, end))
     except (KeyError, TypeError, ValueError):
         raise WireError(f"the header's entry {name!r} cannot be read") from None
-    if not whole or len(shape) > 8 or first != at or end - first != math.prod(shape) * dtype.itemsize:
+    if (
+        not whole
+        or len(shape) > 8
+        or first != at
+        or end - first != math.prod(shape) * dtype.itemsize
+    ):
         raise WireError(f"{name} does not lie where its shape {shape} says")
     if first % dtype.itemsize:
         raise WireError(f"{name} is not aligned")

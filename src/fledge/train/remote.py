@@ -1,0 +1,42 @@
+"""From a recipe's `remote` section to its client, and to the tokenizer that the servers have."""
+
+import functools
+from pathlib import Path
+
+import torch
+
+from fledge.files import cache_dir
+from fledge.target.remote import RemoteEagle3TargetModel, token_from
+from fledge.train.recipe_target import RemoteTarget
+
+
+def open_remote(section: RemoteTarget, device: torch.device) -> RemoteEagle3TargetModel:
+    """The client that a recipe describes; batches lie where a copy to `device` is fast."""
+    return RemoteEagle3TargetModel(
+        section.urls,
+        supervision=section.supervision,
+        aux_layer_ids=section.aux_layer_ids,
+        token=token_from(section.token_env),
+        ca_file=section.ca_file,
+        top_k=section.top_k,
+        dtype=section.wire_dtype,
+        merge=section.merge,
+        prefetch=section.prefetch,
+        timeout_s=section.timeout_s,
+        retries=section.retries,
+        wait_s=section.wait_s,
+        shared_memory=section.shared_memory,
+        pin_memory=device.type == "cuda",
+    )
+
+
+@functools.cache
+def remote_files(section: RemoteTarget) -> Path:
+    """A directory with the config and tokenizer of the servers' target, fetched once a process."""
+    with open_remote(section, torch.device("cpu")) as target:
+        fingerprints = (
+            target.server_info[f"{name}_fingerprint"] for name in ("weights", "tokenizer")
+        )
+        directory = cache_dir() / "remote" / "-".join(map(str, fingerprints))
+        target.fetch_files(directory)
+    return directory
