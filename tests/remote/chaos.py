@@ -18,12 +18,13 @@ class Proxy:
 
     `mischief` maps a kind to the share of the replies' connections it happens to: `cut` closes in
     the middle of a reply, `garble` changes one byte, `stall` stops for `stall_s`, `trickle` sends a
-    few bytes at a time.
+    few bytes at a time. Only pieces of at least `spare` bytes are spoilt.
     """
 
-    def __init__(self, port, *, seed=0, mischief=None, stall_s=3.0):
+    def __init__(self, port, *, seed=0, mischief=None, stall_s=3.0, spare=0):
         self.target, self.mischief, self.stall_s = port, mischief or {}, stall_s
-        self.done = {kind: 0 for kind in ("cut", "garble", "stall", "trickle")}
+        self.spare = spare
+        self.done = dict.fromkeys(("cut", "garble", "stall", "trickle"), 0)
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -69,7 +70,7 @@ class Proxy:
 
     async def _replies(self, reader, writer):
         while data := await reader.read(1 << 16):
-            kind = self._chosen()
+            kind = self._chosen() if len(data) >= self.spare else None
             if kind == "cut":
                 writer.write(data[: self._random.randrange(len(data))])
                 await writer.drain()

@@ -22,11 +22,10 @@ def bind(address):
 
 
 def main():
-    from target.tiny_models import tiny_model
-
     from fledge.serve.app import Limits, TargetServer
     from fledge.serve.run import Address, serve
     from fledge.target.hf import HFEagle3TargetModel
+    from target.tiny_models import tiny_model
 
     model = tiny_model("llama")
     print("ready", flush=True)

@@ -1,10 +1,12 @@
 """Real target servers for tests: uvicorn in a thread, on a port from the OS."""
 
+import copy
 import threading
 from contextlib import contextmanager
 from functools import cache
 
 import pytest
+
 from target.tiny_models import tiny_model
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
@@ -23,7 +25,9 @@ class Running:
     """A server in a thread of this process; `stop` drains it as SIGTERM would."""
 
     def __init__(self, *, model=None, backend=None, port=0, drain_s=5.0, address=None, **options):
-        backend = backend or HFEagle3TargetModel(model or tiny(), supervision="hidden")
+        # a model of its own: hooks of two passes at once would get into each other's way
+        model = copy.deepcopy(model or tiny())
+        backend = backend or HFEagle3TargetModel(model, supervision="hidden")
         self.server = TargetServer(backend, model="tiny", **options)
         self.address = address or Address(port=port)
         self._bound = self.address.bind()

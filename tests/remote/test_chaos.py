@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from remote.chaos import Nursery, Proxy, free_port, resident_bytes
-from remote.servers import tiny
-from target.contract import packed_rows
 
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.remote import RemoteEagle3TargetModel
 from fledge.target.remote_segment import DIRECTORY, available
+from remote.chaos import Nursery, Proxy, free_port, resident_bytes
+from remote.servers import tiny
+from target.contract import packed_rows
 
 CLIENTS, EACH, KINDS = 8, 250, 40
 MISCHIEF = {"cut": 0.02, "garble": 0.01, "stall": 0.004, "trickle": 0.03}
@@ -69,9 +69,7 @@ def test_every_batch_comes_once_in_order_and_right():
     leftovers = our_segments()
     nursery = Nursery()
     servers = [nursery.start(free_port()) for _ in range(2)]
-    proxies = [
-        Proxy(port, seed=seed, mischief=MISCHIEF) for seed, (_, port) in enumerate(servers)
-    ]
+    proxies = [Proxy(port, seed=seed, mischief=MISCHIEF) for seed, (_, port) in enumerate(servers)]
     finished, over, kills = threading.Semaphore(0), threading.Event(), []
     before = resident_bytes(os.getpid())
 
@@ -115,4 +113,6 @@ def test_every_batch_comes_once_in_order_and_right():
     assert all(size < 1.5e9 for size in grown), "a server's memory grew"
     gc.collect()
     assert our_segments() <= leftovers, "shared memory was left behind"
-    print(f"{CLIENTS * EACH} batches in {time.monotonic() - begin:.1f} s, {len(kills)} kills, {done}")
+    print(
+        f"{CLIENTS * EACH} batches in {time.monotonic() - begin:.1f} s, {len(kills)} kills, {done}"
+    )

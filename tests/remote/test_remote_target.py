@@ -6,6 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fledge.errors import BadInput
+from fledge.serve.merge import merge, split
+from fledge.target.batch import Eagle3TargetBatch
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.remote import RemoteEagle3TargetModel
+from fledge.target.remote_protocol import Question, Rows, Shapes, encode_answer
 from remote.servers import Limits, running, tiny
 from target.contract import (
     CHECKS,
@@ -15,13 +22,6 @@ from target.contract import (
     padded_rows,
     some_documents,
 )
-
-from fledge.errors import BadInput
-from fledge.serve.merge import merge, split
-from fledge.target.batch import Eagle3TargetBatch
-from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.remote import RemoteEagle3TargetModel
-from fledge.target.remote_protocol import Question, Rows, Shapes, encode_answer
 
 
 def remote(server, supervision="hidden", **options):
@@ -40,7 +40,9 @@ def local(supervision="hidden"):
 def differing(one: Eagle3TargetBatch, other: Eagle3TargetBatch):
     ours, theirs = dict(one.tensors()), dict(other.tensors())
     assert ours.keys() == theirs.keys()
-    return [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])]
+    return [
+        n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])
+    ]
 
 
 ROWS = {"padded": padded_rows(), "packed": packed_rows(some_documents(), 14)}
@@ -63,7 +65,9 @@ def test_contract(server, check, supervision, shared_memory):
 @pytest.mark.parametrize("rows", ROWS.values(), ids=list(ROWS))
 def test_remote_equals_local_bit_for_bit(server, rows, supervision, shared_memory):
     with remote(server, supervision, shared_memory=shared_memory) as there:
-        assert differing(there.generate_batch(*rows), local(supervision).generate_batch(*rows)) == []
+        assert (
+            differing(there.generate_batch(*rows), local(supervision).generate_batch(*rows)) == []
+        )
 
 
 def test_topk_keeps_the_largest(server):
@@ -185,7 +189,9 @@ def test_a_question_that_spoils_a_merged_pass_spoils_only_its_own(monkeypatch):
                 spoilt.result(timeout=30)
             for i, future in enumerate(futures):
                 here = local().generate_batch(ids + i, ones, ones)
-                torch.testing.assert_close(future.result(30).aux_hidden_states, here.aux_hidden_states)
+                torch.testing.assert_close(
+                    future.result(30).aux_hidden_states, here.aux_hidden_states
+                )
 
 
 def test_the_servers_aux_layers_count(server):

@@ -9,15 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from remote.servers import Limits, Running, running, tiny
-from target.contract import padded_rows
 
 from fledge.errors import BadInput
 from fledge.serve.run import Address
@@ -25,6 +21,8 @@ from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.remote import RemoteEagle3TargetModel, token_from
 from fledge.target.remote_protocol import Question, Rows
 from fledge.target.wire import Message, check_digest, unpack
+from remote.servers import Limits, Running, running, tiny
+from target.contract import padded_rows
 
 
 def call(server, path, body=None, *, method=None, headers=None):
@@ -63,7 +61,10 @@ def test_info_tells_who_it_is(server):
 
 
 def test_messages_carry_their_digest(server):
-    for path, names in {"/v1/embeddings": {"embed_tokens"}, "/v1/head": {"lm_head", "final_norm"}}.items():
+    for path, names in {
+        "/v1/embeddings": {"embed_tokens"},
+        "/v1/head": {"lm_head", "final_norm"},
+    }.items():
         status, _, data = call(server, path)
         assert status == 200
         check_digest(bytearray(data))
@@ -89,7 +90,9 @@ def test_a_wrong_token_is_401_and_the_right_one_is_not():
 
 def test_large_bodies_are_413_and_the_server_lives_on():
     with running(limits=Limits(max_body_bytes=20_000, max_tokens=40)) as started:
-        status, _, data = call(started, "/v1/generate", headers={"Content-Length": str(10**12)}, method="POST")
+        status, _, data = call(
+            started, "/v1/generate", headers={"Content-Length": str(10**12)}, method="POST"
+        )
         assert status == 413
         assert "20000 are allowed" in json.loads(data)["error"]
         assert call(started, "/v1/generate", b"x" * 20_001)[0] == 413
@@ -135,7 +138,11 @@ def test_garbage_is_400_in_one_line_and_the_server_lives_on(server):
 
 
 def test_what_is_no_http_or_no_route_does_no_harm(server):
-    for noise in (b"\0\1\2\3\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/generate HTTP/1.1\r\n"):
+    for noise in (
+        b"\0\1\2\3\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/generate HTTP/1.1\r\n",
+    ):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
             raw.sendall(noise)
     assert call(server, "/v2/info")[0] == 404
@@ -241,8 +248,10 @@ def test_an_error_inside_the_target_is_500_and_the_server_lives_on(monkeypatch):
     with running() as started:
         backend = started.server.target.backend
         with monkeypatch.context() as patch:
+
             def broken(*args):
                 raise RuntimeError("CUDA out of memory\nand much more")
+
             patch.setattr(backend, "generate_batch", broken)
             status, _, data = call(started, "/v1/generate", question())
         assert status == 500
@@ -341,7 +350,14 @@ def test_tls(certificate):
 
 
 def test_the_command_serves_drains_and_ends_with_code_0(tiny_target, tmp_path):
-    command = [sys.executable, "-m", "fledge.cli.main", "serve-target", "--target", str(tiny_target)]
+    command = [
+        sys.executable,
+        "-m",
+        "fledge.cli.main",
+        "serve-target",
+        "--target",
+        str(tiny_target),
+    ]
     command += ["--aux-layer-ids", "0,1,2", "--port", "0", "--json", "--device", "cpu"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

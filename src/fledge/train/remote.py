@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,12 +32,18 @@ def open_remote(section: RemoteTarget, device: torch.device) -> RemoteEagle3Targ
 
 
 @functools.cache
+def remote_facts(section: RemoteTarget) -> dict[str, Any]:
+    """What the servers say of their target, asked once a process."""
+    with open_remote(section, torch.device("cpu")) as target:
+        return target.server_info
+
+
+@functools.cache
 def remote_files(section: RemoteTarget) -> Path:
     """A directory with the config and tokenizer of the servers' target, fetched once a process."""
     with open_remote(section, torch.device("cpu")) as target:
-        fingerprints = (
-            target.server_info[f"{name}_fingerprint"] for name in ("weights", "tokenizer")
-        )
-        directory = cache_dir() / "remote" / "-".join(map(str, fingerprints))
+        facts = target.server_info
+        name = f"{facts['weights_fingerprint']}-{facts['tokenizer_fingerprint']}"
+        directory = cache_dir() / "remote" / name
         target.fetch_files(directory)
     return directory
