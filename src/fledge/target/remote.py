@@ -26,7 +26,15 @@ from fledge.target.cache_manifest import assemble_target
 from fledge.target.layers import validate_aux_layer_ids
 from fledge.target.packing import find_documents
 from fledge.target.remote_fleet import Fleet, ServerState, T, log
-from fledge.target.remote_http import Refused, Reply, Server, ServerBusy, ServerDown, ServerFault
+from fledge.target.remote_http import (
+    Buffers,
+    Refused,
+    Reply,
+    Server,
+    ServerBusy,
+    ServerDown,
+    ServerFault,
+)
 from fledge.target.remote_protocol import (
     Question,
     Rows,
@@ -78,7 +86,8 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         self._timeout_s, self._retries, self._pin = timeout_s, retries, pin_memory
         self.prefetch = prefetch
         addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
-        servers = [Server(url, token=token, ca_file=ca_file) for url in addresses]
+        buffers = Buffers(keep=max(1, prefetch) + 1)
+        servers = [Server(url, token=token, ca_file=ca_file, buffers=buffers) for url in addresses]
         self._fleet = Fleet(servers, wait_s=wait_s)
         self._segments = Segments() if shared_memory and available() else None
         self._no_segments: set[str] = set()  # servers that cannot see our shared memory
