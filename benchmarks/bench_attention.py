@@ -177,8 +177,6 @@ def visible_scores(plan: RolloutPlan) -> int:
 def report(shape: Shape) -> None:
     plan = plan_of(shape)
     fused = time_path(fused_attention, shape, plan, DEPTHS, 5)
-    # the dispatch inside `blocked` would take the kernel for the prefix
-    triton_attention_off()
     blocked = time_path(blocked_attention, shape, plan, shape.blocked_depths, 1)
     sdpa = time_sdpa(shape) if shape.equal else None
     flops = 4 * visible_scores(plan) * shape.heads * shape.channels
@@ -192,13 +190,6 @@ def report(shape: Shape) -> None:
         + "  " + " ".join(f"{e:.2f}" for e in errors[:4]) + f" (chain {max(errors[4:]):.2f})",
         flush=True,
     )  # fmt: skip
-
-
-def triton_attention_off() -> None:
-    """Let `blocked.py` run its own loop, as it does where no kernel is supported."""
-    from fledge.rollout import blocked
-
-    blocked.kernel_runs = lambda *_: False  # type: ignore[assignment]
 
 
 CANDIDATES = {
@@ -218,14 +209,15 @@ def sweep(shape: Shape, depth: int = 3) -> None:
     """Time every candidate tile of every kernel at one depth; the five fastest."""
     plan = plan_of(shape)
     q, k, v, *chain = (x.detach() for x in inputs_of(shape, plan, depth))
-    chains = triton_attention._Chain.of([*chain[::2], *chain[1::2]])
-    job = triton_attention._Job(q, k, v, plan.depths[depth], chains)
-    out, lse = job.attend(q.dtype)
-    dout, delta = torch.randn_like(out), torch.zeros_like(lse)
+    chains = triton_attention.Chain.of([*chain[::2], *chain[1::2]])
+    job = triton_attention.Job(q, k, v, plan.depths[depth], chains)
+    out, lse = job.attend()
+    dout = torch.randn_like(out)
+    _, delta = job.query_grad(out, dout, lse)
     calls = {
-        "attend": lambda: job.attend(q.dtype),
-        "query_grad": lambda: job.query_grad(dout, lse, delta, q.dtype, out=out),
-        "key_grad": lambda: job.key_grad(dout, lse, delta, q.dtype),
+        "attend": lambda: job.attend(),
+        "query_grad": lambda: job.query_grad(out, dout, lse),
+        "key_grad": lambda: job.key_grad(dout, lse, delta),
     }
     for kernel, call in calls.items():
         found = []

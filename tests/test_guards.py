@@ -12,7 +12,7 @@ SRC = ROOT / "src" / "fledge"
 
 # Rooms in the order in which data flows: a room imports only itself and rooms before it.
 ROOMS = [
-    *("models", "data", "target", "serve", "rollout", "draft", "objective", "decode", "train"),
+    *("models", "data", "rollout", "target", "serve", "draft", "objective", "decode", "train"),
     "cli",
 ]
 ENGINES = {"vllm", "sglang", "fastapi", "uvicorn", "wandb", "tensorboard", "trackio", "mlflow"}

@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 
 from fledge.objective.head_loss import head_loss
 from fledge.objective.losses import LossSpec, acceptance, kl_divergence, reference_loss
-from fledge.objective.supervision import ProbsSupervision
+from fledge.objective.supervision import (
+    DraftVocabulary,
+    HiddenSupervision,
+    ProbsSupervision,
+    head_rows,
+)
 from fledge.rollout.plan import HeadElements
+from fledge.target.head import TargetHead, target_distribution_from_hidden
 
 E, W, DEPTHS = 5, 11, 3
 KINDS = ["ce", "kl", "hard", "alpha", "lambda"]
@@ -149,3 +155,19 @@ def test_bf16_states_with_an_fp32_head():
     torch.testing.assert_close(ours.loss, exact, rtol=1e-2, atol=1e-2)
     expected = torch.autograd.grad(exact, (hidden, head))
     torch.testing.assert_close(grads[1], expected[1], rtol=0.05, atol=0.02)
+
+
+def test_the_draft_vocabularys_head_scores_as_the_whole_one():
+    """Every step between states and logits is kept: bias, scale, divisor, soft cap."""
+    torch.manual_seed(0)
+    head = TargetHead(torch.randn(20, 6), torch.randn(20), scale=1.5, softcap=2.0, divisor=3.0)
+    ids_W, member_V = torch.tensor([1, 4, 5, 17]), torch.zeros(20, dtype=torch.bool)
+    member_V[ids_W] = True
+    vocabulary = DraftVocabulary(ids_W, member_V)
+    hidden_SD, slot_M = torch.randn(9, 6), torch.tensor([2, 3, 8])
+    supervision = HiddenSupervision(
+        hidden_SD, slot_M, head, head_rows(head, vocabulary), vocabulary
+    )
+    probs, covered = target_distribution_from_hidden(hidden_SD[slot_M], head, ids_W, member_V)
+    torch.testing.assert_close(supervision.probs(0, 3), probs)
+    assert torch.equal(supervision.coverage(), covered)

@@ -94,7 +94,10 @@ def test_16_bit_error_is_within_twice_that_of_torch(kind, dtype):
     torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-5, atol=1e-5)
 
 
-def test_the_first_of_equal_logits_is_the_top():
+@pytest.mark.parametrize("block", [16, 64])
+def test_the_first_of_equal_logits_is_the_top(monkeypatch, block):
+    """Equal ones in one block of columns, and in two."""
+    monkeypatch.setattr(triton_head, "BLOCK", block)
     logits, targets, coefficient, ce_weight = make_rows(3, 40)
     logits[:] = torch.arange(40, device=DEVICE) // 10
     for top in (30, 31):

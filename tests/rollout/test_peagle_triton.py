@@ -1,4 +1,4 @@
-"""All depths at once on the GPU kernels of the causal prefix, against the dense definition.
+"""All depths at once on the GPU kernels, against the dense definition.
 
 The kernels meet what EAGLE-3 never shows them: several rows of one anchor, and keys that end where
 a segment does.
@@ -7,8 +7,8 @@ a segment does.
 import pytest
 import torch
 
-import interpreted_triton  # before the kernels: chooses the interpreter
-from fledge.rollout import blocked
+import interpreted_triton  # before the kernels
+from fledge.rollout import parallel
 from fledge.rollout.parallel import parallel_attention
 from fledge.rollout.parallel_plan import plan_parallel
 
@@ -32,8 +32,7 @@ def test_kernels_serve_all_depths_at_once(monkeypatch, lengths, partitions):
         doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
         device=torch.device(DEVICE),
     )
-    used = []
-    monkeypatch.setattr(blocked, "kernel_runs", lambda *tensors: used.append(1) or True)
+    monkeypatch.setattr(parallel, "kernel_runs", lambda *tensors: True)
     assert len(plan.segments) == partitions
     for segment in plan.segments:
         for rows in (segment.every, segment.asking):
@@ -41,7 +40,6 @@ def test_kernels_serve_all_depths_at_once(monkeypatch, lengths, partitions):
             fast = results(inputs, segment, rows, "fast")
             for mine, theirs in zip(fast, results(inputs, segment, rows, "reference"), strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert len(used) == 4 * partitions
 
 
 def make_inputs(segment, rows, heads=4, groups=2, channels=16):
@@ -56,5 +54,7 @@ def make_inputs(segment, rows, heads=4, groups=2, channels=16):
 def results(inputs, segment, rows, kind):
     q, k, v, chain_k, chain_v = inputs
     out = parallel_attention(q, (k, v), (chain_k, chain_v), rows, segment.counts, kind=kind)
+    if kind == "fast":
+        assert out.grad_fn.name() == "_FusedParallelBackward"
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]

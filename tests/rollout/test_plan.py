@@ -152,7 +152,7 @@ def test_an_unpadded_slot_is_charged_by_its_mask_alone():
     """Callers may hand over masks of their own making: slot T - 1 counts if its mask says so."""
     plan = plan_rollout(torch.ones(1, 3), torch.ones(1, 3), num_depths=3)
     assert plan.step_valid_K.tolist() == [3, 2, 1]
-    assert plan.whole
+    assert plan.span == (0, 3)
 
 
 def test_bad_metadata_names_the_field():

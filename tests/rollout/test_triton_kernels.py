@@ -13,7 +13,7 @@ import interpreted_triton  # before the kernels
 from fledge.rollout import blocked, triton_attention
 from fledge.rollout.attention import reference_attention, rollout_attention
 from fledge.rollout.plan import QueryRows, plan_rollout
-from fledge.rollout.triton_attention import Tile, fused_attention
+from fledge.rollout.triton_attention import GRANULE, Chain, Job, Tile, fused_attention
 
 DEVICE = interpreted_triton.DEVICE
 
@@ -98,6 +98,18 @@ def test_fused_is_reference_for_any_documents_rows_and_tiles(
         assert_fused_is_reference(plan.depths[depth], inputs)
 
 
+def test_row_bounds():
+    """Rows with slot < key, first < key and first <= key, for every GRANULE-th key."""
+    plan = make_plan([1, 31, 32, 70, 40], 3, supervised=1.1)
+    rows = plan.depths[1]
+    q, k, v, *chain = make_inputs(plan, 1, heads=2, groups=1, channels=16)
+    bounds, count = Job(q, k, v, rows, Chain.of(chain))._row_bounds()
+    key = GRANULE * torch.arange(count, device=DEVICE)[:, None]
+    assert key[-1] >= len(plan.slot_T)
+    expected = [rows.slot_N < key, rows.first_N < key, rows.first_N <= key]
+    assert torch.equal(bounds.long(), torch.stack([seen.sum(1) for seen in expected]))
+
+
 def test_no_rows_at_all():
     plan = make_plan([9, 4], 3, supervised=0.0)
     inputs = make_inputs(plan, 2, heads=2, groups=1, channels=16)
@@ -178,34 +190,28 @@ def test_repeats_bit_for_bit():
 
 
 def test_dispatch_takes_the_kernels(monkeypatch):
-    """`rollout_attention`, and the prefix alone as P-EAGLE asks for it."""
     monkeypatch.setattr(blocked, "triton_runs", lambda x, *, what, unsupported: not unsupported)
     plan = make_plan([40, 9], 3)
-    rows, inputs = plan.depths[2], make_inputs(plan, 2, heads=2, groups=1, channels=16)
-    q, k, v, *chain = inputs
+    rows, (q, k, v, *chain) = plan.depths[2], make_inputs(plan, 2, heads=2, groups=1, channels=16)
     pairs = list(zip(chain[::2], chain[1::2], strict=True))
-    fused = rollout_attention(q, k, v, rows, chain=pairs)
-    assert fused.grad_fn.name() == "_FusedAttentionBackward"
-    assert rollout_attention(q, k, v, rows, chain=pairs, kind="reference").grad_fn.name() != (
-        fused.grad_fn.name()
-    )
-    found = results(blocked.blocked_attention, rows, [q, k, v])
-    expected = results(reference_attention, rows, [q, k, v])
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    wide = [x.detach().double() for x in (q, k, v)]
-    assert rollout_attention(*wide, rows).dtype == torch.float64  # the torch path
+
+    def path(*tensors, **kwargs):
+        return rollout_attention(*tensors, rows, **kwargs).grad_fn.name()
+
+    assert path(q, k, v, chain=pairs) == "_FusedAttentionBackward"
+    assert path(q, k, v, chain=pairs, kind="reference") != "_FusedAttentionBackward"
+    assert path(q.double(), k.double(), v.double()) == "_BlockedAttentionBackward"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_one_compilation_serves_all_sizes():
-    from fledge.rollout import triton_kernels as kernels
-
-    names = ("attend", "query_grad", "row_bounds", "key_grad", "chain_grad")
+    from fledge.rollout.triton_kernels import attend, query_grad
+    from fledge.rollout.triton_key_kernels import chain_grad, key_grad, row_bounds
 
     def compiled():
-        caches = [getattr(kernels, name).device_caches for name in names]
+        kernels = (attend, query_grad, row_bounds, key_grad, chain_grad)
+        caches = [kernel.device_caches for kernel in kernels]
         return [len(cache[torch.cuda.current_device()][0]) for cache in caches]
 
     counts = []

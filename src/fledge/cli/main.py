@@ -48,6 +48,7 @@ def _root(
 
 def _attach_verbs() -> None:
     from fledge.cli import (
+        bench,
         cache,
         data,
         demo,
@@ -60,6 +61,7 @@ def _attach_verbs() -> None:
         train,
     )
 
+    app.add_typer(bench.app, name="bench")
     app.add_typer(cache.app, name="cache")
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)

@@ -32,43 +32,64 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-class _GatedDown(torch.autograd.Function):
-    """(silu(gate) * up) @ down.T, keeping gate and up alone: half of what autograd would keep.
+class _GatedMlp(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)), keeping the two products alone: half of what autograd would.
 
-    The widest activations of a step are these, once per depth.
+    They are the widest activations of a step, once per depth. With `recompute` not even they are
+    kept: the backward pass multiplies once more.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate_NI: Tensor, up_NI: Tensor, down_EI: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_NI, up_NI, down_EI)
+    def forward(
+        ctx: Any, x_NE: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, recompute: bool
+    ) -> Tensor:
+        gate_NI, up_NI = F.linear(x_NE, gate_IE), F.linear(x_NE, up_IE)
+        kept = () if recompute else (gate_NI, up_NI)
+        ctx.save_for_backward(x_NE, gate_IE, up_IE, down_EI, *kept)
         if kernel_runs(gate_NI, what="SwiGLU"):
             from fledge.draft.triton_swiglu import gate
 
             return F.linear(gate(gate_NI, up_NI), down_EI)
-        return F.linear(F.silu(gate_NI).mul_(up_NI), down_EI)
+        return F.linear(F.silu(gate_NI) * up_NI, down_EI)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout_NE,) = grads
-        gate_NI, up_NI, down_EI = ctx.saved_tensors
-        if kernel_runs(gate_NI, what="SwiGLU"):
-            from fledge.draft.triton_swiglu import gate_backward
-
-            gated_NI, dgate_NI, dup_NI = gate_backward(gate_NI, up_NI, dout_NE @ down_EI)
-            return dgate_NI, dup_NI, dout_NE.t() @ gated_NI
-        act_NI = F.silu(gate_NI)
-        ddown_EI = dout_NE.t() @ (act_NI * up_NI)
-        dgated_NI = dout_NE @ down_EI
-        dup_NI = act_NI.mul_(dgated_NI)
-        dgate_NI = torch.ops.aten.silu_backward(dgated_NI.mul_(up_NI), gate_NI)
-        return dgate_NI, dup_NI, ddown_EI
+        x_NE, gate_IE, up_IE, down_EI, *kept = ctx.saved_tensors
+        gate_NI, up_NI = kept or (F.linear(x_NE, gate_IE), F.linear(x_NE, up_IE))
+        gated_NI, dgate_NI, dup_NI = _gate_backward(gate_NI, up_NI, dout_NE @ down_EI)
+        dx_NE = torch.addmm(dgate_NI @ gate_IE, dup_NI, up_IE)
+        return dx_NE, dgate_NI.t() @ x_NE, dup_NI.t() @ x_NE, dout_NE.t() @ gated_NI, None
 
 
-def gated_mlp(x_NE: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor) -> Tensor:
+def _gate_backward(
+    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up once more, and the gradients of gate and up; dgated's memory is used up."""
+    if kernel_runs(gate_NI, what="SwiGLU"):
+        from fledge.draft.triton_swiglu import gate_backward
+
+        return gate_backward(gate_NI, up_NI, dgated_NI)
+    act_NI = F.silu(gate_NI)
+    gated_NI = act_NI * up_NI
+    dup_NI = act_NI.mul_(dgated_NI)
+    dgate_NI = torch.ops.aten.silu_backward(dgated_NI.mul_(up_NI), gate_NI)
+    return gated_NI, dgate_NI, dup_NI
+
+
+def gated_mlp(
+    x_NE: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, *, recompute: bool = False
+) -> Tensor:
     """SwiGLU."""
-    gate_NI, up_NI = F.linear(x_NE, gate_IE), F.linear(x_NE, up_IE)
-    out_NE: Tensor = _GatedDown.apply(gate_NI, up_NI, down_EI)  # type: ignore[no-untyped-call]
+    out_NE: Tensor = _GatedMlp.apply(x_NE, gate_IE, up_IE, down_EI, recompute)  # type: ignore[no-untyped-call]
     return out_NE
+
+
+def forget_mlp(config: Any, rows: int, dtype: torch.dtype, *, kept_gib: float) -> bool:
+    """Whether MLPs over so many rows (of all layers) would keep more than that for the backward
+    pass, and should compute twice instead: a twentieth of a step's time for a third of its memory.
+    """
+    return bool(rows * 2 * config.intermediate_size * dtype.itemsize > kept_gib * 2**30)
 
 
 class DraftAttention(nn.Module):
@@ -138,7 +159,7 @@ class DraftLayer(nn.Module):
         out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
         return out
 
-    def weights(self, dtype: torch.dtype) -> "LayerWeights":
+    def weights(self, dtype: torch.dtype, *, recompute_mlp: bool = False) -> "LayerWeights":
         attn, mlp = self.self_attn, self.mlp
         qkv = torch.cat([proj.weight.to(dtype) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)])
         size = mlp.gate_proj.in_features
@@ -155,6 +176,7 @@ class DraftLayer(nn.Module):
             up=mlp.up_proj.weight.to(dtype),
             down=mlp.down_proj.weight.to(dtype),
             eps=state_norm.eps or 0.0,
+            recompute_mlp=recompute_mlp,
         )
 
 
@@ -206,6 +228,7 @@ class LayerWeights:
     up: Tensor
     down: Tensor
     eps: float
+    recompute_mlp: bool = False  # forget the MLP's inner activations: long batches need the memory
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
         """The embedding half of q, k, v side by side, for every token once."""
@@ -227,4 +250,5 @@ class LayerWeights:
         """Output projection and SwiGLU, with their residuals."""
         state_NE = residual_NE + F.linear(attended_NHC.flatten(1), self.o)
         x = rms_norm(state_NE, self.mlp_norm, self.eps)
-        return state_NE + gated_mlp(x, self.gate, self.up, self.down)
+        mlp = gated_mlp(x, self.gate, self.up, self.down, recompute=self.recompute_mlp)
+        return state_NE + mlp

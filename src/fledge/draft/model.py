@@ -22,6 +22,7 @@ from fledge.draft.layer import (
     DeepDraftLayer,
     FusedDraftLayer,
     LayerWeights,
+    forget_mlp,
     linear,
     rms_norm,
 )
@@ -223,11 +224,16 @@ class _Step:
     ) -> None:
         self.plan, self.kind = plan, attention
         self.channels = model.config.head_dim
-        self.layers: list[LayerWeights] = [layer.weights(dtype) for layer in model.layers]  # type: ignore[operator]
+        self.checkpointing = model.gradient_checkpointing and model.training
+        rows = len(model.layers) * sum(plan.counts)
+        forget = not self.checkpointing and forget_mlp(model.config, rows, dtype, kept_gib=2.5)
+        self.layers: list[LayerWeights] = [
+            layer.weights(dtype, recompute_mlp=forget)  # type: ignore[operator]
+            for layer in model.layers
+        ]
         self.cos_TC, self.sin_TC = model.rotary(plan.position_T, dtype)
         self.prefix: list[KeysValues] = []
         self.chains: list[list[KeysValues]] = [[] for _ in self.layers]
-        self.checkpointing = model.gradient_checkpointing and model.training
 
     def depth_zero(self, state_TE: Tensor, token_T: Tensor) -> Tensor:
         """Every slot leaves keys and values; only the last layer's queries are the anchors' own."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from fledge.draft.layer import LayerWeights, rms_norm
+from fledge.draft.layer import LayerWeights, forget_mlp, rms_norm
 from fledge.draft.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.parallel import parallel_attention
@@ -142,7 +142,15 @@ class _ParallelStep:
     ) -> None:
         self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
         self.channels = model.config.head_dim
-        self.layers: list[LayerWeights] = [layer.weights(dtype) for layer in model.layers]  # type: ignore[operator]
+        rows = len(model.layers) * max(len(segment.every) for segment in plan.segments)
+        # the gradients of several layers and of the embedding leave less room than EAGLE-3 has
+        forget = not model.gradient_checkpointing and forget_mlp(
+            model.config, rows, dtype, kept_gib=1.5
+        )
+        self.layers: list[LayerWeights] = [
+            layer.weights(dtype, recompute_mlp=forget)  # type: ignore[operator]
+            for layer in model.layers
+        ]
         self.norm = model.norm.weight.to(dtype)
 
     def segment(

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The elementwise half of SwiGLU, one GPU kernel forward and one backward.
 
-Same results as the torch lines of `layer._GatedDown`, which pass over the widest activations of a
+Same results as the torch lines of `layer._GatedMlp`, which pass over the widest activations of a
 step nineteen times where these pass nine times. Importing this file imports Triton.
 """
 

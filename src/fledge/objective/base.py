@@ -63,7 +63,7 @@ class PreparedBatch(Generic[Plan]):
 
     plan: Plan
     covered_M: Tensor  # bool per target slot: the draft can say the target's top token
-    charged_K: Tensor  # int64 per depth: what the loss is divided by
+    charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
 
 
 class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
@@ -157,8 +157,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         packing = {name: rest.pop(name, None) for name in _PACKING}
         plan = plan or self.plan(loss_mask, attention_mask, seed=seed, **packing)
         covered_M = self._supervision(plan, **rest).coverage()
-        charged_N = self._charged(covered_M[plan.head.target_N])
-        return PreparedBatch(plan, covered_M, self._per_depth(plan, charged_N))
+        if plan.asked_MK is None:
+            charged_K = self._per_depth(plan, self._charged(covered_M[plan.head.target_N]))
+        else:  # thinned: the rest stands for all of them
+            charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
+        return PreparedBatch(plan, covered_M, charged_K)
 
     def forward(
         self,
@@ -214,12 +217,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         )
         loss_sums = self._per_depth(plan, scored.row_loss_N * charged_N)
         # a target that the draft cannot say is a rejection, charged or not
-        return self._output(prepared, scored.loss, loss_sums, scored.correct_N & covered_N)
+        charged_K = self._per_depth(plan, charged_N)
+        return self._output(plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N)
 
     def _output(
-        self, prepared: PreparedBatch[Plan], loss: Tensor, loss_sums: Tensor, correct_N: Tensor
+        self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
     ) -> RolloutOutput:
-        plan = prepared.plan
         correct_E = torch.zeros_like(plan.supervised_E)
         correct_E[plan.head.element_N] = correct_N
         hits, reached = [], []
@@ -232,7 +235,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             alive = alive & correct
             hits.append(alive.sum())
         correct_K = self._per_depth(plan, correct_N)
-        valid_tokens = prepared.charged_K.sum()
+        valid_tokens = charged_K.sum()
         return RolloutOutput(
             loss=loss,
             accuracy=correct_K.sum() / valid_tokens.clamp_min(1),
@@ -241,7 +244,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             step_valid=plan.step_valid_K,
             step_reached=torch.stack(reached),
             loss_sums=loss_sums,
-            charged=prepared.charged_K,
+            charged=charged_K,
             correct=correct_K,
         )
 

@@ -13,6 +13,7 @@ from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.objective.base import PreparedBatch, RolloutOutput, RolloutTrainerModule
 from fledge.objective.losses import LossKind, loss_spec
 from fledge.rollout.attention import AttentionKind
+from fledge.rollout.cod import draw_seed
 from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.target.head import TargetHead
 
@@ -26,8 +27,10 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
 
     `loss` picks soft cross entropy ("ce"), "kl" or cross entropy with the target's top token
     ("hard"); `lk_loss_type` ("alpha" or "lambda") replaces it. `compute_dtype` is the dtype of the
-    step's matrices when it differs from the parameters'. `compact=False` and
-    `attention="reference"` are the slow twins that tests compare with.
+    step's matrices when it differs from the parameters'. With `depth_keep` < 1 a rollout in
+    training is followed one depth deeper with that chance only, and weighted so that the expected
+    gradient is that of the full unroll. `compact=False` and `attention="reference"` are the slow
+    twins that tests compare with.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         target_head: TargetHead | None = None,
         loss: LossKind = "ce",
         step_decay: float = 0.8,
+        depth_keep: float = 1.0,
         compute_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
@@ -50,6 +54,8 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     ) -> None:
         if isinstance(ttt_steps, bool) or not isinstance(ttt_steps, int) or ttt_steps < 1:
             raise ValueError(f"ttt_steps: must be a positive int, got {ttt_steps!r}")
+        if not 0 < depth_keep <= 1:
+            raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
         super().__init__(
             draft_model,
             selected_token_ids=selected_token_ids,
@@ -61,6 +67,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             attention=attention,
         )
         self.ttt_steps, self.step_decay, self.compact = ttt_steps, step_decay, compact
+        self.depth_keep = depth_keep
 
     @property
     def depths(self) -> int:
@@ -76,7 +83,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         doc_remaining: Tensor | None = None,
         seed: int | None = None,
     ) -> RolloutPlan:
-        """Every supervised element: nothing is sampled, `seed` changes nothing."""
+        """Every supervised element; with `depth_keep` a sample of them, drawn from `seed`."""
         return plan_rollout(
             loss_mask,
             attention_mask,
@@ -85,8 +92,14 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             seq_lens=seq_lens,
             doc_remaining=doc_remaining,
             compact=self.compact,
+            keep=self._keep,
+            seed=draw_seed() if seed is None and self._keep < 1 else seed or 0,
             device=self.selected_token_ids.device,
         )
+
+    @property
+    def _keep(self) -> float:
+        return self.depth_keep if self.draft_model.training else 1.0
 
     def _states(self, plan: RolloutPlan, aux_TD: Tensor, input_ids_T: Tensor) -> Tensor:
         states = self.draft_model(
@@ -100,8 +113,10 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
 
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        decay_K = self.step_decay ** torch.arange(self.ttt_steps, device=count_K.device, dtype=wide)
-        return decay_K / decay_K.sum() / count_K.clamp_min(1)
+        depth_K = torch.arange(self.ttt_steps, device=count_K.device, dtype=wide)
+        decay_K = self.step_decay**depth_K
+        stands_for_K = self._keep**-depth_K  # how many elements each one that is left stands for
+        return decay_K / decay_K.sum() / count_K.clamp_min(1) * stands_for_K
 
 
 def simulated_accept_length(

@@ -105,7 +105,7 @@ class _HeadLoss(torch.autograd.Function):
             if dhidden_EE is not None:
                 dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
             if dhead_WE is not None:
-                dhead_WE += dlogits_CW.t() @ x_CE
+                _add_product(dhead_WE, dlogits_CW, x_CE)
         loss = (row_loss_N * task.coefficient_N).sum()
         ctx.save_for_backward(dhidden_EE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
         ctx.mark_non_differentiable(row_loss_N, correct_N)
@@ -113,13 +113,24 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        dhidden_EE, dhead_WE = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            None if dhidden_EE is None else dhidden_EE * scale.to(dhidden_EE.dtype),
-            None if dhead_WE is None else dhead_WE * scale.to(dhead_WE.dtype),
-            None,
+        # a second copy of the head's gradient only for those who keep the graph
+        scaled = (
+            torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
         )
+        dhidden_EE, dhead_WE = (
+            None if grad is None else scaled(grad, grads[0].to(grad.dtype))
+            for grad in ctx.saved_tensors
+        )
+        return dhidden_EE, dhead_WE, None
+
+
+def _add_product(into_WE: Tensor, dlogits_CW: Tensor, x_CE: Tensor) -> None:
+    """into += dlogits.T @ x, summed in `into`'s fp32 by the product itself where a GPU can."""
+    if into_WE.is_cuda and into_WE.dtype == torch.float32 != x_CE.dtype:
+        left_WC = dlogits_CW.t()
+        torch.addmm(into_WE, left_WC, x_CE, out_dtype=torch.float32, out=into_WE)
+    else:
+        into_WE += dlogits_CW.t() @ x_CE
 
 
 @dataclass(frozen=True)

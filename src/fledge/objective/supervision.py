@@ -5,7 +5,7 @@ them, and coverage (is the target's top token one the draft can say?) for all sl
 of [slots, V] exists for longer than a chunk unless the batch itself brought it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -79,7 +79,7 @@ class HiddenSupervision:
     @torch.no_grad()
     def probs(self, begin: int, end: int) -> Tensor:
         rows_CD = self.hidden_SD.index_select(0, self.slot_M[begin:end])
-        return torch.softmax(self.draft_head.logits(rows_CD).float(), dim=-1)
+        return torch.softmax(self.draft_head.logits(rows_CD), dim=-1, dtype=torch.float32)
 
     @torch.no_grad()
     def coverage(self) -> Tensor:
@@ -93,7 +93,9 @@ class HiddenSupervision:
 
 
 def _chunks(slot_M: Tensor, width: int) -> tuple[Tensor, ...]:
-    return torch.split(slot_M, max(1, CHUNK_SCORES // width))
+    """On a GPU so many rows that the product does not wait for the head's weights."""
+    rows = max(1, CHUNK_SCORES // width)
+    return torch.split(slot_M, max(rows, 2048) if slot_M.is_cuda else rows)
 
 
 def head_rows(head: TargetHead, vocabulary: DraftVocabulary) -> TargetHead:
@@ -101,9 +103,8 @@ def head_rows(head: TargetHead, vocabulary: DraftVocabulary) -> TargetHead:
     if len(vocabulary.ids_W) == len(vocabulary.member_V):
         return head
     bias_V = head.bias_V
-    return TargetHead(
-        head.weight_VD[vocabulary.ids_W],
-        None if bias_V is None else bias_V[vocabulary.ids_W],
-        head.scale,
-        head.softcap,
+    return replace(
+        head,
+        weight_VD=head.weight_VD[vocabulary.ids_W],
+        bias_V=None if bias_V is None else bias_V[vocabulary.ids_W],
     )

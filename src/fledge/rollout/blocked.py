@@ -4,9 +4,8 @@ One softmax runs over the prefix and the chain together, so its gradient needs o
 log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated apart
 with the same two numbers, and nothing of size [rows, keys] outlives a block.
 
-`prefix_forward` and `prefix_backward` are the seam for the device kernel (`triton_attention.py`):
-same arguments, same results. The definition of what they compute is
-`attention.reference_attention`.
+The definition of what is computed here is `attention.reference_attention`. On a GPU the kernels
+behind `triton_attention.py` take this file's place wherever `kernel_runs`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,10 +127,6 @@ def prefix_forward(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows
 ) -> tuple[Tensor, Tensor]:
     """Attention over the prefix alone: output [N, H, C] and log-sum-exp [N, H], both wide."""
-    if kernel_runs(q_NHC, k_TGC, v_TGC):
-        from fledge.rollout.triton_attention import fused_prefix_forward
-
-        return fused_prefix_forward(q_NHC, k_TGC, v_TGC, rows)
     groups, wide = k_TGC.shape[1], _wide(q_NHC)
     k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
     out_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
@@ -155,10 +150,6 @@ def prefix_backward(
     rows: QueryRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, wide. `lse_NH` is the log-sum-exp of prefix and chain together."""
-    if kernel_runs(q_NHC, k_TGC, v_TGC, dout_NHC):
-        from fledge.rollout.triton_attention import fused_prefix_backward
-
-        return fused_prefix_backward(q_NHC, k_TGC, v_TGC, dout_NHC, lse_NH, delta_NH, rows)
     groups, wide = k_TGC.shape[1], _wide(q_NHC)
     k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
     dq_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)

@@ -1,4 +1,5 @@
-"""COD sampling: which rollouts P-EAGLE follows, and how deep (SEMANTICS 6).
+"""Which rollouts are followed, and how deep: P-EAGLE's COD sampling (SEMANTICS 6), and at the end
+of the file the plain thinning of EAGLE-3 (`objective.depth_keep`).
 
 Depth 0 is every position. Deeper depths are thinned: of a document with n supervised positions,
 int((n - d) * max(ratio^d, ratio_min)) elements are kept at depth d, drawn at random from those
@@ -120,6 +121,26 @@ def sample_depths(
             kept = kept[_rank(row[kept], noise) < max_anchors]
         deepest[kept - depth] = depth
         pool = kept[goes_on[kept]] + 1
+    return deepest
+
+
+def surviving_depths(
+    supervised: Bools,  # [slots]
+    *,
+    document: Ints,  # [slots] ordinal of the slot's document, ascending
+    place: Ints,  # [slots] position in the document
+    num_depths: int,
+    keep: float,
+    seed: int,
+) -> Ints:
+    """[slots] the deepest depth of each anchor's rollout when every step deeper is survived with
+    the chance `keep`, independently: depth k is reached with the chance keep^k, never without the
+    depths before it."""
+    if len(supervised) == 0:
+        return np.zeros(0, dtype=np.int64)
+    word = _noise(seed, 0, _keys(supervised, document, place), place)
+    chance = (word.astype(np.float64) + 1) / 2.0**64  # (0, 1]
+    deepest: Ints = np.minimum(np.log(chance) / np.log(keep), num_depths - 1).astype(np.int64)
     return deepest
 
 

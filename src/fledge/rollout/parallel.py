@@ -3,7 +3,8 @@
 The same visibility as `attention.py`: depth-0 keys up to the anchor, and the row's own rollout up
 to its own depth. Queries are the flat axis X of `parallel_plan.py`, depth-0 rows first, then the
 chain rows, whose own keys and values are the chain. One pass serves every row's prefix; the chain
-is folded in per depth, by the arithmetic that EAGLE-3's chain uses.
+is folded in per depth, by the arithmetic that EAGLE-3's chain uses. On a GPU one kernel does both
+(`triton_parallel.py`).
 
 `parallel_visible` is the rule as a dense matrix, `reference_parallel` the definition on top of it.
 
@@ -17,7 +18,13 @@ import torch
 from torch import Tensor
 
 from fledge.rollout.attention import AttentionKind, prefix_visible
-from fledge.rollout.blocked import chain_backward, merge_chain, prefix_backward, prefix_forward
+from fledge.rollout.blocked import (
+    chain_backward,
+    kernel_runs,
+    merge_chain,
+    prefix_backward,
+    prefix_forward,
+)
 from fledge.rollout.plan import QueryRows
 
 
@@ -33,6 +40,10 @@ def parallel_attention(
     """Attend; [X, H, C] in the dtype of q."""
     if kind == "reference":
         return reference_parallel(q_XHC, prefix, chain, rows, counts)
+    if kernel_runs(q_XHC, *prefix, *chain):
+        from fledge.rollout.triton_parallel import fused_parallel
+
+        return fused_parallel(q_XHC, prefix, chain, rows, counts)
     out: Tensor = _ParallelAttention.apply(q_XHC, *prefix, *chain, rows, tuple(counts))  # type: ignore[no-untyped-call]
     return out
 

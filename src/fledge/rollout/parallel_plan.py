@@ -34,6 +34,7 @@ from fledge.rollout.plan import (
     query_rows,
     to_device,
 )
+from fledge.transfer import send
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Segment:
     asking: QueryRows  # these and the chain rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelPlan(RolloutPlan):
     segments: tuple[Segment, ...]
     element_E: Tensor | None  # where each element lies in the segments' rows; None: as they come
@@ -125,7 +126,7 @@ def _cut(
     if len(segments) == 1:
         return tuple(segments), None
     lies_at = np.argsort(np.concatenate(elements))
-    return tuple(segments), torch.from_numpy(lies_at).to(device)
+    return tuple(segments), send(torch.from_numpy(lies_at), device)
 
 
 def _boundaries(axis: KeyAxis, chain_home: Ints, partitions: int) -> list[int]:

@@ -26,12 +26,15 @@ depth 2: it is a row there, and no head element.
 Not for the arithmetic: attention lives next door, the head in `objective`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fledge.rollout.cod import surviving_depths
+from fledge.transfer import send
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -76,10 +79,10 @@ class HeadElements:
         return len(self.target_host)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
     slot_T: Tensor  # position in the flattened [B * T] batch of every slot on the key axis
-    whole: bool  # the key axis is the flattened batch itself, nothing to gather
+    span: tuple[int, int] | None  # the key axis is this part of the flattened batch, as it lies
     position_T: Tensor  # rotary position of every slot on the key axis
     every: QueryRows  # all slots as queries: depth 0 of the lower layers of a deep draft
     depths: tuple[QueryRows, ...]
@@ -88,6 +91,8 @@ class RolloutPlan:
     head: HeadElements
     supervised_E: Tensor  # bool, over all depths' rows laid end to end
     step_valid_K: Tensor  # int64: slots supervised at all depths <= k
+    # bool, only when rollouts were left out: the elements (target, depth) that the rest stands for
+    asked_MK: Tensor | None = None
 
     def by_depth(self, values_E: Tensor) -> tuple[Tensor, ...]:
         """Split per-element values laid end to end into one tensor per depth."""
@@ -96,7 +101,9 @@ class RolloutPlan:
     def on_key_axis(self, values_BT: Tensor) -> Tensor:
         """The rows [T, ...] of a batch tensor [B, T, ...] that sit on the key axis."""
         flat = values_BT.flatten(0, 1)
-        return flat if self.whole else flat.index_select(0, self.slot_T)
+        if self.span is not None:
+            return flat[self.span[0] : self.span[1]]
+        return flat.index_select(0, self.slot_T)
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,8 @@ def plan_rollout(
     seq_lens: Tensor | None = None,
     doc_remaining: Tensor | None = None,
     compact: bool = True,
+    keep: float = 1.0,
+    seed: int = 0,
     device: torch.device | None = None,
 ) -> RolloutPlan:
     """Read the masks (the only host sync of a step) and lay out the rollout on `device`.
@@ -133,12 +142,37 @@ def plan_rollout(
 
     With `compact=False` every real slot is a row as long as its input token exists: the wasteful
     layout that must give the same loss.
+
+    With `keep` < 1 a rollout goes one depth deeper with that chance only, drawn from `seed` and the
+    document's own loss mask.
     """
     slots = flatten_slots(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
     supervised_SK = _supervised(slots, num_depths)
+    device = device or loss_mask.device
+    asked_MK = None
+    if keep < 1:
+        asked_MK = _asked(slots, supervised_SK, device)
+        supervised_SK &= np.arange(num_depths) <= _survivors(slots, num_depths, keep, seed)[:, None]
     last_S = _last_depth(slots, supervised_SK, compact=compact)
     axis = key_axis(slots, last_S, num_depths)
-    return lay_out(slots, supervised_SK, axis, device=device or loss_mask.device)
+    return replace(lay_out(slots, supervised_SK, axis, device=device), asked_MK=asked_MK)
+
+
+def _survivors(slots: Slots, num_depths: int, keep: float, seed: int) -> Ints:
+    place = np.arange(len(slots.start), dtype=np.int64) - slots.start
+    return surviving_depths(
+        slots.target, document=slots.ordinal(), place=place, num_depths=num_depths, keep=keep,
+        seed=seed,
+    )  # fmt: skip
+
+
+def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
+    """[M, K]: the target slot is asked for at depth k, by the anchor k slots before it."""
+    target = np.flatnonzero(slots.target)
+    depth = np.arange(supervised_SK.shape[1])
+    anchor_MK = target[:, None] - depth
+    asked_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
+    return send(torch.from_numpy(asked_MK), device)
 
 
 def flatten_slots(
@@ -276,7 +310,7 @@ def lay_out(
     )
     return RolloutPlan(
         slot_T=slot_T,
-        whole=len(keep) == len(slots.start),
+        span=_span(keep),
         position_T=position_T,
         every=QueryRows(arange_T, first_T, arange_T, every_blocks),
         depths=depths,
@@ -286,6 +320,14 @@ def lay_out(
         supervised_E=next(it).bool(),
         step_valid_K=next(it),
     )
+
+
+def _span(slot: Ints) -> tuple[int, int] | None:
+    """(begin, end) when the slots lie side by side."""
+    if len(slot) == 0:
+        return 0, 0
+    begin, end = int(slot[0]), int(slot[-1]) + 1
+    return (begin, end) if end - begin == len(slot) else None
 
 
 def _head_elements(
@@ -335,5 +377,5 @@ def to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
     flat = np.zeros(starts[-1], dtype=np.int64)
     for start, array in zip(starts, arrays, strict=False):
         flat[start : start + len(array)] = array
-    moved = torch.from_numpy(flat).to(device)
+    moved = send(torch.from_numpy(flat), device)
     return tuple(moved[s : s + len(a)] for s, a in zip(starts, arrays, strict=False))

@@ -1,7 +1,7 @@
 """Rollout attention on a GPU: launches `triton_kernels.py`, and ties it into autograd.
 
 Same results as `attention.reference_attention`. Importing this file imports Triton: `attention.py`
-and `blocked.py` do so only once `unsupported` has nothing to say about tensors on a GPU.
+does so only once `blocked.kernel_runs` has found tensors that the kernels take.
 
 Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
 """
@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from fledge.rollout import triton_kernels as kernels
+from fledge.rollout import triton_key_kernels as key_kernels
 from fledge.rollout.plan import QueryRows
 from fledge.triton_gate import on_device_of
 
@@ -64,8 +65,8 @@ class _FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, *chain: Tensor
     ) -> Tensor:
-        job = _Job(q_NHC, k_TGC, v_TGC, rows, _Chain.of(chain))
-        out_NHC, lse_NH = job.attend(q_NHC.dtype)
+        job = Job(q_NHC, k_TGC, v_TGC, rows, Chain.of(chain))
+        out_NHC, lse_NH = job.attend()
         ctx.rows = rows
         ctx.save_for_backward(job.q, job.k, job.v, out_NHC, lse_NH, *job.chain.tensors)
         return out_NHC
@@ -74,49 +75,36 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain = ctx.saved_tensors
         dout_NHC = grads[0].contiguous()
-        job = _Job(q_NHC, k_TGC, v_TGC, ctx.rows, _Chain.of(chain))
-        delta_NH = torch.empty_like(lse_NH)
-        dq_NHC = job.query_grad(dout_NHC, lse_NH, delta_NH, q_NHC.dtype, out=out_NHC)
-        dk_TGC, dv_TGC = job.key_grad(dout_NHC, lse_NH, delta_NH, k_TGC.dtype)
-        return (
-            dq_NHC, dk_TGC, dv_TGC, None, *job.chain_grad(dout_NHC, lse_NH, delta_NH)
-        )  # fmt: skip
-
-
-def fused_prefix_forward(
-    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows
-) -> tuple[Tensor, Tensor]:
-    """`blocked.prefix_forward`: output [N, H, C] and log-sum-exp [N, H], both fp32."""
-    return _Job(q_NHC, k_TGC, v_TGC, rows, _Chain.of(())).attend(torch.float32)
-
-
-def fused_prefix_backward(
-    q_NHC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    dout_NHC: Tensor,
-    lse_NH: Tensor,
-    delta_NH: Tensor,
-    rows: QueryRows,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`blocked.prefix_backward`: gradients of q, k, v in fp32."""
-    job = _Job(q_NHC, k_TGC, v_TGC, rows, _Chain.of(()))
-    dout_NHC, lse_NH, delta_NH = (x.contiguous() for x in (dout_NHC, lse_NH, delta_NH))
-    dq_NHC = job.query_grad(dout_NHC, lse_NH, delta_NH, torch.float32, out=None)
-    return dq_NHC, *job.key_grad(dout_NHC, lse_NH, delta_NH, torch.float32)
+        job = Job(q_NHC, k_TGC, v_TGC, ctx.rows, Chain.of(chain))
+        dq_NHC, delta_NH = job.query_grad(out_NHC, dout_NHC, lse_NH)
+        dk_TGC, dv_TGC = job.key_grad(dout_NHC, lse_NH, delta_NH)
+        return dq_NHC, dk_TGC, dv_TGC, None, *job.chain_grad(dout_NHC, lse_NH, delta_NH)
 
 
 @dataclass(frozen=True)
-class _Chain:
-    """Keys of all depths with one pair of strides, and values with another."""
+class Nested:
+    """Chains of all depths in one tensor, rows of all depths asking at once (P-EAGLE)."""
+
+    starts_K: Tensor  # where each depth's rows begin in the chain; one past the last at the end
+    depth: int
+    longest: int  # rows of the first depth
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Keys of all depths with one pair of strides, and values with another.
+
+    One tensor a depth; with `nested`, one tensor in all.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
+    nested: Nested | None = None
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "_Chain":
-        depth = len(tensors) // 2
-        return cls(_same_strides(tensors[:depth]), _same_strides(tensors[depth:]))
+    def of(cls, tensors: Sequence[Tensor], nested: Nested | None = None) -> "Chain":
+        count = len(tensors) // 2
+        return cls(_same_strides(tensors[:count]), _same_strides(tensors[count:]), nested)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -134,21 +122,27 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class _Job:
+class Job:
     """One call's tensors and what all of its launches have in common."""
 
     def __init__(
-        self, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: _Chain
+        self, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Chain
     ) -> None:
         self.q, self.k, self.v = _dense(q_NHC), _dense(k_TGC), _dense(v_TGC)
-        self.rows, self.chain, self.depth = rows, chain, len(chain.keys)
+        self.rows, self.chain = rows, chain
         self.heads, self.channels = q_NHC.shape[1:]
         self.groups = k_TGC.shape[1]
+        self.starts, self.first_chain = rows.slot_N, 0
+        if chain.nested is None:
+            self.depth = len(chain.keys)
+            self.max_chain = max(SHORT_CHAIN, triton.next_power_of_2(self.depth))
+        else:
+            self.starts, self.depth = chain.nested.starts_K, chain.nested.depth
+            self.first_chain, self.max_chain = len(rows) - len(chain.keys[0]), 0
         # Unused places hold any tensor at all: the kernels count up to `depth`.
-        longest = max(SHORT_CHAIN, triton.next_power_of_2(self.depth))
-        self.max_chain = longest
-        self.ck = (*chain.keys, *[self.k] * (longest - self.depth))
-        self.cv = (*chain.values, *[self.v] * (longest - self.depth))
+        unused = self.max_chain - len(chain.keys)
+        self.ck = (*chain.keys, *[self.k] * unused)
+        self.cv = (*chain.values, *[self.v] * unused)
         self.device = on_device_of(q_NHC)
 
     @property
@@ -162,6 +156,10 @@ class _Job:
     @property
     def qkv_strides(self) -> tuple[int, ...]:
         return (*self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2])
+
+    @property
+    def chain_kind(self) -> dict[str, Any]:
+        return {"MAX_CHAIN": self.max_chain, "NESTED": self.chain.nested is not None}
 
     def shape(self) -> dict[str, Any]:
         return {
@@ -180,59 +178,47 @@ class _Job:
     def grid(self, options: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(len(self.rows) * options["GROUP"], options["BLOCK_M"]), self.groups
 
-    def attend(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Output [N, H, C] in `dtype` and total log-sum-exp [N, H] in fp32."""
-        out_NHC = self.q.new_empty(self.q.shape, dtype=dtype)
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Output [N, H, C] and total log-sum-exp [N, H] in fp32."""
+        out_NHC = self.q.new_empty(self.q.shape)
         lse_NH = self.q.new_empty(self.q.shape[:2], dtype=torch.float32)
         options = self.options("attend")
         if len(self.rows):
             with self.device:
                 kernels.attend[self.grid(options)](
                     self.q, self.k, self.v, self.ck, self.cv, out_NHC, lse_NH, *self.order,
-                    *self.qkv_strides, *self.chain_strides, len(self.rows), self.depth,
-                    MAX_CHAIN=self.max_chain, **options,
+                    self.starts, *self.qkv_strides, *self.chain_strides,
+                    len(self.rows), self.depth, self.first_chain, **self.chain_kind, **options,
                 )  # fmt: skip
         return out_NHC, lse_NH
 
     def query_grad(
-        self,
-        dout_NHC: Tensor,
-        lse_NH: Tensor,
-        delta_NH: Tensor,
-        dtype: torch.dtype,
-        *,
-        out: Tensor | None,
-    ) -> Tensor:
-        """dq; `delta_NH` is filled from the output where that is given, and read where not."""
-        dq_NHC = self.q.new_empty(self.q.shape, dtype=dtype)
+        self, out_NHC: Tensor, dout_NHC: Tensor, lse_NH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dq, and delta = sum(out * dout) [N, H], which the gradients of the keys need."""
+        dq_NHC, delta_NH = self.q.new_empty(self.q.shape), torch.empty_like(lse_NH)
         options = self.options("query_grad")
         if len(self.rows):
             with self.device:
                 kernels.query_grad[self.grid(options)](
-                    self.q, self.k, self.v, self.ck, self.cv, dout_NHC if out is None else out,
+                    self.q, self.k, self.v, self.ck, self.cv, out_NHC,
                     dout_NHC, lse_NH, delta_NH, dq_NHC, *self.order,
-                    *self.qkv_strides, *self.chain_strides, len(self.rows), self.depth,
-                    MAX_CHAIN=self.max_chain, DELTA_GIVEN=out is None, **options,
+                    self.starts, *self.qkv_strides, *self.chain_strides,
+                    len(self.rows), self.depth, self.first_chain,
+                    **self.chain_kind, **options,
                 )  # fmt: skip
-        return dq_NHC
+        return dq_NHC, delta_NH
 
-    def key_grad(
-        self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def key_grad(self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor) -> tuple[Tensor, Tensor]:
         """dk, dv of the prefix."""
         num_keys = len(self.k)
-        dk_TGC, dv_TGC = (
-            torch.zeros(self.k.shape, dtype=dtype, device=self.k.device)
-            if len(self.rows) == 0
-            else torch.empty(self.k.shape, dtype=dtype, device=self.k.device)
-            for _ in range(2)
-        )
         if len(self.rows) == 0:
-            return dk_TGC, dv_TGC
+            return self.k.new_zeros(self.k.shape), self.k.new_zeros(self.k.shape)
+        dk_TGC, dv_TGC = (self.k.new_empty(self.k.shape) for _ in range(2))
         options = self.options("key_grad")
         bounds, count = self._row_bounds()
         with self.device:
-            kernels.key_grad[(triton.cdiv(num_keys, options["BLOCK_N"]), self.groups)](
+            key_kernels.key_grad[(triton.cdiv(num_keys, options["BLOCK_N"]), self.groups)](
                 self.q, self.k, self.v, dout_NHC, lse_NH, delta_NH, dk_TGC, dv_TGC, *self.order,
                 bounds, *self.qkv_strides, num_keys, count, GRANULE=GRANULE, **options,
             )  # fmt: skip
@@ -242,7 +228,7 @@ class _Job:
         count = triton.cdiv(len(self.k), GRANULE) + 1
         bounds = torch.empty(3, count, dtype=torch.int32, device=self.q.device)
         with self.device:
-            kernels.row_bounds[(triton.cdiv(count, 64), 3)](
+            key_kernels.row_bounds[(triton.cdiv(count, 64), 3)](
                 *self.order, bounds, len(self.rows), count, len(self.rows).bit_length(),
                 GRANULE=GRANULE, BLOCK=64, num_warps=2,
             )  # fmt: skip
@@ -259,7 +245,7 @@ class _Job:
         unused = [flat] * (self.max_chain - self.depth)
         if len(self.rows):
             with self.device:
-                kernels.chain_grad[(triton.cdiv(len(self.rows), CHAIN_ROWS), self.groups)](
+                key_kernels.chain_grad[(triton.cdiv(len(self.rows), CHAIN_ROWS), self.groups)](
                     self.q, self.ck, self.cv, dout_NHC, lse_NH, delta_NH,
                     (*grads[: self.depth], *unused), (*grads[self.depth :], *unused),
                     *self.q.stride()[:2], *self.chain_strides, len(self.rows), self.depth,

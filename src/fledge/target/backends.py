@@ -25,9 +25,9 @@ class TargetOptions:
     trust_remote_code: bool = False
     device: torch.device | str | None = None  # hf
     attn_implementation: str | None = None  # hf
+    compile_layers: bool = True  # hf, on a GPU
     tp_size: int = 1  # engines: GPUs that the target is split over
     memory_fraction: float | None = None  # engines: share of the GPU's memory
-    scratch_dir: str | None = None  # vllm
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # engines: by their own names
 
 
@@ -49,6 +49,7 @@ def _hf(model: str, options: TargetOptions) -> Eagle3TargetBackend:
         dtype=_auto_dtype(model, device) if options.dtype == "auto" else options.dtype,
         device=device,
         attn_implementation=options.attn_implementation,
+        compile_layers=options.compile_layers,
         trust_remote_code=options.trust_remote_code,
     )
 
@@ -76,8 +77,6 @@ def _vllm(model: str, options: TargetOptions) -> Eagle3TargetBackend:
         arguments["tensor_parallel_size"] = options.tp_size
     if options.memory_fraction is not None:
         arguments["gpu_memory_utilization"] = options.memory_fraction
-    if options.scratch_dir is not None:
-        arguments["scratch_dir"] = options.scratch_dir
     return _engine("vllm", "VLLMEagle3TargetModel", model, options, arguments)
 
 

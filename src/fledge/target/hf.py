@@ -7,8 +7,9 @@ default, as in the seed) on every row.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fledge.errors import BadInput
+from fledge.target import fp8
 from fledge.target.base import TargetInfo
 from fledge.target.batch import Supervision
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
+from fledge.target.compiled import CompiledLayers, RecordedPass, compile_errors
 from fledge.target.head import TargetHead
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
@@ -29,16 +32,29 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.loading import load_target
-from fledge.target.one_row import OneRow, Unsupported, documents_apart, may_support, one_row
+from fledge.target.one_row import (
+    OneRow,
+    Unsupported,
+    WholeRow,
+    documents_apart,
+    kernel_takes,
+    may_support,
+    one_row,
+    whole_row,
+)
 from fledge.target.packing import Documents, Group, overhead_in_tokens
 from fledge.target.probe import find_head_module, learn_head
 from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
+
+StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 
 
 class HFEagle3TargetModel(InProcessTarget):
     """Co-located backend that captures three auxiliary hidden states from a causal LM.
 
     The model is put in eval mode and frozen; it is run without gradients and never changed.
+    `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
+    CUDA graphs: other roundings, less time.
     """
 
     def __init__(
@@ -49,6 +65,7 @@ class HFEagle3TargetModel(InProcessTarget):
         *,
         supervision: Supervision = "logits",
         tokenizer: Any = None,
+        compile_layers: bool = False,
     ) -> None:
         super().__init__(supervision)
         self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
@@ -71,6 +88,11 @@ class HFEagle3TargetModel(InProcessTarget):
         self._info: TargetInfo | None = None
         self.try_one_row = self._device().type != "cpu"  # a CPU starts passes at no cost
         self._one_row_checked: bool | None = None
+        self._whole_row = False  # which kind of row was found exact
+        gpu = self._device().type == "cuda"
+        self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
+        self._recorded: dict[int, RecordedPass] = {}  # by slots
+        self.record_passes = compile_layers and gpu
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
@@ -87,23 +109,34 @@ class HFEagle3TargetModel(InProcessTarget):
         attn_implementation: str | None = None,
         quantization_config: Any = None,
         trust_remote_code: bool = False,
+        compile_layers: bool = False,
     ) -> "HFEagle3TargetModel":
         """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
 
         `dtype="auto"` keeps the checkpoint's own precision; `info().weight_dtypes` says what it is.
+        `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`target.fp8`).
         For a quantised target name the quantised checkpoint, or give a `quantization_config` of
         transformers: a draft must learn from the states that will be served.
         """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if dtype == "fp8" and (reason := fp8.why_not(device)):
+            raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_target(
             name_or_path,
-            dtype=dtype,
+            dtype="bfloat16" if dtype == "fp8" else dtype,
             device=device,
             attn_implementation=attn_implementation,
             quantization_config=quantization_config,
             trust_remote_code=trust_remote_code,
         )
+        if dtype == "fp8":
+            fp8.to_fp8(loaded.model)
         target = cls(
-            loaded.model, aux_layer_ids, supervision=supervision, tokenizer=loaded.tokenizer
+            loaded.model,
+            aux_layer_ids,
+            supervision=supervision,
+            tokenizer=loaded.tokenizer,
+            compile_layers=compile_layers,
         )
         target._stored_as = loaded.stored_as
         return target
@@ -137,13 +170,31 @@ class HFEagle3TargetModel(InProcessTarget):
     def close(self) -> None:
         """Drop the model, so that its memory can go as soon as nobody else holds it."""
         if not self._closed:
-            del self.model, self._layers
+            del self.model, self._layers, self._compiled
+            self._recorded.clear()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         if self.model.training:  # somebody called train() on the module they share with us
             self.model.eval()
+        write = partial(_write_to, aux, group)
+        # one pass over the whole batch has the same shape every time: worth compiling
+        if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
+            return self._run(ids, mask, group, write)
+        try:
+            with self._compiled.lent():
+                if isinstance(group, WholeRow) and self._launches_take_longest(ids):
+                    return self._replay(ids, group, write)
+                return self._run(ids, mask, group, write)
+        except compile_errors() as error:
+            self._compiled.give_up(error)
+            return self._run(ids, mask, group, write)
+
+    def _run(
+        self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
+    ) -> Tensor:
+        """The model's own forward: `write` gets the aux layers' states, the answer is returned."""
         seen: list[Tensor] = []
 
         def keep(hidden: Tensor) -> Tensor:
@@ -151,18 +202,36 @@ class HFEagle3TargetModel(InProcessTarget):
             return hidden
 
         with ExitStack() as stack:
-            stack.enter_context(
-                layer_outputs(self._layers, self.aux_layer_ids, lambda i, x: aux.write(i, x, group))
-            )
+            stack.enter_context(layer_outputs(self._layers, self.aux_layer_ids, write))
             if self.supervision != "logits":
                 assert self._head_module is not None
                 stack.enter_context(muted_head(self._head_module, keep))
-            if isinstance(group, OneRow):
+            if isinstance(group, OneRow | WholeRow):
                 stack.enter_context(documents_apart(self.model, group))
-                logits = self._call(ids, None, position_ids=group.position_ids_1N)
+                logits = self._call(ids, None, **group.options())
             else:  # documents need no mask, and without one the causal kernels are faster
                 logits = self._call(ids, mask if group is None else None)
         return logits if self.supervision == "logits" else seen[0]
+
+    def _launches_take_longest(self, ids: Tensor) -> bool:
+        """Whether Python needs longer to start this pass than the GPU to run it."""
+        return self.record_passes and ids.numel() < 2 * self.overhead_tokens
+
+    def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
+        inputs = {"ids": ids, **group.options()}
+        recorded = self._recorded.get(ids.numel())
+        if recorded is None:
+
+            def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
+                states: dict[int, Tensor] = {}
+                answer = self._run(ids, None, group.with_options(options), states.__setitem__)
+                return [*(states[i] for i in self.aux_layer_ids), answer]
+
+            recorded = self._recorded[ids.numel()] = RecordedPass(run, inputs)
+        *states, answer = recorded(inputs)
+        for layer_id, layer_states in zip(self.aux_layer_ids, states, strict=True):
+            write(layer_id, layer_states)
+        return answer
 
     def _call(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """The model's own forward; its logits, however they are wrapped."""
@@ -176,28 +245,39 @@ class HFEagle3TargetModel(InProcessTarget):
             cells = sum(len(members) * max(lengths[i] for i in members) for members in plan)
             spared = cells - sum(lengths) + self.overhead_tokens * (len(plan) - 1)
             # regrouping queries, keys and values costs about a twentieth of a pass
-            if 20 * spared > sum(lengths) and self._one_row_is_exact():
-                return [one_row(documents, device=ids_BT.device)]
+            worth_it = 20 * spared > sum(lengths) or (spared > 0 and kernel_takes(self.model))
+            if worth_it and self._one_row_is_exact():
+                return [self._row_of(documents, ids_BT)]
         return super()._groups(documents, ids_BT)
+
+    def _row_of(self, documents: Documents, ids_BT: Tensor) -> Group:
+        if self._whole_row:
+            return whole_row(documents, ids_BT.numel(), device=ids_BT.device)
+        return one_row(documents, device=ids_BT.device)
 
     def _one_row_is_exact(self) -> bool:
         """Whether two small documents in one row answer as they do alone; asked once."""
         if self._one_row_checked is None:
-            self._one_row_checked = may_support(self.model) and self._compare_one_row()
+            self._one_row_checked = may_support(self.model) and (
+                (kernel_takes(self.model) and self._compare_one_row(whole=True))
+                or self._compare_one_row(whole=False)
+            )
         return self._one_row_checked
 
-    def _compare_one_row(self) -> bool:
+    def _compare_one_row(self, *, whole: bool) -> bool:
+        self._whole_row = whole
         device = self._device()
         ids_BT = torch.arange(12, device=device)[None]
         documents = Documents((0, 7), (7, 5))
         answers = []
         try:
-            for groups in (super()._groups(documents, ids_BT), [one_row(documents, device=device)]):
+            for groups in (super()._groups(documents, ids_BT), [self._row_of(documents, ids_BT)]):
                 aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
                 for group in groups:
-                    self._forward(group.take(ids_BT), group.attention_mask_NL, aux, group)
+                    write = partial(_write_to, aux, group)
+                    self._run(group.take(ids_BT), None, group, write)
                 answers.append(aux.result().double())
-        except Unsupported:
+        except (Unsupported, TypeError):  # the latter: a forward that takes no more arguments
             return False
         error = (answers[0] - answers[1]).abs().mean() / answers[0].abs().mean()
         return bool(
@@ -237,6 +317,10 @@ class HFEagle3TargetModel(InProcessTarget):
     def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
         """Validate aux-layer selection before any forward hooks are registered."""
         return validate_aux_layer_ids(aux_layer_ids, min(self._depth, len(self._layers)))
+
+
+def _write_to(aux: AuxBuffer, group: Group | None, layer_id: int, states: Tensor) -> None:
+    aux.write(layer_id, states, group)
 
 
 def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:

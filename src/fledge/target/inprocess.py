@@ -15,6 +15,7 @@ from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero, check_
 from fledge.target.capture import AuxBuffer
 from fledge.target.head import TargetHead
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
+from fledge.transfer import send
 
 
 class InProcessTarget(Eagle3TargetBackend):
@@ -68,7 +69,7 @@ class InProcessTarget(Eagle3TargetBackend):
         self._check_vocabulary(input_ids)
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
-        ids_BT, mask_BT = input_ids.to(device), attention_mask.to(device)
+        ids_BT, mask_BT = send(input_ids, device), send(attention_mask, device)
         aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
         if documents is None:
             answer_BTX = self._forward(ids_BT, mask_BT, aux, None)
@@ -80,12 +81,12 @@ class InProcessTarget(Eagle3TargetBackend):
             aux_hidden_states=aux.result(),
             input_ids=_shift_left_with_zero(ids_BT),
             attention_mask=mask_BT,
-            loss_mask=_shift_left_with_zero(loss_mask.to(device)),
+            loss_mask=_shift_left_with_zero(send(loss_mask, device)),
             logits=answer_BTX if self._answers_logits() else None,
             last_hidden_states=None if self._answers_logits() else answer_BTX,
-            position_ids=None if position_ids is None else position_ids.to(device),
-            seq_lens=None if seq_lens is None else seq_lens.to(device),
-            doc_remaining=None if doc_remaining is None else doc_remaining.to(device),
+            position_ids=None if position_ids is None else send(position_ids, device),
+            seq_lens=None if seq_lens is None else send(seq_lens, device),
+            doc_remaining=None if doc_remaining is None else send(doc_remaining, device),
         )
         if mapping is not None:
             head = None if self._answers_logits() else self._head_of_states()

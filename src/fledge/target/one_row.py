@@ -1,10 +1,14 @@
-"""Packed documents in one forward pass without padding, where an architecture allows it.
+"""Packed documents in one forward pass, where an architecture allows it.
 
-Everything but attention works token by token, so all documents of a batch can stand in one row
-[1, N] of real tokens. Only attention must keep them apart: transformers lets us put a function of
-our own in its place, which regroups queries, keys and values by document, runs the plain causal
-kernel on a few padded batches of documents, and puts the results back. No mask is built, nothing
-but attention sees padding, and one pass replaces several: worth it on a GPU for short documents.
+Everything but attention works token by token, so all documents of a batch can stand in one row.
+Only attention must keep them apart: transformers lets us put a function of our own in its place.
+No mask is built, and one pass replaces several: worth it on a GPU for short documents. Two ways:
+
+- `WholeRow`: the batch as it lies, [1, B * T], padding included, and the rollout's own attention
+  kernel, which takes documents as they come. Every pack has the same shape, so layers compile once
+  and a pass can be recorded (`compiled`).
+- `OneRow`: the real tokens, [1, N]; queries, keys and values are regrouped by document, the plain
+  causal kernel runs on a few padded batches of them, and the results are put back.
 
 Only for plain causal or sliding-window attention. Anything else (sinks, soft caps, biases, chunked
 or recurrent layers) raises `Unsupported` or fails the numerical check that `hf` makes before the
@@ -14,20 +18,26 @@ first use, and the documents are run as rows (`packing`).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fledge.rollout.blocked import kernel_runs
+from fledge.rollout.documents import attend_documents
+from fledge.rollout.plan import to_device
 from fledge.target.packing import Documents, Group, group_documents, plan_groups
+from fledge.transfer import send
 
 NAME = "fledge_documents"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Keyword arguments of attention functions that say nothing about which keys are seen, or how.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
 _HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
+FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models hand down to attention
 
 
 class Unsupported(Exception):  # noqa: N818  (a verdict, caught by the caller)
@@ -40,6 +50,36 @@ class OneRow(Group):
 
     position_ids_1N: Tensor
     blocks: tuple[Group, ...]
+
+    def options(self) -> dict[str, Tensor]:
+        """What the model's forward is called with besides the tokens."""
+        return {"position_ids": self.position_ids_1N}
+
+
+@dataclass(frozen=True, eq=False)
+class WholeRow(Group):
+    """The flattened batch as one row [1, S]; padding slots are documents of one token."""
+
+    position_ids_1N: Tensor
+    first_N: Tensor  # where each slot's document begins
+    real_N: Tensor  # bool: no padding
+
+    def put(self, states_NLD: Tensor, into_BTD: Tensor) -> None:
+        into_SD = into_BTD.flatten(0, 1)
+        into_SD.copy_(states_NLD[0]).masked_fill_(~self.real_N[:, None], 0)
+
+    def options(self) -> dict[str, Tensor]:
+        """What the model's forward is called with besides the tokens."""
+        return {"position_ids": self.position_ids_1N, FIRST: self.first_N, SLOT: self.slots}
+
+    def with_options(self, options: dict[str, Tensor]) -> "WholeRow":
+        """The same row, these tensors in place of its own."""
+        return replace(
+            self,
+            position_ids_1N=options["position_ids"],
+            first_N=options[FIRST],
+            slots=options[SLOT],
+        )
 
 
 _active: ContextVar[tuple[Group, ...] | None] = ContextVar("fledge_documents", default=None)
@@ -57,12 +97,32 @@ def one_row(documents: Documents, *, device: torch.device) -> OneRow:
     plan = plan_groups(lengths, overhead_tokens=total, max_tokens=2 * total)
     blocks = group_documents(Documents(tuple(begins), tuple(lengths)), plan, device=device)
     return OneRow(
-        slots_NL=slots[None].to(device),
+        slots_NL=send(slots, device)[None],
         attention_mask_NL=torch.ones((1, total), dtype=torch.long, device=device),
         cells=torch.arange(total, device=device),
-        slots=slots.to(device),
-        position_ids_1N=positions[None].to(device),
+        slots=send(slots, device),
+        position_ids_1N=send(positions, device)[None],
         blocks=tuple(blocks),
+    )
+
+
+def whole_row(documents: Documents, slots: int, *, device: torch.device) -> WholeRow:
+    """The documents where they lie among `slots` slots."""
+    slot = np.arange(slots)
+    first, real = slot.copy(), np.zeros(slots, dtype=np.int64)
+    for start, length in zip(documents.starts, documents.lengths, strict=True):
+        first[start : start + length] = start
+        real[start : start + length] = 1
+    on_device = to_device([slot, first, slot - first, real], device)
+    slot_N, first_N, position_N, real_N = on_device
+    return WholeRow(
+        slots_NL=slot_N[None],
+        attention_mask_NL=real_N[None],
+        cells=slot_N,
+        slots=slot_N,
+        position_ids_1N=position_N[None],
+        first_N=first_N,
+        real_N=real_N.bool(),
     )
 
 
@@ -79,13 +139,25 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: each document attends to itself, causally."""
-    blocks = _active.get()
+    first_N, slot_N = options.pop(FIRST, None), options.pop(SLOT, None)
     odd = [name for name, v in options.items() if v is not None and name not in _HARMLESS]
-    if blocks is None or attention_mask is not None or odd or options.get("is_causal") is False:
+    if attention_mask is not None or odd or options.get("is_causal") is False:
         raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
     query_NHC, key_NGC, value_NGC = (
         states[0].transpose(0, 1) for states in (query_1HNC, key_1GNC, value_1GNC)
     )
+    if first_N is not None:
+        if sliding_window is not None:
+            first_N = torch.maximum(first_N, slot_N - (sliding_window - 1))
+        channels = query_NHC.shape[-1]
+        if value_NGC.shape[-1] != channels:
+            raise Unsupported(f"{type(module).__name__} has values of another width than keys")
+        if scaling is not None and scaling != channels**-0.5:
+            query_NHC = query_NHC * (scaling * channels**0.5)
+        return attend_documents(query_NHC, key_NGC, value_NGC, first_N, slot_N)[None], None
+    blocks = _active.get()
+    if blocks is None:
+        raise Unsupported(f"{type(module).__name__} does not hand options down to its attention")
     out_NHC = query_NHC.new_empty((*query_NHC.shape[:2], value_NGC.shape[-1]))
     for block in blocks:
         visible_LL = _band(block.slots_NL, sliding_window)
@@ -123,15 +195,22 @@ def may_support(model: nn.Module) -> bool:
     )
 
 
+def kernel_takes(model: nn.Module) -> bool:
+    """Whether the rollout's attention kernel runs this model's heads, on the model's device."""
+    weight = next(model.parameters())
+    dims: set[Any] = {getattr(module, "head_dim", None) for module in model.modules()} - {None}
+    return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
+
+
 @contextmanager
-def documents_apart(model: nn.Module, row: OneRow) -> Iterator[None]:
+def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
     """While open, the model's attention keeps the documents of `row` apart."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
     # transformers builds masks only for implementations it knows, so none is built for ours
     configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
-    token = _active.set(row.blocks)
+    token = _active.set(row.blocks if isinstance(row, OneRow) else None)
     try:
         for config, _ in configs:
             config._attn_implementation = NAME

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.target.batch import check_packing
+from fledge.transfer import send
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,10 @@ def group_documents(
         slots_NL = starts_N1 + torch.minimum(offsets_L, lengths_N1 - 1)
         groups.append(
             Group(
-                slots_NL=slots_NL.to(device),
-                attention_mask_NL=real_NL.long().to(device),
-                cells=real_NL.flatten().nonzero()[:, 0].to(device),
-                slots=slots_NL[real_NL].to(device),
+                slots_NL=send(slots_NL, device),
+                attention_mask_NL=send(real_NL.long(), device),
+                cells=send(real_NL.flatten().nonzero()[:, 0], device),
+                slots=send(slots_NL[real_NL], device),
             )
         )
     return groups

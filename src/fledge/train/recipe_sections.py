@@ -114,6 +114,9 @@ class Eagle3Objective(Section):
     step_decay: PositiveShare = 0.8
     """Weight of step k is step_decay ** k."""
 
+    depth_keep: PositiveShare = 1.0
+    """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
+
     loss: Literal["ce", "kl", "lk_alpha", "lk_lambda"] = "ce"
     """Soft cross entropy, KL, or the acceptance losses LK-alpha and LK-lambda."""
 

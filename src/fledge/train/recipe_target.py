@@ -84,6 +84,9 @@ class HfTarget(_LoadedTarget):
     ) = None
     """Attention of transformers; null: its own choice."""
 
+    compile: bool = True
+    """On a GPU, compile the target's layers; small models run as CUDA graphs."""
+
     keep_states_gb: NonNegative = 0.0
     """Keep the target's states in memory up to this size: later epochs then need no target."""
 
@@ -118,9 +121,6 @@ class VllmTarget(_LoadedTarget):
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments by their own names, for example enforce_eager, max_model_len."""
-
-    scratch_dir: Text | None = None
-    """Where states pass through files if they must: a RAM disk; null: /dev/shm when it is there."""
 
 
 class RemoteTarget(_Target):

@@ -215,13 +215,15 @@ def _options(section: HfTarget | SglangTarget | VllmTarget, device: torch.device
     if isinstance(section, HfTarget):
         own = None if section.device == "auto" else section.device
         return TargetOptions(
-            **shared, device=own or device, attn_implementation=section.attn_implementation
+            **shared,
+            device=own or device,
+            attn_implementation=section.attn_implementation,
+            compile_layers=section.compile,
         )
     return TargetOptions(
         **shared,
         tp_size=section.tp_size,
         memory_fraction=section.memory_fraction,
-        scratch_dir=section.scratch_dir if isinstance(section, VllmTarget) else None,
         engine_args=section.engine_args,
     )
 
@@ -376,7 +378,11 @@ def make_objective(
     }
     if isinstance(section, Eagle3Objective):
         return Eagle3TrainerModule(
-            draft, ttt_steps=section.ttt_steps, step_decay=section.step_decay, **shared
+            draft,
+            ttt_steps=section.ttt_steps,
+            step_decay=section.step_decay,
+            depth_keep=section.depth_keep,
+            **shared,
         )
     return PEagleTrainerModule(
         draft,

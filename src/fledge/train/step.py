@@ -147,17 +147,20 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
 
     sums = Sums.zeros(objective.depths, parts.device)
     for ready, given in zip(prepared, inputs, strict=True):
-        output = objective(normalizer=counts[:-1], prepared=ready, **given)
-        output.loss.backward()
+        with parts.clock.phase("forward"):
+            output = objective(normalizer=counts[:-1], prepared=ready, **given)
+        with parts.clock.phase("backward"):
+            output.loss.backward()
         sums.add(output)
 
-    world.sum_gradients(parts.parameters)
-    limit = float("inf") if parts.clip is None else parts.clip
-    norm = torch.nn.utils.clip_grad_norm_(parts.parameters, limit)
-    bad = parts.guard.judge(norm)
-    for group in parts.optimizer.param_groups:
-        group["lr"] = lr
-    parts.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
-    parts.optimizer.step()
-    parts.optimizer.zero_grad(set_to_none=True)
+    with parts.clock.phase("update"):
+        world.sum_gradients(parts.parameters)
+        limit = float("inf") if parts.clip is None else parts.clip
+        norm = torch.nn.utils.clip_grad_norm_(parts.parameters, limit)
+        bad = parts.guard.judge(norm)
+        for group in parts.optimizer.param_groups:
+            group["lr"] = lr
+        parts.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
     return StepResult(sums, norm, bad, parts.guard.bad_in_a_row.clone(), counts[-1])

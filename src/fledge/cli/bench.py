@@ -1,0 +1,99 @@
+"""`fledge bench`: how fast a training step runs here."""
+
+from typing import Annotated
+
+import typer
+
+from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
+from fledge.errors import BadInput, nearest
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed: of a training step, of a server.")
+
+TRAIN_EXAMPLE = (
+    "Example: fledge bench train --shape 8b --seq 2048 --batch 4  (or --kind peagle --batch 2, "
+    "or --shape 135m --seq 16384 --documents 250 --profile)"
+)
+
+
+@app.command(name="train", epilog=TRAIN_EXAMPLE)
+def train(
+    shape: Annotated[str, typer.Option(help="Target's shape: tiny, 135m, 1b or 8b.")] = "135m",
+    kind: Annotated[str, typer.Option(help="eagle3 or peagle.")] = "eagle3",
+    seq: Annotated[int, typer.Option(min=8, help="Tokens a row.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Rows a step.")] = 1,
+    documents: Annotated[
+        int, typer.Option(min=0, help="Pack documents of about so many tokens; 0: one a row.")
+    ] = 0,
+    supervised: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of the tokens that are supervised.")
+    ] = 0.6,
+    depths: Annotated[int, typer.Option(min=0, help="0: 7 for eagle3, 8 for peagle.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="0: 1 for eagle3, 4 for peagle.")] = 0,
+    depth_keep: Annotated[
+        float, typer.Option(min=0.05, max=1.0, help="eagle3: objective.depth_keep.")
+    ] = 1.0,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Target in fp8.")] = False,
+    compile_target: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the target's layers.")
+    ] = True,
+    partitions: Annotated[int, typer.Option(min=1, help="peagle: sequence partitions.")] = 1,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="peagle: recompute whole layers.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps measured; the median counts.")] = 5,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 2,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    profile: Annotated[bool, typer.Option("--profile", help="Then print torch's tables.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Then print who holds the memory at the peak.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tokens per second, phase times and memory of one training step, on random weights."""
+    quiet_libraries()
+    import torch
+
+    from fledge.train import bench, bench_cost
+
+    for value, known in ((shape, list(bench.SHAPES)), (kind, ["eagle3", "peagle"])):
+        if value not in known:
+            raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = where if device == "auto" else torch.device(device)
+    case = bench.Case(
+        shape=shape, kind=kind, seq=seq, batch=batch, documents=documents, depths=depths,
+        layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
+        compile=compile_target, partitions=partitions, checkpointing=checkpointing,
+    )  # fmt: skip
+    notes: list[str] = []
+
+    def look(parts: object, rows: object) -> None:
+        if memory and where.type == "cuda":
+            held = bench_cost.memory_at_peak(parts, rows)  # type: ignore[arg-type]
+            notes.extend(f"{gib:7.2f} GiB  {source}" for source, gib in held)
+        if profile:
+            notes.append(bench_cost.profile(parts, rows))  # type: ignore[arg-type]
+
+    with progress_bar("steps") as bar:
+        task = bar.add_task(f"{kind} {shape}", total=steps + warmup, note="")
+        measured = bench.measure(
+            case, where, steps=steps, warmup=warmup, on_step=lambda: bar.advance(task), look=look
+        )
+    found = {"kind": kind, "shape": shape, **measured.to_json()}
+    if as_json:
+        print_json(found)
+    else:
+        _show(found)
+    for note in notes:
+        print(note)
+
+
+def _show(found: dict[str, object]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    for name, value in found.items():
+        table.add_row(
+            name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value}"
+        )
+    out.print(table)

@@ -1,0 +1,75 @@
+"""A target's forward pass made cheap on a GPU, without changing the model.
+
+`compiled` lends the decoder layers their compiled forward for one pass: norms, rotary positions,
+activations and residuals become a few kernels each. `RecordedPass` goes further for small models,
+whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+
+class CompiledLayers:
+    """The compiled forwards of some layers, lent to them while a pass runs."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._forwards: list[tuple[nn.Module, Any]] = [
+            (layer, torch.compile(layer.forward))
+            for layer in layers
+            if "forward" not in layer.__dict__  # offloading tools put their own forward there
+        ]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        for layer, forward in self._forwards:
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer, _ in self._forwards:
+                del layer.forward
+
+    def give_up(self, error: BaseException) -> None:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        log.warning("the target's layers run as they are: they could not be compiled (%s)", reason)
+        self._forwards = []
+
+
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """What torch raises when it cannot compile something."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError
+
+
+class RecordedPass:
+    """`run(**inputs)` recorded once for inputs of one shape; each call copies new inputs in.
+
+    The results lie in the graph's own memory: the next call overwrites them.
+    """
+
+    def __init__(self, run: Callable[..., list[Tensor]], inputs: dict[str, Tensor]) -> None:
+        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile, choose algorithms, fill caches
+            for _ in range(2):
+                run(**self._inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._results = run(**self._inputs)
+
+    def __call__(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        self._graph.replay()
+        return self._results

@@ -1,0 +1,104 @@
+"""What one training step must multiply, and who holds its memory at the peak."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from fledge.train.batches import StepBatch
+from fledge.train.step import Parts, plan_batch, train_step
+
+
+def step_flops(parts: Parts, batch: StepBatch) -> float:
+    """Operations of a step's matrix products: the target once, the draft forward and backward.
+
+    Attention counts what is visible. The head counts the elements that are charged, and the
+    target's own head the slots that hold a target. Recomputation counts nothing: it is a choice.
+    """
+    total = 0.0
+    draft: Any = parts.objective.draft_model
+    target: Any = parts.target
+    for rows in batch.micro:
+        if rows is None:
+            continue
+        plan = plan_batch(parts.objective, rows, seed=parts.seed)
+        tokens = rows.input_ids.numel()
+        lengths = (rows.seq_lens if rows.seq_lens is not None else torch.tensor([tokens])).double()
+        seen = float((lengths * (lengths + 1) / 2).sum())  # pairs of query and key
+        config = target.model.config
+        width = config.num_attention_heads * config.head_dim
+        total += 2 * _weights(target._layers) * tokens
+        total += 4 * width * seen * config.num_hidden_layers
+        head = target.info().head.weight_VD
+        total += (
+            2 * (len(head) + draft.config.draft_vocab_size) * head.shape[1] * len(plan.target_M)
+        )
+        total += 3 * _draft_flops(draft, plan, seen / max(1, tokens))
+    return total
+
+
+def _draft_flops(draft: Any, plan: Any, seen_per_row: float) -> float:
+    """Forward alone."""
+    slots, elements = len(plan.slot_T), sum(plan.counts)
+    config = draft.config
+    width = config.num_attention_heads * config.head_dim
+    total = 2.0 * float(draft.fc.weight.numel()) * slots
+    layers = len(draft.layers)
+    for index, layer in enumerate(draft.layers):
+        # lower layers run every slot at depth 0, the last one only what is asked for
+        rows = elements + (slots - plan.counts[0] if index < layers - 1 else 0)
+        total += 2 * _weights([layer]) * rows + 4 * width * seen_per_row * rows
+    return total + 2.0 * float(draft.lm_head.weight.numel()) * len(plan.head)
+
+
+def _weights(modules: Any) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters() if p.ndim == 2)
+
+
+def memory_at_peak(parts: Parts, batch: StepBatch, rows: int = 20) -> list[tuple[str, float]]:
+    """Run a step and tell who held how many GiB when most was allocated: (source line, GiB)."""
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+    train_step(parts, batch, lr=1e-4)
+    torch.cuda.synchronize()
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    live: dict[int, tuple[int, str]] = {}
+    now = peak = 0
+    held: dict[int, tuple[int, str]] = {}
+    for event in events:
+        if event["action"] == "alloc":
+            live[event["addr"]] = (event["size"], _source(event["frames"]))
+            now += event["size"]
+            if now > peak:
+                peak, held = now, dict(live)
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            now -= live.pop(event["addr"])[0]
+    sums: dict[str, float] = defaultdict(float)
+    for size, source in held.values():
+        sums[source] += size / 2**30
+    return sorted(sums.items(), key=lambda item: -item[1])[:rows]
+
+
+def _source(frames: list[dict[str, Any]]) -> str:
+    """The innermost line of ours."""
+    for frame in frames:
+        if "fledge" in frame["filename"]:
+            return f"{frame['filename'].rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
+    return frames[0]["name"] if frames else "unknown"
+
+
+def profile(parts: Parts, batch: StepBatch) -> str:
+    """Torch's own tables of one step: kernels by GPU time, then calls by CPU time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    gpu = parts.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
+    with record(activities=kinds) as found:
+        train_step(parts, batch, lr=1e-4)
+        parts.clock.read()
+    keys = ["self_device_time_total"] * gpu + ["self_cpu_time_total"]
+    average = found.key_averages()
+    return "\n".join(
+        average.table(sort_by=key, row_limit=30, max_name_column_width=60) for key in keys
+    )

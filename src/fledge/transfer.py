@@ -1,0 +1,11 @@
+"""Tensors from the host to a device without waiting for it."""
+
+import torch
+from torch import Tensor
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. Only from pinned memory does a copy to a GPU not wait for the GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

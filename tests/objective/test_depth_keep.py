@@ -1,0 +1,132 @@
+"""`depth_keep`: rollouts left out at random, without changing the expected gradient."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from naive_eagle3 import (
+    make_documents,
+    make_draft,
+    make_head,
+    packed_batch,
+    padded_batch,
+    vocabulary,
+)
+
+from fledge import Eagle3TrainerModule
+from fledge.rollout import plan as plans
+from fledge.rollout.cod import surviving_depths
+
+STEPS, KEEP = 4, 0.6
+LENGTHS = [9, 1, 6, 13, 2]
+
+
+def module_of(draft, **options):
+    ids, mask = vocabulary()
+    return Eagle3TrainerModule(
+        draft, selected_token_ids=ids, selected_token_mask=mask, ttt_steps=STEPS,
+        target_head=make_head(), **options,
+    )  # fmt: skip
+
+
+def packed(documents):
+    return packed_batch([documents[:2], documents[2:4], documents[4:]], 20)
+
+
+def gradients(module, batch, **extra):
+    module.zero_grad()
+    out = module(**batch, **extra)
+    out.loss.backward()
+    return out, {n: p.grad.clone() for n, p in module.draft_model.named_parameters()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 2}], ids=["one layer", "two layers"])
+@pytest.mark.parametrize("pack", [padded_batch, packed])
+def test_the_expected_gradient_is_that_of_the_full_unroll(monkeypatch, changes, pack):
+    """Gradients add up over rollouts, so their expectation depends on each rollout's own chances
+    alone: all of them may survive together, and the expectation is a sum of STEPS terms."""
+    draft, batch = make_draft(**changes), pack(make_documents(LENGTHS))
+    full, want = gradients(module_of(draft), batch)
+    thinned = module_of(draft, depth_keep=KEEP)
+    loss, got = 0.0, {name: torch.zeros_like(grad) for name, grad in want.items()}
+    for deepest in range(STEPS):
+        chance = KEEP**deepest - (KEEP ** (deepest + 1) if deepest < STEPS - 1 else 0)
+        monkeypatch.setattr(
+            plans, "surviving_depths", lambda target, d=deepest, **_: np.full(len(target), d)
+        )
+        out, grads = gradients(thinned, batch)
+        assert out.charged.tolist()[: deepest + 1] == full.charged.tolist()[: deepest + 1]
+        assert out.charged[deepest + 1 :].sum() == 0
+        loss += chance * out.loss
+        for name in got:
+            got[name] += chance * grads[name]
+    torch.testing.assert_close(loss, full.loss, rtol=1e-11, atol=1e-11)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-12)
+
+
+def test_rollouts_left_out_do_not_change_the_others():
+    """What is left of a rollout is charged what it is charged in the full unroll."""
+    draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
+    full = module_of(draft)
+    thinned = module_of(draft, depth_keep=KEEP)
+    plan = thinned.plan(batch["loss_mask"], batch["attention_mask"], seed=5)
+    assert 0 < len(plan.head) < len(full.plan(batch["loss_mask"], batch["attention_mask"]).head)
+    prepared = thinned.prepare(**batch, plan=plan)
+    assert prepared.charged_K.tolist() == full.prepare(**batch).charged_K.tolist()
+
+
+def test_validation_is_never_thinned():
+    draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
+    draft.eval()
+    full, _ = gradients(module_of(draft), batch)
+    same, _ = gradients(module_of(draft, depth_keep=KEEP), batch)
+    assert same.loss == full.loss
+    assert same.step_valid.tolist() == full.step_valid.tolist()
+
+
+def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
+    draft, documents = make_draft(), make_documents(LENGTHS)
+    module = module_of(draft, depth_keep=KEEP)
+    padded = padded_batch(documents)
+    one, again = (gradients(module, padded, seed=3)[0] for _ in range(2))
+    assert one.loss == again.loss
+    elsewhere = gradients(module, packed(documents), seed=3)[0]
+    assert one.charged.tolist() == elsewhere.charged.tolist()
+    torch.testing.assert_close(one.loss, elsewhere.loss, rtol=1e-11, atol=1e-11)
+    others = {float(gradients(module, padded, seed=s)[0].loss) for s in range(4, 9)}
+    assert len(others) == 5
+
+
+@given(
+    seed=st.integers(0, 2**62),
+    keep=st.floats(0.1, 0.99),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+)
+def test_survivors_are_nested_and_inside_the_depths(seed, keep, lengths):
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    place = np.concatenate([np.arange(n) for n in lengths])
+    deepest = surviving_depths(
+        place % 3 > 0, document=document, place=place, num_depths=7, keep=keep, seed=seed
+    )
+    assert deepest.shape == place.shape
+    assert ((deepest >= 0) & (deepest < 7)).all()
+
+
+def test_depths_are_reached_as_often_as_promised():
+    place = np.arange(200_000)
+    deepest = surviving_depths(
+        np.ones(len(place), dtype=bool), document=np.zeros_like(place), place=place,
+        num_depths=7, keep=0.7, seed=1,
+    )  # fmt: skip
+    for depth in range(7):
+        chance = 0.7**depth
+        deviation = (chance * (1 - chance) / len(place)) ** 0.5
+        assert abs((deepest >= depth).mean() - chance) <= 4 * deviation
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.1, -0.5])
+def test_a_share_outside_of_0_and_1_is_refused(keep):
+    with pytest.raises(ValueError, match="depth_keep"):
+        module_of(make_draft(), depth_keep=keep)

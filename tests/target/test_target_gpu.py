@@ -1,0 +1,75 @@
+"""The target's fast passes on a GPU: compiled, recorded, whole packs in one row, fp8."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fledge.data.pack import collate, pack_rows
+from fledge.target.fp8 import Fp8Linear
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.train.bench import Case, build_batches, build_parts, random_rows
+from fledge.train.step import ask_target, train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def small_llama(dtype):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to("cuda", dtype)
+
+
+def packs(count):
+    rows = random_rows(Case(shape="tiny", seq=600), 60, 70)
+    cut = pack_rows([len(row.input_ids) for row in rows], 600).packs
+    return [collate(rows, cut[i : i + 1], 600, pad_id=0) for i in range(count)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_whole_packs_answer_as_documents_alone(dtype, tolerance, recorded):
+    model = small_llama(dtype)
+    plain = HFEagle3TargetModel(copy.deepcopy(model), supervision="hidden")
+    plain.try_one_row = False
+    fast = HFEagle3TargetModel(model, supervision="hidden", compile_layers=True)
+    fast.record_passes = recorded
+    for pack in packs(3):
+        want, got = ask_target(plain, pack), ask_target(fast, pack)
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            w, g = getattr(want, name).double(), getattr(got, name).double()
+            assert (w - g).norm() < tolerance * w.norm(), name
+            assert torch.equal(w == 0, g == 0)  # padding stays empty
+    assert fast._whole_row
+    assert bool(fast._recorded) == recorded
+    assert "forward" not in model.model.layers[0].__dict__  # nothing stays behind
+
+
+def test_an_fp8_product_is_its_definition():
+    linear = torch.nn.Linear(576, 192, bias=True, device="cuda", dtype=torch.bfloat16)
+    eight, x = Fp8Linear(linear), torch.randn(77, 576, device="cuda", dtype=torch.bfloat16)
+    want = eight.reference(x).float() + linear.bias.float()
+    assert (eight(x).float() - want).norm() < 1e-2 * want.norm()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+@pytest.mark.parametrize("documents", [0, 60])
+def test_a_step_waits_for_nothing(kind, documents):
+    """After warm-up no call of a step stops until the GPU has caught up."""
+    case = Case(shape="135m", kind=kind, seq=512, batch=1, documents=documents)
+    parts = build_parts(case, torch.device("cuda"))
+    batches = build_batches(case, 4)
+    for batch in batches[:3]:
+        train_step(parts, batch, lr=1e-4)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(parts, batches[3], lr=1e-4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
