@@ -203,8 +203,8 @@ def main() -> None:
     sizes = bytes_per_token(512)
     size = 8 * HIDDEN * args.tokens
     lines = [
-        f"Replies of {size / 1e6:.0f} MB ({args.tokens:,} tokens, hidden 4096, bfloat16), median of "
-        f"{args.rounds} rounds, {os.cpu_count()} cores, one machine; the ways took turns.",
+        f"Replies of {size / 1e6:.0f} MB ({args.tokens:,} tokens, hidden 4096, bfloat16), median "
+        f"of {args.rounds} rounds, {os.cpu_count()} cores, one machine; the ways took turns.",
         "",
         "| way | GB/s | of a plain socket |",
         "|---|--:|--:|",

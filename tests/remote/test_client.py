@@ -84,9 +84,12 @@ def test_two_targets_are_refused():
     other = tiny_model("llama")
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1.0
-    with running() as one, running(model=other) as two:
-        with pytest.raises(BadInput, match=r"holds another target than .*weights_fingerprint"):
-            RemoteEagle3TargetModel([one.url, two.url], **QUICK)
+    with (
+        running() as one,
+        running(model=other) as two,
+        pytest.raises(BadInput, match=r"holds another target than .*weights_fingerprint"),
+    ):
+        RemoteEagle3TargetModel([one.url, two.url], **QUICK)
 
 
 def test_a_server_that_returns_with_other_weights_is_not_used(caplog):
@@ -95,23 +98,29 @@ def test_a_server_that_returns_with_other_weights_is_not_used(caplog):
         other.model.embed_tokens.weight[5] += 1.0
     port = free_port()
     first = Running(port=port)
-    with running() as second, caplog.at_level(logging.WARNING, "fledge.remote"):
-        with RemoteEagle3TargetModel([first.url, second.url], **QUICK) as target:
-            assert right(target.generate_batch(*padded_rows()))
-            first.stop()
-            wait_for(lambda: "set aside" in caplog.text)
-            first = Running(port=port, model=other)
-            wait_for(lambda: "is not used: another target" in caplog.text)
-            assert all(right(target.generate_batch(*padded_rows(seed)), seed) for seed in range(10))
-            assert requests(first) == 0
+    with (
+        running() as second,
+        caplog.at_level(logging.WARNING, "fledge.remote"),
+        RemoteEagle3TargetModel([first.url, second.url], **QUICK) as target,
+    ):
+        assert right(target.generate_batch(*padded_rows()))
+        first.stop()
+        wait_for(lambda: "set aside" in caplog.text)
+        first = Running(port=port, model=other)
+        wait_for(lambda: "is not used: another target" in caplog.text)
+        assert all(right(target.generate_batch(*padded_rows(seed)), seed) for seed in range(10))
+        assert requests(first) == 0
     first.stop()
 
 
 def test_other_aux_layers_are_another_target():
     shifted = HFEagle3TargetModel(copy.deepcopy(tiny()), [1, 3, 5], supervision="hidden")
-    with running() as one, running(backend=shifted) as two:
-        with pytest.raises(BadInput, match=r"aux_layer_ids: \[1, 3, 5\], not \[1, 3, 4\]"):
-            RemoteEagle3TargetModel([one.url, two.url], **QUICK)
+    with (
+        running() as one,
+        running(backend=shifted) as two,
+        pytest.raises(BadInput, match=r"aux_layer_ids: \[1, 3, 5\], not \[1, 3, 4\]"),
+    ):
+        RemoteEagle3TargetModel([one.url, two.url], **QUICK)
 
 
 def test_no_server_at_all_waits_then_says_so(caplog):
@@ -144,9 +153,11 @@ def test_all_servers_vanish_and_calls_end_after_the_wait(caplog):
     with RemoteEagle3TargetModel(started.url, **QUICK | {"wait_s": 1.0}) as target:
         assert right(target.generate_batch(*padded_rows()))
         started.stop()
-        with caplog.at_level(logging.WARNING, "fledge.remote"):
-            with pytest.raises(TargetUnreachable, match="run the same command again"):
-                target.generate_batch(*padded_rows())
+        with (
+            caplog.at_level(logging.WARNING, "fledge.remote"),
+            pytest.raises(TargetUnreachable, match="run the same command again"),
+        ):
+            target.generate_batch(*padded_rows())
     assert "waiting" in caplog.text
 
 

@@ -217,6 +217,9 @@ def test_shared_memory_is_really_used_and_falls_back(monkeypatch, caplog):
 
 
 def test_too_many_tokens_are_refused_with_the_limit():
-    with running(limits=Limits(max_tokens=20)) as started, remote(started) as there:
-        with pytest.raises(BadInput, match="33 tokens in one request, 20 are allowed"):
-            there.generate_batch(*padded_rows())
+    with (
+        running(limits=Limits(max_tokens=20)) as started,
+        remote(started) as there,
+        pytest.raises(BadInput, match="33 tokens in one request, 20 are allowed"),
+    ):
+        there.generate_batch(*padded_rows())

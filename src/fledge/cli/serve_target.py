@@ -25,6 +25,9 @@ def serve_target(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the forward; auto: as stored.")] = "auto",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:1 (hf).")] = "auto",
+    compile_layers: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile its layers on a GPU (hf).")
+    ] = True,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option("--engine-arg", metavar="NAME=VALUE", help="Passed to the engine as it is."),
@@ -72,7 +75,8 @@ def serve_target(
     with address.bind() as bound:
         server = _open(
             target, engine, token, limits, aux_layer_ids=aux_layer_ids, dtype=dtype,
-            device=device, engine_arg=engine_arg or [], trust_remote_code=trust_remote_code,
+            device=device, compile_layers=compile_layers, engine_arg=engine_arg or [],
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
         serve(
             server,
@@ -100,6 +104,7 @@ def _open(
     aux_layer_ids: str | None,
     dtype: str,
     device: str,
+    compile_layers: bool,
     engine_arg: list[str],
     trust_remote_code: bool,
 ) -> Any:
@@ -112,6 +117,7 @@ def _open(
         aux_layer_ids=_layers(aux_layer_ids),
         dtype=dtype,
         device=None if device == "auto" else device,
+        compile_layers=compile_layers,
         trust_remote_code=trust_remote_code,
         engine_args=dict(_argument(text) for text in engine_arg),
     )
