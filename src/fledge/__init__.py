@@ -16,6 +16,7 @@ _PUBLIC = {
     "Eagle3TargetBackend": "fledge.target.base",
     "Eagle3TargetBatch": "fledge.target.batch",
     "HFEagle3TargetModel": "fledge.target.hf",
+    "RemoteEagle3TargetModel": "fledge.target.remote",
     "RunnerEagle3TargetModel": "fledge.target.runner",
     "TargetHead": "fledge.target.head",
     "TargetInfo": "fledge.target.base",

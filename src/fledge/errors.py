@@ -17,6 +17,10 @@ class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads 
         super().__init__(" ".join(line.split()))
 
 
+class TargetUnreachable(BadInput):
+    """The target is not there now, and may be later: a run that meets this can be continued."""
+
+
 def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else the valid names."""
     import difflib

@@ -82,7 +82,7 @@ def test_nothing_optional_installed(
     facts = examined(capsys)
     assert set(facts["versions"].values()) - {facts["versions"]["python"]} == {None}
     assert "pip install 'fledge[vllm]'" in parts(facts)["vLLM targets"]["note"]
-    assert "fastapi, uvicorn, httpx" in parts(facts)["serve-target"]["note"]
+    assert "fastapi, uvicorn, httptools" in parts(facts)["serve-target"]["note"]
     assert not parts(facts)["GGUF targets"]["works"]
     assert "ensurepip" in parts(facts)["embedded smollm2-135m"]["note"]
 

@@ -210,6 +210,8 @@ def test_two_ranks_are_one(recipe, tmp_path, kind):
 class _Poisoned:
     """A target that answers NaN at chosen steps."""
 
+    supports_async = False
+
     def __init__(self, inner, when):
         self.inner, self.when, self.calls = inner, when, 0
 

@@ -176,7 +176,7 @@ def _packages() -> Iterator[Part]:
     groups = (
         ("vLLM targets", ("vllm",), "fledge[vllm]"),
         ("SGLang targets", ("sglang",), "fledge[sglang]"),
-        ("serve-target", ("fastapi", "uvicorn", "httpx"), "fledge[serve]"),
+        ("serve-target", ("fastapi", "uvicorn", "httptools"), "fledge[serve]"),
         ("tensorboard", ("tensorboard",), "fledge[track]"),
         ("wandb", ("wandb",), "fledge[track]"),
         ("trackio", ("trackio",), "fledge[track]"),

@@ -60,6 +60,7 @@ def _attach_verbs() -> None:
         recipe,
         regenerate,
         report,
+        serve_target,
         train,
     )
 
@@ -75,6 +76,7 @@ def _attach_verbs() -> None:
     app.add_typer(recipe.app, name="recipe")
     app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
     app.command(name="report", epilog=report.EXAMPLE)(report.report)
+    app.command(name="serve-target", epilog=serve_target.EXAMPLE)(serve_target.serve_target)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 
 

@@ -17,7 +17,9 @@ EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl
 _FREE = (
     "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
-    "target.device", "training.max_bad_steps",
+    "target.device", "training.max_bad_steps", "target.urls", "target.token_env", "target.ca_file",
+    "target.prefetch", "target.timeout_s", "target.retries", "target.wait_s",
+    "target.shared_memory",
 )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ class Eagle3TargetBackend(ABC):
     aux_layer_ids: list[int]
     supervision: Supervision
     supports_async: bool = False  # whether generate_batch_async really overlaps with the caller
+    prefetch: int = 0  # if so: how many batches a trainer should ask for in advance
 
     def __init__(self, supervision: Supervision) -> None:
         if supervision not in get_args(Supervision):

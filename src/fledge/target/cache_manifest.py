@@ -181,7 +181,12 @@ def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
 def copied_files(model_dir: Path) -> list[Path]:
     """A model's config and tokenizer: what training reads of it besides the cache."""
     files = (path for path in sorted(model_dir.iterdir()) if path.is_file())
-    return [path for path in files if _COPIED.fullmatch(path.name)]
+    return [path for path in files if is_copied(path.name)]
+
+
+def is_copied(name: str) -> bool:
+    """Whether a file of this name belongs to a config or a tokenizer; never a path."""
+    return "/" not in name and _COPIED.fullmatch(name) is not None
 
 
 def write_head(
@@ -213,6 +218,13 @@ def read_target(directory: Path, manifest: dict[str, Any]) -> tuple[InputEmbeddi
     ]
     if wrong:
         raise BadInput(f"{wrong[0]} is damaged", where=str(path), fix="make the cache again")
+    return assemble_target(tensors, facts, hidden_size=manifest["hidden_size"])
+
+
+def assemble_target(
+    tensors: dict[str, Tensor], facts: dict[str, Any], *, hidden_size: int
+) -> tuple[InputEmbedding, TargetInfo]:
+    """The inverse of `target_tensors` and `target_facts`."""
     embedding_VD, norm = tensors["embed_tokens"], facts["final_norm"]
     head = TargetHead(
         tensors.get("lm_head", embedding_VD), tensors.get("lm_head_bias"), **facts["head"]
@@ -222,7 +234,7 @@ def read_target(directory: Path, manifest: dict[str, Any]) -> tuple[InputEmbeddi
         final_norm=None
         if norm is None
         else FinalNorm(norm[0], norm[1], norm[2], tensors.get("final_norm")),
-        hidden_size=manifest["hidden_size"],
+        hidden_size=hidden_size,
         vocab_size=facts["vocab_size"],
         depth=facts["depth"],
         dtype=getattr(torch, facts["dtype"]),

@@ -8,6 +8,7 @@ resumed run needs nothing but its step number, and N ranks together see what one
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from fledge.data.pack import Pack, Packing, TokenBatch, collate, one_per_row, pack_rows
 from fledge.data.tokenise import TokenRow
+from fledge.target.batch import Eagle3TargetBatch
 from fledge.train.distributed import World
 
 
@@ -73,6 +75,7 @@ class StepBatch:
     step: int
     epoch: int
     micro: tuple[TokenBatch | None, ...]
+    answers: tuple[Future[Eagle3TargetBatch], ...] = ()  # asked in advance: see `ahead.py`
 
 
 class PackStream:

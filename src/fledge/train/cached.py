@@ -17,16 +17,19 @@ from fledge.target.cache_manifest import TARGET_FILES
 from fledge.target.cache_store import CachedRows, CacheStore
 from fledge.train.batches import RowView, split_rows
 from fledge.train.recipe import Recipe
-from fledge.train.recipe_target import CacheTarget
+from fledge.train.recipe_target import CacheTarget, RemoteTarget
+from fledge.train.remote import remote_files
 
 
 def model_name(recipe: Recipe) -> str:
-    """Where config and tokenizer come from: the recipe's model, else what a cache brings along."""
+    """Where config and tokenizer come from: the recipe's model, else the cache or the servers."""
     section = recipe.target
     if section.model is not None:
         return section.model
     if isinstance(section, CacheTarget):
         return str(Path(section.cached_target_path).expanduser() / TARGET_FILES)
+    if isinstance(section, RemoteTarget):
+        return str(remote_files(section))
     raise BadInput("no model for the tokenizer", where="target.model")
 
 

@@ -8,8 +8,9 @@ from fledge.data.pack import TokenBatch
 from fledge.decode.figures import Acceptance
 from fledge.decode.packed import Ints, Rollouts, target_picks
 from fledge.decode.replay import replay_held_out
+from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
-from fledge.train.step import Parts, Sums, ask_target, plan_batch
+from fledge.train.step import Parts, Sums, plan_batch
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def evaluate(
     `picks` remembers, by batch, what the frozen target picks there: its head is asked once a run.
     """
     picks = {} if picks is None else picks
-    objective = parts.objective
+    objective, world = parts.objective, parts.world
     draft: Any = objective.draft_model
     was_training = draft.training
     draft.eval()
@@ -35,17 +36,23 @@ def evaluate(
     head = parts.target.info().head.to(parts.device)
     sums = Sums.zeros(objective.depths, parts.device)
     replayed = Acceptance.none(objective.depths)
-    for index in range(parts.world.rank, len(batches), parts.world.size):
-        batch = batches[index]
-        plan = plan_batch(objective, batch, seed=0)  # the same rollouts at every evaluation
-        answer = ask_target(parts.target, batch).to(parts.device)
-        given = answer.to_trainer_inputs()
-        ready = objective.prepare(plan=plan, **given)
-        sums.add(objective(prepared=ready, normalizer=ready.charged_K, **given))
-        if index not in picks:
-            picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
-        replayed += replay_held_out(answer, batch, rollouts, picks[index])
+    mine = range(world.rank, len(batches), world.size)
+
+    def measure() -> None:
+        nonlocal replayed
+        asked = answers_ahead(parts.target, [batches[index] for index in mine])
+        for index, (batch, on_host) in zip(mine, asked, strict=True):
+            plan = plan_batch(objective, batch, seed=0)  # the same rollouts at every evaluation
+            answer = on_host.to(parts.device)
+            given = answer.to_trainer_inputs()
+            ready = objective.prepare(plan=plan, **given)
+            sums.add(objective(prepared=ready, normalizer=ready.charged_K, **given))
+            if index not in picks:
+                picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
+            replayed += replay_held_out(answer, batch, rollouts, picks[index])
+
+    together(parts.target, world, parts.device, measure)
     draft.train(was_training)
     counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=parts.device)
-    total = Acceptance.from_counts(parts.world.sum_(counts).tolist())
-    return {**total.to_json(), **acceptance_metrics(sums.over(parts.world))}
+    total = Acceptance.from_counts(world.sum_(counts).tolist())
+    return {**total.to_json(), **acceptance_metrics(sums.over(world))}

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from fledge.errors import BadInput
+from fledge.errors import BadInput, TargetUnreachable
 from fledge.files import write_json
 from fledge.machine import MACHINE_NAME, describe_machine
+from fledge.train.ahead import ask_ahead
 from fledge.train.checkpoint import (
     Checkpoint,
     mark_best,
@@ -96,35 +97,60 @@ def fit(training: Training, observer: Observer) -> Outcome:
     pending: tuple[Any, StepResult] | None = None
     saved = state.step
     with StopSignal() as stop:
-        if state.step == 0:
-            _evaluate(training, state, logs)
-            state.first = state.last
-        parts.objective.draft_model.train()
-        parts.clock.read()
-        for batch in training.stream.prefetched(state.step, recipe.training.prefetch):
-            lr = _lr(training, state.step)
-            result = train_step(parts, batch, lr=lr, stopping=bool(stop.received))
-            state.step += 1
-            window += result.sums
-            stopping = _read(training, pending, observer)  # the step before: never waits for this
-            pending = (batch, result)
-            last = state.step == total
-            if last or state.step % recipe.tracking.every_steps == 0:
-                _log(training, state, window, result, lr, batch.epoch, logs)
-                window = Sums.zeros(parts.objective.depths, parts.device)
-            improved = False
-            if last or state.step % recipe.evaluation.every_steps == 0:
-                improved = _evaluate(training, state, logs)
-            if improved or last or stopping or state.step % recipe.checkpoint.every_steps == 0:
-                _save(training, state, window, best=improved)
-                saved = state.step
-            if stopping:
-                break
-        _read(training, pending, observer)
+        try:
+            _evaluate_if_missed(training, state, window, logs)
+            parts.objective.draft_model.train()
+            parts.clock.read()
+            batches = training.stream.prefetched(state.step, recipe.training.prefetch)
+            for batch in ask_ahead(parts, batches, stopping=lambda: bool(stop.received)):
+                lr = _lr(training, state.step)
+                result = train_step(parts, batch, lr=lr, stopping=bool(stop.received))
+                state.step += 1
+                window += result.sums
+                stopping = _read(
+                    training, pending, observer
+                )  # the step before: no waiting for this
+                pending = (batch, result)
+                last = state.step == total
+                if last or state.step % recipe.tracking.every_steps == 0:
+                    _log(training, state, window, result, lr, batch.epoch, logs)
+                    window = Sums.zeros(parts.objective.depths, parts.device)
+                improved = _evaluation_due(training, state) and _evaluate(training, state, logs)
+                if improved or last or stopping or state.step % recipe.checkpoint.every_steps == 0:
+                    _save(training, state, window, best=improved)
+                    saved = state.step
+                if stopping:
+                    break
+            _read(training, pending, observer)
+        except TargetUnreachable:  # between two steps: nothing is half done
+            if state.step > saved:
+                _save(training, state, window, best=False)
+            saved = state.step
+            observer.note(f"stopped after step {state.step}; the same command continues the run")
+            if not stop.received:
+                raise
     if logs is not None:
         logs.close()
     assert saved == state.step or state.step == total
     return Outcome(state, state.step == total, stop.received)
+
+
+def _evaluation_due(training: Training, state: State) -> bool:
+    every = training.recipe.evaluation.every_steps
+    return state.step == training.stream.steps or state.step % every == 0
+
+
+def _evaluate_if_missed(
+    training: Training, state: State, window: Sums, logs: "_Logs | None"
+) -> None:
+    """The measurement before the first step, and one that a vanished target cut off."""
+    if not _evaluation_due(training, state) or state.last.get("step") == state.step:
+        return
+    improved = _evaluate(training, state, logs)
+    if state.step == 0:
+        state.first = state.last
+    elif improved:
+        _save(training, state, window, best=True)
 
 
 def _lr(training: Training, step: int) -> float:

@@ -20,7 +20,8 @@ from fledge.target.cache_precompute import CacheJob
 from fledge.train.batches import Rows, RowView, split_rows
 from fledge.train.cached import model_name
 from fledge.train.recipe import Recipe
-from fledge.train.recipe_target import CacheTarget, HfTarget
+from fledge.train.recipe_target import CacheTarget, HfTarget, RemoteTarget
+from fledge.train.remote import remote_facts
 from fledge.train.setup import make_target, tokenise_options, tokenised
 
 
@@ -52,7 +53,11 @@ def _check_backend(recipe: Recipe) -> None:
 def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The precision in which the recipe's target answers, as far as its config tells."""
     _check_backend(recipe)
-    named = getattr(recipe.target, "dtype", "auto")
+    section = recipe.target
+    if isinstance(section, RemoteTarget):
+        wire = section.wire_dtype
+        return DTYPES[remote_facts(section)["dtype"] if wire == "auto" else wire]
+    named = getattr(section, "dtype", "auto")
     if named in DTYPES:
         return DTYPES[named]
     stored = getattr(load_config(model_name(recipe)), "dtype", None) or torch.float32
@@ -76,9 +81,12 @@ def recipe_job(
     section, data = recipe.target, recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
+    layers = section.aux_layer_ids
+    if layers is None and isinstance(section, RemoteTarget):
+        layers = tuple(remote_facts(section)["aux_layer_ids"])
     model = ModelFacts.read(
         model_name(recipe),
-        aux_layer_ids=section.aux_layer_ids,
+        aux_layer_ids=layers,
         trust_remote_code=getattr(section, "trust_remote_code", False),
     )
     train = tokenised(data.train, model.directory, data, on_progress)

@@ -122,9 +122,6 @@ class VllmTarget(_LoadedTarget):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments by their own names, for example enforce_eager, max_model_len."""
 
-    scratch_dir: Text | None = None
-    """Where states pass through files if they must: a RAM disk; null: /dev/shm when it is there."""
-
 
 class RemoteTarget(_Target):
     """The target on servers started with `fledge serve-target`."""
@@ -133,13 +130,22 @@ class RemoteTarget(_Target):
     """Target and draft in separate processes, on one machine or on many."""
 
     model: Text | None = None
-    """Where the tokenizer comes from; null: the model that the servers name."""
+    """Where config and tokenizer come from; null: from the servers."""
 
     urls: Annotated[Texts, Field(min_length=1)] = ("http://127.0.0.1:8700",)
     """One or more servers with the same target; requests go to the least loaded."""
 
     supervision: Literal["hidden", "probs", "topk"] = "hidden"
     """What travels: hidden states by default, probabilities or top-k on thin links."""
+
+    top_k: PositiveCount = 64
+    """Probabilities that travel for each token (topk)."""
+
+    wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of what travels; auto: the target's own, which loses nothing."""
+
+    merge: bool = False
+    """Let a server run small requests of several trainers together; equal to rounding only."""
 
     token_env: Text | None = None
     """Name of the environment variable that holds the bearer token; null: none is sent."""
@@ -156,7 +162,7 @@ class RemoteTarget(_Target):
     retries: Count = 5
     """Attempts after the first one, each after a longer pause."""
 
-    wait_s: NonNegative = 600.0
+    wait_s: NonNegative = 300.0
     """How long to wait while no server answers before the run stops, resumable."""
 
     shared_memory: bool = True

@@ -26,8 +26,8 @@ from fledge.errors import BadInput
 from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
+from fledge.target.backends import TargetOptions, open_target
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream, RowView, split_rows
 from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
@@ -41,7 +41,14 @@ from fledge.train.recipe_sections import (
     Eagle3Objective,
     PeagleObjective,
 )
-from fledge.train.recipe_target import CacheTarget, HfTarget
+from fledge.train.recipe_target import (
+    CacheTarget,
+    HfTarget,
+    RemoteTarget,
+    SglangTarget,
+    VllmTarget,
+)
+from fledge.train.remote import open_remote
 from fledge.train.step import Objective, Parts
 
 VOCABULARY_NAME = "vocabulary.safetensors"
@@ -192,31 +199,35 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     section = recipe.target
     if isinstance(section, CacheTarget):
         return open_cache(recipe, section, device)
-    if not isinstance(section, HfTarget):
-        raise BadInput(
-            f"the {section.backend} backend is not part of this version",
-            where="target.backend",
-            fix="target.backend=hf runs the target in the training process",
-        )
-    target = HFEagle3TargetModel.from_pretrained(
-        section.model,
-        aux_layer_ids=section.aux_layer_ids,
-        supervision=section.supervision,
-        dtype=section.dtype if section.dtype != "auto" else _auto_dtype(section.model, device),
-        device=device if section.device == "auto" else section.device,
-        attn_implementation=section.attn_implementation,
-        trust_remote_code=section.trust_remote_code,
-        compile_layers=section.compile,
-    )
-    if section.keep_states_gb and section.supervision == "hidden":
+    if isinstance(section, RemoteTarget):
+        return open_remote(section, device)
+    target = open_target(section.backend, section.model, _options(section, device))
+    if isinstance(section, HfTarget) and section.keep_states_gb and section.supervision == "hidden":
         return RememberingTarget(target, int(section.keep_states_gb * 2**30))
     return target
 
 
-def _auto_dtype(model: str, device: torch.device) -> str:
-    """As stored; but a model stored in float32 (a dequantised one) runs in bfloat16 on a GPU."""
-    stored = getattr(load_config(model), "dtype", None)
-    return "bfloat16" if device.type == "cuda" and stored == torch.float32 else "auto"
+def _options(section: HfTarget | SglangTarget | VllmTarget, device: torch.device) -> TargetOptions:
+    shared: dict[str, Any] = {
+        "aux_layer_ids": section.aux_layer_ids,
+        "supervision": section.supervision,
+        "dtype": section.dtype,
+        "trust_remote_code": section.trust_remote_code,
+    }
+    if isinstance(section, HfTarget):
+        own = None if section.device == "auto" else section.device
+        return TargetOptions(
+            **shared,
+            device=own or device,
+            attn_implementation=section.attn_implementation,
+            compile_layers=section.compile,
+        )
+    return TargetOptions(
+        **shared,
+        tp_size=section.tp_size,
+        memory_fraction=section.memory_fraction,
+        engine_args=section.engine_args,
+    )
 
 
 def _vocabulary(

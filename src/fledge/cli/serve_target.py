@@ -1,0 +1,166 @@
+"""`fledge serve-target`: a target that trainers elsewhere can ask."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fledge.cli.console import err, quiet_libraries
+from fledge.errors import BadInput
+
+EXAMPLE = (
+    "Example: FLEDGE_TOKEN=... fledge serve-target --target Qwen/Qwen3-8B --host 0.0.0.0 "
+    "--token-env FLEDGE_TOKEN; then: fledge train recipe.yaml target.backend=remote "
+    "target.urls=[http://gpu1:8700] target.token_env=FLEDGE_TOKEN"
+)
+
+
+def serve_target(
+    target: Annotated[str, typer.Option(help="Directory, .gguf file, embedded name or hub id.")],
+    engine: Annotated[str, typer.Option(help="hf | sglang | vllm: who runs it.")] = "hf",
+    aux_layer_ids: Annotated[
+        str | None, typer.Option(help="Three layers, as 1,15,28; default: 1, n/2 - 1, n - 4.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Precision of the forward; auto: as stored.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:1 (hf).")] = "auto",
+    compile_layers: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile its layers on a GPU (hf).")
+    ] = True,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option("--engine-arg", metavar="NAME=VALUE", help="Passed to the engine as it is."),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8700,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the bearer token.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen to a network without a token.")
+    ] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    merge_tokens: Annotated[
+        int, typer.Option(min=0, help="Small requests run together up to this size; 0: never.")
+    ] = 16384,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests held at once.")] = 64,
+    max_reply_gb: Annotated[float, typer.Option(help="Memory for replies under way.")] = 8.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one request.")] = 262144,
+    max_body_mb: Annotated[float, typer.Option(help="Size of one request.")] = 64.0,
+    drain_s: Annotated[float, typer.Option(help="Time to finish requests after SIGTERM.")] = 60.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="When ready, print address and facts as one JSON line.")
+    ] = False,
+) -> None:
+    """Serve a target's hidden states to trainers (target.backend=remote), until SIGTERM."""
+    _check_installed()
+    from fledge.serve.run import Address, serve
+    from fledge.target.remote import token_from
+
+    token = token_from(token_env)
+    address = Address(host, port, tls_cert, tls_key)
+    address.check(token=token, insecure=insecure)
+    limits = {
+        "max_body_bytes": int(max_body_mb * 1e6),
+        "max_tokens": max_tokens,
+        "max_requests": max_requests,
+        "max_reply_bytes": int(max_reply_gb * 1e9),
+        "merge_tokens": merge_tokens,
+    }
+    with address.bind() as bound:
+        server = _open(
+            target, engine, token, limits, aux_layer_ids=aux_layer_ids, dtype=dtype,
+            device=device, compile_layers=compile_layers, engine_arg=engine_arg or [],
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        serve(
+            server,
+            address,
+            bound,
+            drain_s=drain_s,
+            on_ready=lambda url: _announce(url, server.info, as_json=as_json),
+        )
+
+
+def _check_installed() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "httptools") if find_spec(name) is None]
+    if missing:
+        raise BadInput(f"{', '.join(missing)} not installed", fix="pip install 'fledge[serve]'")
+
+
+def _open(
+    target: str,
+    engine: str,
+    token: str | None,
+    limits: dict[str, int],
+    *,
+    aux_layer_ids: str | None,
+    dtype: str,
+    device: str,
+    compile_layers: bool,
+    engine_arg: list[str],
+    trust_remote_code: bool,
+) -> Any:
+    from fledge.models.resolve import local_model
+    from fledge.serve.app import Limits, TargetServer
+    from fledge.target.backends import TargetOptions, open_target
+
+    quiet_libraries()
+    options = TargetOptions(
+        aux_layer_ids=_layers(aux_layer_ids),
+        dtype=dtype,
+        device=None if device == "auto" else device,
+        compile_layers=compile_layers,
+        trust_remote_code=trust_remote_code,
+        engine_args=dict(_argument(text) for text in engine_arg),
+    )
+    err.print(f"loading {target}", style="cyan", markup=False, soft_wrap=True)
+    return TargetServer(
+        open_target(engine, target, options),
+        model=target,
+        engine=engine,
+        model_dir=local_model(target, weights=False),
+        token=token,
+        limits=Limits(**limits),
+    )
+
+
+def _layers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInput(
+            f"{text!r} is not a list of layers", where="--aux-layer-ids", fix="1,15,28"
+        ) from None
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise BadInput(f"{text!r} is not NAME=VALUE", where="--engine-arg")
+    return name, yaml.safe_load(value)
+
+
+def _announce(url: str, info: dict[str, Any], *, as_json: bool) -> None:
+    facts = ("model", "engine", "aux_layer_ids", "dtype", "weights_fingerprint")
+    if as_json:
+        sys.stdout.write(json.dumps({"url": url, **{name: info[name] for name in facts}}) + "\n")
+        sys.stdout.flush()
+        return
+    layers = ", ".join(map(str, info["aux_layer_ids"]))
+    err.print(
+        f"{info['model']} ({info['engine']}, {info['dtype']}, aux layers {layers}, weights "
+        f"{info['weights_fingerprint']}) at {url}",
+        style="cyan", markup=False, soft_wrap=True,
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""Tensors on the wire: one safetensors file whose last tensor is the digest of all before it.
+
+Any safetensors reader can load a message; nothing in it can be executed. The sender walks over the
+tensors where they lie and hashes each piece just before it goes out, the receiver each piece just
+after it came in, so that neither holds a second copy and the check costs almost nothing (XXH3, tens
+of GB/s). A message that was cut short or garbled anywhere is noticed; forgery is not the concern
+(that is what TLS and the token are for).
+
+    8 bytes   length of the header, little endian
+    header    JSON: name -> dtype, shape, offsets; `__metadata__`: strings. Padded with blanks
+    data      tensors end to end, widest numbers first, so that each is aligned to its own width
+    8 bytes   the tensor `digest`: XXH3-64 of everything above, little endian
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+DIGEST = "digest"
+DIGEST_BYTES = 8
+CHUNK_BYTES = 1 << 20  # what is hashed and handed to the socket at once: fits a second-level cache
+_ALIGNMENT = 64
+_MAX_HEADER_BYTES = 1 << 20
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+}
+_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+
+Buffer = bytearray | memoryview  # writable memory that tensors may go on living in
+
+
+class WireError(ValueError):
+    """These bytes are not a whole message."""
+
+
+class Message:
+    """Tensors and strings, ready to be sent; the tensors' memory is used as it lies."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        assert DIGEST not in tensors, f"{DIGEST} is the message's own tensor"
+        ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+        entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+        self._parts: list[memoryview] = []
+        at = 0
+        for name, tensor in ordered:
+            entries[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + tensor.nbytes],
+            }
+            at += tensor.nbytes
+            flat = tensor.detach().cpu().contiguous().flatten()
+            self._parts.append(flat.view(torch.uint8).numpy().data)
+        entries[DIGEST] = {
+            "dtype": "U8",
+            "shape": [DIGEST_BYTES],
+            "data_offsets": [at, at + DIGEST_BYTES],
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        self._header = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self._header) + at + DIGEST_BYTES
+
+    def chunks(self) -> Iterator[memoryview]:
+        """The bytes in order, in pieces of at most `CHUNK_BYTES`; the digest is the last one."""
+        digest = xxhash.xxh3_64()
+        for part in (memoryview(self._header), *self._parts):
+            for begin in range(0, len(part), CHUNK_BYTES):
+                piece = part[begin : begin + CHUNK_BYTES]
+                digest.update(piece)
+                yield piece
+        yield memoryview(digest.digest()[::-1])
+
+    def to_bytes(self) -> bytes:
+        """The whole message at once: for small ones."""
+        return b"".join(self.chunks())
+
+
+class DigestCheck:
+    """Follows a message of known length while it comes in."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left, self._digest = nbytes - DIGEST_BYTES, xxhash.xxh3_64()
+
+    def update(self, piece: memoryview) -> None:
+        covered = piece[: max(0, self._left)]
+        self._digest.update(covered)
+        self._left -= len(covered)
+
+    def finish(self, message: Buffer) -> None:
+        """Compare with the message's own last bytes."""
+        if self._left or bytes(message[-DIGEST_BYTES:]) != self._digest.digest()[::-1]:
+            raise WireError("the digest does not fit: bytes were lost or changed on the way")
+
+
+def check_digest(message: Buffer) -> None:
+    check = DigestCheck(len(message))
+    check.update(memoryview(message))
+    check.finish(message)
+
+
+def unpack(message: Buffer) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors (views of `message`, which they keep alive) and strings. Trusts no byte of it.
+
+    The digest is not compared here: see `DigestCheck`.
+    """
+    begin, header = _read_header(message)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise WireError("__metadata__ must map names to strings")
+    tensors, at = {}, 0
+    for name, entry in header.items():
+        dtype, shape, end = _read_entry(name, entry, at)
+        if begin + end > len(message):
+            raise WireError(f"{name} ends after the message does")
+        count = math.prod(shape)
+        if count == 0:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        else:
+            flat = torch.frombuffer(message, dtype=dtype, count=count, offset=begin + at)
+            tensors[name] = flat.view(shape)
+        at = end
+    if begin + at != len(message):
+        raise WireError(f"{len(message) - begin - at} bytes follow the last tensor")
+    if tensors.pop(DIGEST, None) is None:
+        raise WireError(f"the {DIGEST} is missing")
+    return tensors, metadata
+
+
+def _read_header(message: Buffer) -> tuple[int, dict[str, Any]]:
+    if len(message) < 8 + DIGEST_BYTES:
+        raise WireError(f"{len(message)} bytes are no message")
+    length = int.from_bytes(message[:8], "little")
+    if length > min(_MAX_HEADER_BYTES, len(message) - 8):
+        raise WireError(f"a header of {length} bytes does not fit")
+    try:
+        header = json.loads(bytes(message[8 : 8 + length]))
+    except (ValueError, RecursionError):
+        raise WireError("the header is not JSON") from None
+    if not isinstance(header, dict):
+        raise WireError("the header is not a mapping")
+    return 8 + length, header
+
+
+def _read_entry(name: str, entry: Any, at: int) -> tuple[torch.dtype, list[int], int]:
+    """(dtype, shape, end) of a tensor that must begin at byte `at` of the data."""
+    try:
+        dtype, shape, (first, end) = _NAMED[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        whole = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, first, end))
+    except (KeyError, TypeError, ValueError):
+        raise WireError(f"the header's entry {name!r} cannot be read") from None
+    if (
+        not whole
+        or len(shape) > 8
+        or first != at
+        or end - first != math.prod(shape) * dtype.itemsize
+    ):
+        raise WireError(f"{name} does not lie where its shape {shape} says")
+    if first % dtype.itemsize:
+        raise WireError(f"{name} is not aligned")
+    return dtype, shape, end

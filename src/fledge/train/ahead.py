@@ -1,0 +1,108 @@
+"""Asking a distant target early: the answers of the next batches are on their way while this one
+is trained on. Targets in this process answer when they are asked, in `step.py`."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import replace
+
+import torch
+
+from fledge.data.pack import TokenBatch
+from fledge.errors import TargetUnreachable
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.batch import Eagle3TargetBatch
+from fledge.train.batches import StepBatch
+from fledge.train.distributed import World
+from fledge.train.step import Parts
+
+_LOOK_AROUND_S = 0.5
+
+
+def ask_ahead(
+    parts: Parts, batches: Iterator[StepBatch], *, stopping: Callable[[], bool] = lambda: False
+) -> Iterator[StepBatch]:
+    """The same batches in the same order, with the target's answers where it is asked in advance.
+
+    At least `target.prefetch` micro-batches behind the one that is handed out have been asked for.
+    Raises TargetUnreachable, on all ranks together and between two steps, when the target is gone
+    or when a stop was asked for while we wait for it.
+    """
+    target = parts.target
+    if not target.supports_async:
+        yield from batches
+        return
+    asked: deque[StepBatch] = deque()
+    try:
+        for batch in batches:
+            futures = tuple(_ask(target, rows) for rows in batch.micro if rows is not None)
+            asked.append(replace(batch, answers=futures))
+            while sum(len(later.answers) for later in asked) - len(asked[0].answers) >= max(
+                1, target.prefetch
+            ):
+                yield _arrived(parts, asked.popleft(), stopping)
+        while asked:
+            yield _arrived(parts, asked.popleft(), stopping)
+    finally:
+        for batch in asked:
+            for future in batch.answers:
+                future.cancel()
+
+
+def answers_ahead(
+    target: Eagle3TargetBackend, batches: Sequence[TokenBatch]
+) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
+    """Batches with their answers, the next ones asked for meanwhile."""
+    ahead = target.prefetch if target.supports_async else 0
+    asked: deque[Future[Eagle3TargetBatch]] = deque()
+    for index, batch in enumerate(batches):
+        while len(asked) <= ahead and index + len(asked) < len(batches):
+            asked.append(_ask(target, batches[index + len(asked)]))
+        yield batch, asked.popleft().result()
+
+
+def _ask(target: Eagle3TargetBackend, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
+    return target.generate_batch_async(
+        rows.input_ids,
+        rows.attention_mask,
+        rows.loss_mask,
+        rows.position_ids,
+        rows.seq_lens,
+        rows.doc_remaining,
+    )
+
+
+def _arrived(parts: Parts, batch: StepBatch, stopping: Callable[[], bool]) -> StepBatch:
+    """Wait for a step's answers; the time counts as the target's."""
+
+    def wait() -> None:
+        for future in batch.answers:
+            while not future.done():
+                with contextlib.suppress(NotYet):
+                    future.exception(timeout=_LOOK_AROUND_S)
+                if stopping() and not future.done():
+                    raise TargetUnreachable("stopped while the target was asked")
+            future.result()
+
+    with parts.clock.phase("target"):
+        together(parts.target, parts.world, parts.device, wait)
+    return batch
+
+
+def together(
+    target: Eagle3TargetBackend, world: World, device: torch.device, ask: Callable[[], None]
+) -> None:
+    """Call `ask` on every rank; when the target is gone for one of them, raise on all of them."""
+    failure: TargetUnreachable | None = None
+    try:
+        ask()
+    except TargetUnreachable as error:
+        failure = error
+    if target.supports_async and world.size > 1:
+        lost = world.sum_(torch.tensor([int(failure is not None)], device=device))
+        if failure is None and int(lost):
+            failure = TargetUnreachable("the target servers of another rank do not answer")
+    if failure is not None:
+        raise failure

@@ -1,0 +1,137 @@
+"""What can go wrong between a client and a server: a TCP proxy that does it on purpose, and servers
+that can be killed for good and started again quickly."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+
+class Proxy:
+    """Forwards connections to `port`, and spoils some of them; by default none.
+
+    `mischief` maps a kind to the share of the replies' connections it happens to: `cut` closes in
+    the middle of a reply, `garble` changes one byte, `stall` stops for `stall_s`, `trickle` sends a
+    few bytes at a time. Only pieces of at least `spare` bytes are spoilt.
+    """
+
+    def __init__(self, port, *, seed=0, mischief=None, stall_s=3.0, spare=0):
+        self.target, self.mischief, self.stall_s = port, mischief or {}, stall_s
+        self.spare = spare
+        self.done = dict.fromkeys(("cut", "garble", "stall", "trickle"), 0)
+        self._random = random.Random(seed)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        start = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result()
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def close(self):
+        async def stop():
+            self._server.close()
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(timeout=20)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=20)
+
+    async def _serve(self, reader, writer):
+        try:
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        except OSError:
+            writer.close()
+            return
+        pumps = [self._requests(reader, up_writer), self._replies(up_reader, writer)]
+        tasks = [asyncio.create_task(pump) for pump in pumps]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in (writer, up_writer):
+                end.transport.abort()
+
+    async def _requests(self, reader, writer):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+    async def _replies(self, reader, writer):
+        while data := await reader.read(1 << 16):
+            kind = self._chosen() if len(data) >= self.spare else None
+            if kind == "cut":
+                writer.write(data[: self._random.randrange(len(data))])
+                await writer.drain()
+                return
+            if kind == "garble":
+                at = self._random.randrange(len(data))
+                data = data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+            elif kind == "stall":
+                await asyncio.sleep(self.stall_s)
+            elif kind == "trickle":
+                for at in range(0, min(len(data), 400), 40):
+                    writer.write(data[at : at + 40])
+                    await writer.drain()
+                    await asyncio.sleep(0.005)
+                data = data[400:]
+            writer.write(data)
+            await writer.drain()
+
+    def _chosen(self):
+        draw = self._random.random()
+        for kind, share in self.mischief.items():
+            draw -= share
+            if draw < 0:
+                self.done[kind] += 1
+                return kind
+        return None
+
+
+class Nursery:
+    """A process with the tiny target loaded that forks servers: a restart takes milliseconds."""
+
+    def __init__(self):
+        here = Path(__file__).parent
+        self._process = subprocess.Popen(
+            [sys.executable, str(here / "nursery.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(here.parent)])},
+        )  # fmt: skip
+        assert self._process.stdout.readline() == "ready\n"
+
+    def start(self, port=0):
+        """(pid, port) of a new server."""
+        self._process.stdin.write(f"{port}\n")
+        self._process.stdin.flush()
+        facts = json.loads(self._process.stdout.readline())
+        return facts["pid"], facts["port"]
+
+    def kill(self, pid):
+        os.kill(pid, signal.SIGKILL)
+
+    def close(self):
+        self._process.stdin.close()  # it ends its children and itself
+        self._process.wait(timeout=20)
+        self._process.stdout.close()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def resident_bytes(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
