@@ -149,18 +149,20 @@ def accepted_lengths(
     on_text_S = pick_S == F.pad(text_BT, (0, 2))[:, 2:].flatten().numpy()
     plan = rollouts.plan(tokens)
     slot_T = plan.slot_T.cpu().numpy()
-    judged_S = wanted_S.copy()  # slots whose rollouts are alive
+    alive_S = wanted_S.copy()  # slots whose rollouts have been right, along the text, so far
     for depth, (rows, states_NE) in enumerate(
         zip(plan.depths, rollouts.head_inputs(batch, plan), strict=True)
     ):
         slot_N = slot_T[rows.slot_N.cpu().numpy()]
-        drafts_N = slot_N + depth  # the slot that drafts this token at depth 0
-        right_N = rollouts.tokens(states_NE).cpu().numpy() == pick_S[drafts_N]
-        right_N &= judged_S[slot_N] & wanted_S[drafts_N]
-        accepted_S[slot_N[right_N]] += 1
-        alive_N = slot_N[right_N & on_text_S[drafts_N]]
-        judged_S = np.zeros_like(judged_S)
-        judged_S[alive_N] = True
+        # the head is asked about these only: most rollouts are over after a token or two
+        index_M = np.flatnonzero(alive_S[slot_N] & wanted_S[slot_N + depth])
+        slot_M, alive_S = slot_N[index_M], np.zeros_like(alive_S)
+        if len(index_M) == 0:
+            break
+        states_ME = states_NE[torch.from_numpy(index_M).to(states_NE.device)]
+        right_M = rollouts.tokens(states_ME).cpu().numpy() == pick_S[slot_M + depth]
+        accepted_S[slot_M[right_M]] += 1
+        alive_S[slot_M[right_M & on_text_S[slot_M + depth]]] = True
     return accepted_S.reshape(text_BT.shape)
 
 
