@@ -133,7 +133,9 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
         answers = early or [ask_target(parts.target, rows) for rows in micro]
-        inputs = [answer.to(parts.device).to_trainer_inputs() for answer in answers]
+        inputs = [
+            answer.to(parts.device, non_blocking=True).to_trainer_inputs() for answer in answers
+        ]
 
     prepared = [
         objective.prepare(plan=plan, **given) for plan, given in zip(plans, inputs, strict=True)
