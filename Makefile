@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test browser lint format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -26,6 +26,11 @@ demo: $(READY)  ## the whole story on a real 135M model
 
 test: $(READY)  ## every test that can run on this machine
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine"
+
+browser:  ## Chromium for the report's tests, where apt may install it; without it they are skipped
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		{ apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1 || \
+		echo "no Chromium here: the report's browser tests will be skipped"
 
 lint: $(READY)  ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

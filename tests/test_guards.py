@@ -13,7 +13,7 @@ SRC = ROOT / "src" / "fledge"
 # Rooms in the order in which data flows: a room imports only itself and rooms before it.
 ROOMS = [
     *("models", "data", "rollout", "target", "serve", "draft", "objective", "decode", "train"),
-    "cli",
+    *("export", "report", "cli"),
 ]
 ENGINES = {"vllm", "sglang", "fastapi", "uvicorn", "wandb", "tensorboard", "trackio", "mlflow"}
 

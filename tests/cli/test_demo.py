@@ -1,35 +1,38 @@
-"""The demo's last act, on the tiny target: decoding with the trained draft is lossless."""
+"""The demo's last act, on the tiny target: figures on new questions, a lossless check, the page."""
+
+import json
 
 from fledge.cli import demo
+from fledge.demo import CHATS, RECIPE, ROWS
 from fledge.train.fit import fit
+from fledge.train.recipe import load_recipe
 from fledge.train.setup import set_up
 from train.tiny import Notes, make_chats, make_target, recipe_for
 
 
-def test_decoding_with_the_draft_changes_nothing(tmp_path, capsys):
+def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     target, chats = make_target(tmp_path / "target"), make_chats(tmp_path / "chats.jsonl")
     recipe = recipe_for(target, chats, tmp_path / "run", "training.epochs=4")
     fit(set_up(recipe), Notes())
-    prompts = [[{"role": "user", "content": f"count to {n}"}] for n in (5, 12)]
-    assert demo._decode(recipe, tmp_path / "run" / "best", prompts)
-    shown = capsys.readouterr().out
-    assert "count to 12" in shown
-    assert "2 of 2 answers equal" in shown.replace("\n", " ")
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12, 3)))
+    assert demo.measure_and_show(tmp_path / "run", asked)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "count to 5" in shown
+    assert "all up to k" in shown
+    assert "lossless: 2 of 2 answers" in shown
+    assert "report.html" in shown
+    assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
+    kept = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert len(kept["drafts"][0]["samples"]) == 3
 
 
-def test_green_tokens_are_the_accepted_ones():
-    from types import SimpleNamespace
-
-    from fledge.decode.rounds import Round
-
-    class Letters:
-        def decode(self, ids, **_):
-            return "abcdefgh"[ids[0]]
-
-    # Prompt of 2, then a (the prompt's own), round 1: b c drafted and d the target's, round 2: e.
-    rounds = [Round(context=3, accepted=2, emitted=3), Round(context=6, accepted=0, emitted=1)]
-    answer = SimpleNamespace(token_ids=[0, 1, 2, 3, 4], prompt_ids=[7, 7], rounds=rounds)
-    text = demo._coloured(answer, Letters())
-    assert text.plain == "abcde"
-    green = [text.plain[s.start : s.end] for s in text.spans if "pale_green1" in str(s.style)]
-    assert "".join(green) == "bc"
+def test_questions_are_new_and_of_every_kind():
+    lines = CHATS.read_text().splitlines(keepends=True)
+    rows = list(demo._questions(lines[ROWS:]))
+    kinds = [row["category"] for row in rows]
+    assert kinds == ["stories"] * 4 + ["tips"] * 2 + ["explanations"] * 2
+    trained = {json.loads(line)["messages"][0]["content"] for line in lines[:ROWS]}
+    assert not trained & {row["messages"][0]["content"] for row in rows}
+    assert load_recipe(RECIPE, ["data.train=x"]).objective.ttt_steps == demo._DRAFT_TOKENS

@@ -262,3 +262,22 @@ def test_speed_arithmetic():
 def test_every_method_has_its_definition():
     assert "k = 4 tokens drafted in parallel" in definition("parallel", 4).replace("K", "k")
     assert "temperature 1" in definition("chain", 4, temperature=1.0)
+
+
+def test_eval_keeps_answers_token_by_token(place, own_cache, tmp_path):
+    for method in ("chain", "tree"):
+        out = tmp_path / f"{method}.json"
+        more = ["--out", str(out), "--samples", "2", "--method", method]
+        result = run(place, str(place / "trained"), *more)
+        assert result.exit_code == 0, result.output
+        [found] = json.loads(out.read_text())["drafts"]
+        assert len(found["samples"]) == 2
+        for sample in found["samples"]:
+            assert sample["prompt"] in ("hello", "and then?", "why", "plain words")
+            assert len(sample["tokens"]) > 2
+            asked = [token[4] for token in sample["tokens"] if token[1]]
+            assert all((p is None) == (method == "tree") for p in asked)
+    assert (
+        "samples"
+        not in json.loads(run(place, str(place / "trained"), "--json").stdout)["drafts"][0]
+    )

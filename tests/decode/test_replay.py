@@ -8,7 +8,7 @@ from tiny_decode import AUX, STOPS
 from transformers import LlamaConfig
 
 from fledge.decode.answers import eos_token_ids
-from fledge.decode.replay import Text, _batches, replay
+from fledge.decode.replay import Text, _packs, replay
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
@@ -85,13 +85,13 @@ def draft_config(config):
 
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 2000))
 @settings(max_examples=60, deadline=None)
-def test_batches_hold_every_text_once_with_little_padding(lengths, batch_tokens):
-    batches = list(_batches(lengths, batch_tokens))
-    assert sorted(index for members in batches for index in members) == list(range(len(lengths)))
-    for members in batches:
-        own = [lengths[i] for i in members]
-        assert len(own) == 1 or len(own) * max(own) <= batch_tokens
-        assert min(own) >= 0.8 * max(own)
+def test_packs_hold_every_text_once_and_whole(lengths, batch_tokens):
+    packs = list(_packs(lengths, batch_tokens))
+    pieces = [piece for pack in packs for piece in pack]
+    assert sorted(piece.row for piece in pieces) == list(range(len(lengths)))
+    assert all((p.start, p.stop) == (0, lengths[p.row]) for p in pieces)
+    for pack in packs:
+        assert len(pack) == 1 or sum(map(len, pack)) <= max(batch_tokens, *lengths)
 
 
 def test_short_texts_have_no_rounds_to_replay(backend, drafts):

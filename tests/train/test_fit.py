@@ -54,7 +54,7 @@ def test_a_run_learns_and_leaves_a_loadable_draft(recipe, tmp_path):
     assert notes.evaluations[0]["step"] == 0
     assert max(taus) > taus[0]
     # The best checkpoint is the one with the highest measured acceptance, and loads as a draft.
-    best = max(notes.evaluations[1:], key=lambda e: e["evaluation"]["tau"])
+    best = max(notes.evaluations[1:], key=lambda e: e["evaluation"]["acceptance_length"])
     assert best_step(tmp_path / "run") == best["step"]
     draft = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
     assert draft.config.draft_vocab_size == 128

@@ -1,15 +1,22 @@
 """`fledge demo`: the whole story on a real 135M model, on a laptop CPU."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
+from fledge.cli.chat import SHADES, coloured
 from fledge.cli.console import err, out
+from fledge.files import write_json, write_text
 
 EXAMPLE = "Example: fledge demo --out demo_out"
+
+_DRAFT_TOKENS = 3  # as far as the recipe trains
+_ANSWER_TOKENS = 64
+# What a chat is about shows in its first word; so many of each kind are asked at the end.
+_KINDS = {"Write": ("stories", 4), "Give": ("tips", 2), "Explain": ("explanations", 2)}
 
 
 def demo(
@@ -23,7 +30,6 @@ def demo(
     """Look at real chats, train a draft on them, see its acceptance, and decode with it."""
     from fledge.cli import data, train
     from fledge.demo import CHATS, RECIPE, ROWS
-    from fledge.files import write_text
     from fledge.train.recipe import load_recipe
 
     chats = directory / "chats.jsonl"
@@ -34,70 +40,59 @@ def demo(
     out.rule("[bold]2. Numbers that decide a recipe")
     data.stats([str(chats)], pack=512, max_drop_share=0.05)
     out.rule("[bold]3. Training a draft for SmolLM2-135M on this CPU (a few minutes)")
-    overrides = [f"data.train={chats}", f"run.output_dir={directory / 'run'}"]
+    overrides = [f"data.train={chats}", f"run.output_dir={directory / 'run'}", "run.name=demo"]
     recipe = load_recipe(RECIPE, overrides)
     train.check_existing(recipe)
     code = train.run_recipe(recipe)
     if code:
         raise typer.Exit(code)
     out.rule("[bold]4. Decoding with it: what the draft wrote, the target would have written too")
-    unseen = [json.loads(line)["messages"][:1] for line in lines[-2:]]
-    if not _decode(recipe, directory / "run" / "best", unseen):
-        raise typer.Exit(1)
+    unseen = directory / "unseen.jsonl"
+    asked = _questions(lines[rows or ROWS :] or lines)
+    write_text(unseen, "".join(json.dumps(row) + "\n" for row in asked))
+    lossless = measure_and_show(directory / "run", unseen)
     err.print(
         "This draft knows one narrow domain and three tokens ahead: enough to see it learn. "
         "recipes/ has what real drafts are made with.",
         style="dim",
     )
+    if not lossless:
+        raise typer.Exit(1)
 
 
-def _decode(recipe: Any, draft_dir: Path, prompts: list[Any]) -> bool:
-    """Answer prompts the draft never saw, with it and without; True when the texts are equal."""
-    import torch
+def _questions(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """The last questions of every kind."""
+    questions = [json.loads(line)["messages"][0] for line in lines]
+    for word, (kind, count) in _KINDS.items():
+        own = [one for one in questions if one["content"].startswith(f"{word} ")]
+        yield from ({"category": kind, "messages": [one]} for one in own[-count:])
 
-    from fledge.decode.speculative import SpeculativeDecoder
-    from fledge.decode.stops import Stops
-    from fledge.draft.model import LlamaEagle3DraftModel
-    from fledge.models.resolve import load_model, load_tokenizer
 
-    tokenizer = load_tokenizer(recipe.target.model)
-    model = load_model(recipe.target.model, dtype=torch.float32)
-    draft = LlamaEagle3DraftModel.from_pretrained(draft_dir)
-    ids = [
-        tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        for prompt in prompts
-    ]
-    stops = Stops(80, frozenset([tokenizer.eos_token_id]))
-    depths = recipe.objective.ttt_steps
-    layers = recipe.target.aux_layer_ids
-    decoder = SpeculativeDecoder(model, draft, aux_layer_ids=layers, num_draft_tokens=depths)
-    drafted = decoder.generate(ids, stops)
-    plain = SpeculativeDecoder(model).generate(ids, stops)
-    for prompt, answer in zip(prompts, drafted, strict=True):
-        out.print(prompt[0]["content"], style="bold", markup=False)
-        out.print(_coloured(answer, tokenizer))
-    rounds = [r for answer in drafted for r in answer.rounds]
-    tokens = sum(r.emitted for r in rounds)
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True))
-    out.print(
-        f"[black on pale_green1]green[/] tokens were the draft's: {tokens} tokens in {len(rounds)} "
-        f"rounds of the target, [bold]{tokens / max(1, len(rounds)):.2f}[/] a round; "
-        f"{equal} of {len(plain)} answers equal the target's own, token for token"
+def measure_and_show(run: Path, prompts: Path) -> bool:
+    """Acceptance on new questions, the proof by live decoding, the report; True when lossless."""
+    from fledge.cli import eval, report
+    from fledge.decode.evaluation import EvalOptions
+    from fledge.report.gather import EVALUATION_NAME
+
+    options = EvalOptions(
+        num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
     )
-    return equal == len(plain)
-
-
-def _coloured(answer: Any, tokenizer: Any) -> Text:
-    """The text with the draft's accepted tokens in green."""
-    text = Text()
-    new, prompt = answer.token_ids, len(answer.prompt_ids)
-    drafted = set()
-    for r in answer.rounds:  # a round adds its accepted tokens first, then the target's own
-        at = r.context - prompt
-        drafted |= set(range(at, at + r.accepted))
-    for index, token in enumerate(new):
-        piece = tokenizer.decode([token], skip_special_tokens=True)
-        text.append(piece, style="black on pale_green1" if index in drafted else "")
-    return text
+    found = eval.measure([run], [str(prompts)], options)
+    write_json(run / EVALUATION_NAME, found.to_json())
+    [draft] = found.reports
+    for shown in draft.samples[:2]:
+        out.print(shown.prompt, style="bold", markup=False)
+        pieces, depths = [t.text for t in shown.tokens], [t.depth for t in shown.tokens]
+        out.print(coloured(pieces, depths), soft_wrap=True)
+    out.print(f"\n[black on {SHADES[1]}]green[/] tokens were the draft's; on {len(draft.samples)} "
+              "questions it never saw:")  # fmt: skip
+    out.print(eval.positions(found.reports))
+    live = draft.live
+    lossless = bool(live.same_texts == live.texts and live.agrees)
+    mark = "[green]lossless[/]" if lossless else "[red]not lossless[/]"
+    out.print(
+        f"{mark}: {live.same_texts} of {live.texts} answers decoded live with the draft equal the "
+        f"target's own, token for token; {live.same_rounds} of {live.rounds} rounds as replayed"
+    )
+    report.report(run)
+    return lossless

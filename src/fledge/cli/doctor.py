@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ import typer
 
 from fledge.cli.console import out, print_json
 from fledge.files import cache_dir
+from fledge.machine import cpu_cores, memory_bytes
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
 
@@ -79,8 +80,8 @@ def examine() -> dict[str, Any]:
         "python": sys.executable,
         "platform": platform.platform(),
         "devices": {
-            "cpu_cores": _cpu_cores(),
-            "memory_bytes": _memory_bytes(),
+            "cpu_cores": cpu_cores(),
+            "memory_bytes": memory_bytes(),
             "torch_build": accelerator.build or accelerator.problem,
             "gpus": [asdict(gpu) for gpu in accelerator.gpus],
             "mps": accelerator.mps,
@@ -240,19 +241,6 @@ def _version(package: str) -> str | None:
 
 def _is_set(flag: str) -> bool:
     return os.environ.get(flag, "").strip().lower() in {"1", "true", "yes", "on"}
-
-
-def _cpu_cores() -> int:
-    """Cores this process may use, which containers make fewer than the machine has."""
-    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on this system
-        return None
 
 
 def _disk(path: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
 import contextlib
-import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,9 @@ import typer
 from rich.table import Table
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.loading import draft_of, load_draft, load_target, numbers
 from fledge.errors import BadInput
+from fledge.files import write_json
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
 
@@ -44,6 +46,13 @@ def evaluate(
         str, typer.Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Answers kept token by token with --out.")
+    ] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what drafts gain: acceptance per token, domain and length, and the speed-up.
@@ -52,21 +61,78 @@ def evaluate(
     answers, which gives the acceptance of live decoding exactly, and a few answers are decoded live
     to prove it and to take the time. The exit code is 1 when live decoding disagrees.
     """
+    options = _options(
+        draft_tokens, method, tree, live, max_new_tokens, samples if output is not None else 0
+    )
+    found = measure(
+        drafts,
+        prompts or ["mixed"],
+        options,
+        target=target,
+        limit=limit,
+        batch=batch,
+        aux_layers=aux_layers,
+        dtype=dtype,
+        device=device,
+    )
+    if output is not None:
+        write_json(output, found.to_json())
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show(found.reports, found.answers)
+    if not found.agrees:
+        err.print(
+            "live decoding disagrees with the replay: do not trust these figures", style="red"
+        )
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found."""
+
+    reports: list[Any]
+    answers: Any
+    target: Any
+    prompts: list[str]
+
+    @property
+    def agrees(self) -> bool:
+        """Live decoding did what the replay says."""
+        return all(report.live is None or report.live.agrees for report in self.reports)
+
+    def to_json(self) -> dict[str, Any]:
+        return _as_json(self.reports, self.answers, self.target, self.prompts)
+
+
+def measure(
+    drafts: list[Path],
+    prompts: list[str],
+    options: Any,
+    *,
+    target: str = "",
+    limit: int = 0,
+    batch: int = 16,
+    aux_layers: str = "",
+    dtype: str = "",
+    device: str = "",
+) -> Measured:
+    """The target answers, every draft is replayed and decoded live; a bar shows how far it is."""
     from fledge.decode.answers import cached_answers
     from fledge.decode.evaluation import DraftEvaluation
     from fledge.decode.prompts import read_prompts
 
     quiet_libraries()
-    paths = [_draft_of(path) for path in drafts]
-    asked = read_prompts(prompts or ["mixed"], limit=limit or None)
-    options = _options(draft_tokens, method, tree, live, max_new_tokens)
+    paths = [draft_of(path) for path in drafts]
+    asked = read_prompts(prompts, limit=limit or None)
     with _watching() as watch:
         watch("loading the target", 0, 1)
-        backend = _load_target(paths[0], target, aux_layers, dtype, device)
+        backend = load_target(paths[0], target, aux_layers, dtype, device)
         answers = cached_answers(
             backend,
             asked,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=options.max_new_tokens,
             batch=batch,
             on_answer=lambda done, total: watch("the target answers", done, total),
         )
@@ -74,27 +140,10 @@ def evaluate(
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         evaluation = DraftEvaluation(backend, answers.turns, options, watch)
         reports = [
-            evaluation.evaluate(label, _load_draft(path, backend))
+            evaluation.evaluate(label, load_draft(path, backend))
             for label, path in zip(_labels(drafts), paths, strict=True)
         ]
-    if as_json:
-        print_json(_as_json(reports, answers, backend, prompts or ["mixed"]))
-    else:
-        show(reports, answers)
-    if any(report.live is not None and not report.live.agrees for report in reports):
-        err.print(
-            "live decoding disagrees with the replay: do not trust these figures", style="red"
-        )
-        raise typer.Exit(1)
-
-
-def _draft_of(path: Path) -> Path:
-    """The directory of a draft: the path itself, or the best checkpoint of a run."""
-    if (path / "config.json").is_file():
-        return path
-    if (path / "best" / "config.json").is_file():
-        return path / "best"
-    raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
+    return Measured(reports, answers, backend, prompts)
 
 
 def _labels(drafts: list[Path]) -> list[str]:
@@ -107,65 +156,20 @@ def _labels(drafts: list[Path]) -> list[str]:
     return [str(path) for path in drafts]
 
 
-def _recipe_of(path: Path) -> Any:
-    """The recipe of the run that a draft belongs to, if any."""
-    from fledge.train.recipe import RESOLVED_NAME, load_recipe
-
-    here = path.absolute()
-    places = [here, *list(here.parents)[:1], *list(path.resolve().parents)[:2]]
-    found = next((place for place in places if (place / RESOLVED_NAME).is_file()), None)
-    return None if found is None else load_recipe(found / RESOLVED_NAME)
-
-
-def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
-    import torch
-
-    from fledge.draft.files import CONFIG_NAME
-    from fledge.target.hf import HFEagle3TargetModel
-
-    recipe = _recipe_of(draft)
-    name = target or (recipe.target.model if recipe is not None else "")
-    if not name:
-        raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
-    dtype = dtype or (recipe.target.dtype if recipe is not None else "auto")
-    named = getattr(torch, dtype, None) if dtype != "auto" else "auto"
-    if named is None or not (named == "auto" or isinstance(named, torch.dtype)):
-        raise BadInput(f"'{dtype}' is not a dtype", where="--dtype", fix="for example bfloat16")
-    ids = _numbers(aux_layers, 3, "--aux-layers") if aux_layers else None
-    if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
-        ids = json.loads((draft / CONFIG_NAME).read_bytes()).get("aux_layer_ids")
-    if ids is None and recipe is not None:
-        ids = recipe.target.aux_layer_ids
-    return HFEagle3TargetModel.from_pretrained(
-        name, aux_layer_ids=ids, dtype=named, device=device or None
-    )
-
-
-def _load_draft(path: Path, target: Any) -> Any:
-    from fledge.draft.model import LlamaEagle3DraftModel
-
-    draft = LlamaEagle3DraftModel.from_pretrained(path, dtype=target.info().dtype)
-    return draft.to(target.model.device)
-
-
-def _options(draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int) -> Any:
+def _options(
+    draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int, samples: int
+) -> Any:
     from fledge.decode.evaluation import EvalOptions
     from fledge.decode.tree import TreeShape
 
     return EvalOptions(
         num_draft_tokens=draft_tokens,
         method=method or None,  # type: ignore[arg-type]
-        tree=TreeShape(*_numbers(tree, 3, "--tree")),
+        tree=TreeShape(*numbers(tree, 3, "--tree")),
         live=live,
         max_new_tokens=max_new_tokens,
+        samples=samples,
     )
-
-
-def _numbers(text: str, count: int, where: str) -> list[int]:
-    parts = text.split(",")
-    if len(parts) != count or not all(part.strip().isdigit() for part in parts):
-        raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")
-    return [int(part) for part in parts]
 
 
 @contextlib.contextmanager
@@ -209,7 +213,7 @@ def show(reports: Any, answers: Any) -> None:
         soft_wrap=True,
     )
     tables = {
-        "acceptance": _positions(reports),
+        "acceptance": positions(reports),
         "by set of prompts": _groups(reports, "groups"),
         "by category": _groups(reports, "categories"),
         "by tokens known when the round begins": _groups(reports, "contexts"),
@@ -227,7 +231,7 @@ def show(reports: Any, answers: Any) -> None:
         _remarks(report)
 
 
-def _positions(reports: Any) -> Table:
+def positions(reports: Any) -> Table:
     table = Table(box=None)
     table.add_column("draft")
     table.add_column("method")

@@ -50,6 +50,7 @@ def _attach_verbs() -> None:
     from fledge.cli import (
         bench,
         cache,
+        chat,
         data,
         demo,
         doctor,
@@ -57,12 +58,15 @@ def _attach_verbs() -> None:
         plan,
         precompute,
         recipe,
+        regenerate,
+        report,
         serve_target,
         train,
     )
 
     app.add_typer(bench.app, name="bench")
     app.add_typer(cache.app, name="cache")
+    app.command(name="chat", epilog=chat.EXAMPLE)(chat.chat)
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
@@ -70,6 +74,8 @@ def _attach_verbs() -> None:
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
+    app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
+    app.command(name="report", epilog=report.EXAMPLE)(report.report)
     app.command(name="serve-target", epilog=serve_target.EXAMPLE)(serve_target.serve_target)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 

@@ -126,9 +126,10 @@ class _Watcher:
 
     def evaluated(self, values: dict[str, Any]) -> None:
         found = values["evaluation"]
-        rates = " ".join(f"{rate:.3f}" for rate in found["prefix_acceptance"])
+        rates = " ".join(f"{rate:.3f}" for rate in found["joint"])
+        length = found["acceptance_length"]
         err.print(
-            f"step {values['step']:>6}  held-out acceptance length {found['tau']:.3f}  ({rates})",
+            f"step {values['step']:>6}  held-out acceptance length {length:.3f}  ({rates})",
             soft_wrap=True,
         )
 
@@ -143,7 +144,7 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
                 "step": state.step,
                 "before": state.first,
                 "after": state.last,
-                "best_tau": state.best_tau,
+                "best_length": state.best_length,
                 "predicted": predicted.to_json(),
                 "measured": truth,
             }
@@ -163,12 +164,13 @@ def acceptance_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     table = Table(title="held-out acceptance, greedy chain", title_justify="left", box=None)
     table.add_column("", no_wrap=True)
     table.add_column("length", justify="right")
-    for depth in range(len(after["prefix_acceptance"])):
+    for depth in range(len(after["joint"])):
         table.add_column(f"token {depth + 1}", justify="right")
     for name, values in (("before training", before), ("after training", after)):
-        rates = [f"{rate:.1%}" for rate in values["prefix_acceptance"]]
-        table.add_row(name, f"[bold]{values['tau']:.2f}[/]", *rates)
+        rates = [f"{rate:.1%}" for rate in values["joint"]]
+        table.add_row(name, f"[bold]{values['acceptance_length']:.2f}[/]", *rates)
     table.caption = (
-        "length = 1 + sum over tokens of P(this and all before are right); bonus token counted"
+        "length = tokens per round by exact replay, the target's own token counted; "
+        "token k: rounds in which it and all before it were accepted"
     )
     return table

@@ -11,6 +11,8 @@ from fledge.data.drops import BadRow
 
 Message = dict[str, Any]
 
+MESSAGE_KEYS = ("messages", "conversations", "conversation")  # where rows keep them
+
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -41,29 +43,37 @@ class Conversation:
     truncated: bool = False  # the last answer was cut by a length limit: its end was never said
 
 
-def parse_conversation(row: Any) -> Conversation:
-    """Normalise one row. Raises BadRow with a short, countable reason."""
+def parse_messages(row: Any) -> list[Message]:
+    """The row's messages, whoever has the last word. Raises BadRow as `parse_conversation`."""
     if not isinstance(row, dict):
         raise BadRow("row is not an object", type(row).__name__)
-    raw = row.get("messages", row.get("conversations", row.get("conversation")))
+    raw = next((row[key] for key in MESSAGE_KEYS if key in row), None)
     if raw is None:
         raise BadRow("no messages", f"keys: {', '.join(map(str, row))[:80]}")
     if not isinstance(raw, list):
         raise BadRow("messages is not a list", type(raw).__name__)
+    if not raw:
+        raise BadRow("messages is empty")
     messages = [_parse_message(item) for item in raw]
     system = row.get("system")  # ShareGPT files often keep it beside the turns
-    if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def parse_conversation(row: Any) -> Conversation:
+    """Normalise one row. Raises BadRow with a short, countable reason."""
+    messages = parse_messages(row)
     length = len(messages)
     while messages and messages[-1]["role"] != "assistant":  # nothing after the last answer teaches
         messages.pop()
     if not messages:
-        raise BadRow("no assistant turn" if raw else "messages is empty")
+        raise BadRow("no assistant turn")
     _check_order(messages)
     finish = row.get("finish_reason", row.get("finish"))
     cut = (isinstance(finish, str) and finish in _CUT) or row.get("truncated") is True
     is_last = len(messages) == length  # the row's finish reason speaks of its last message
-    return Conversation(tuple(messages), _parse_tools(row.get("tools")), cut and is_last)
+    return Conversation(tuple(messages), parse_tools(row.get("tools")), cut and is_last)
 
 
 def _check_order(messages: list[Message]) -> None:
@@ -144,7 +154,8 @@ def _parse_call(call: Any) -> dict[str, Any]:
     return parsed
 
 
-def _parse_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+def parse_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    """The tools of a row, which some files keep as JSON text."""
     if isinstance(tools, str) and tools.strip():
         tools = _loads(tools, "tools is not JSON")
     if not tools:

@@ -31,6 +31,7 @@ class Answered:
     prompt_ids: list[int]
     answer_ids: list[int]
     finish: Finish
+    question: str = ""  # the user's last words
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def cached_answers(
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
     info = target.info()
     key = {
-        "version": 1,
+        "version": 2,
         "weights": info.weights_fingerprint,
         "tokenizer": info.tokenizer_fingerprint,
         "dtype": str(info.dtype),
@@ -114,12 +115,12 @@ class _Writer:
                 if on_answer is not None:
                     on_answer(before + done, total)
 
-            for (prompt, _), one in zip(asked, self._generate(encoded, watch), strict=True):
+            for (prompt, said), one in zip(asked, self._generate(encoded, watch), strict=True):
                 assert one.finish is not None
                 turns.append(
                     Answered(
                         prompt.name, prompt.group, prompt.category, number,
-                        one.prompt_ids, one.token_ids, one.finish,
+                        one.prompt_ids, one.token_ids, one.finish, said[-1]["content"],
                     )
                 )  # fmt: skip
             asked = [

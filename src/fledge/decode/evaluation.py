@@ -22,10 +22,12 @@ from fledge.decode.figures import (
     every_slot_length,
     vocabulary_misses,
 )
+from fledge.decode.packed import Rollouts
 from fledge.decode.replay import Replay, Text, replay
 from fledge.decode.speculative import Generation, Method, SpeculativeDecoder, check_method
 from fledge.decode.speed import Speed, Stopwatch
 from fledge.decode.stops import Stops
+from fledge.decode.tokens import WrittenToken, look_closely, written_tokens
 from fledge.decode.tree import TreeShape
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
@@ -42,6 +44,7 @@ class EvalOptions:
     live: int = 4  # answers to decode live as well; a tree decodes all
     max_new_tokens: int = 256
     batch_tokens: int = 8192  # of one replayed batch
+    samples: int = 0  # answers to show token by token
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,25 @@ class LiveCheck:
 
 
 @dataclass(frozen=True)
+class ShownAnswer:
+    """One answer, token by token."""
+
+    prompt: str
+    category: str
+    acceptance: Acceptance
+    tokens: list[WrittenToken]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "category": self.category,
+            "acceptance_length": self.acceptance.length,
+            "rounds": self.acceptance.rounds,
+            "tokens": [token.to_json() for token in self.tokens],
+        }
+
+
+@dataclass(frozen=True)
 class DraftReport:
     """Everything `fledge eval` says about one draft."""
 
@@ -77,6 +99,7 @@ class DraftReport:
     live: LiveCheck | None
     speed: Speed | None
     replay_s: float | None  # seconds for all answers
+    samples: list[ShownAnswer]
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {
@@ -94,6 +117,8 @@ class DraftReport:
             "live": None,
             "speed": None,
         }
+        if self.samples:
+            value["samples"] = [one.to_json() for one in self.samples]
         if self.live is not None:
             value["live"] = {
                 "texts": self.live.texts,
@@ -123,6 +148,8 @@ class DraftEvaluation:
         count = len(self.answers)
         live = min(options.live, count)
         self._sample = {i * count // live for i in range(live)}  # spread over the answers
+        shown = min(options.samples, count)
+        self._shown = [i * count // shown for i in range(shown)]
         self._stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
 
     def evaluate(self, name: str, draft: LlamaEagle3DraftModel) -> DraftReport:
@@ -158,7 +185,22 @@ class DraftEvaluation:
             live=self._check(live, replays, depth) if live else None,
             speed=speed,
             replay_s=None if replays is None else replay_s,
+            samples=[self._show(draft, method, i, samples[i]) for i in self._shown],
         )
+
+    def _show(
+        self, draft: LlamaEagle3DraftModel, method: Method, index: int, sample: Sample
+    ) -> ShownAnswer:
+        """An answer token by token; of a tree only who wrote it, its nodes are not kept."""
+        text = Text(list(sample.prompt_ids), list(sample.answer_ids))
+        tokenizer, depth = self.target.tokenizer, self.options.num_draft_tokens
+        if method == "tree":
+            tokens = written_tokens(text, sample.rounds, tokenizer)
+        else:
+            rollouts = Rollouts(draft, depth, method == "parallel")
+            tokens = look_closely(self.target, rollouts, text, sample.rounds, tokenizer)
+        own = acceptance([sample], self.options.tree.depth if method == "tree" else depth)
+        return ShownAnswer(self.answers[index].question, sample.category, own, tokens)
 
     def _replay(self, draft: LlamaEagle3DraftModel, method: Method) -> list[Replay]:
         total = len(self.answers)

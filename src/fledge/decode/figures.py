@@ -39,6 +39,26 @@ class Acceptance:
     reached: tuple[int, ...]  # of these, rounds in which all before it were accepted
     accepted: tuple[int, ...]  # of these, rounds in which it was accepted too
 
+    @classmethod
+    def none(cls, depth: int) -> "Acceptance":
+        zeros = (0,) * depth
+        return cls(0, 0, zeros, zeros, zeros)
+
+    def counts(self) -> list[int]:
+        """All counts in one row, which add up over sets of rounds."""
+        return [self.rounds, self.emitted, *self.tried, *self.reached, *self.accepted]
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int]) -> "Acceptance":
+        rounds, emitted, *rest = counts
+        depth = len(rest) // 3
+        parts = [tuple(rest[i * depth : (i + 1) * depth]) for i in range(3)]
+        return cls(rounds, emitted, *parts)
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        both = zip(self.counts(), other.counts(), strict=True)
+        return Acceptance.from_counts([a + b for a, b in both])
+
     @property
     def length(self) -> float:
         """Tokens per round; 0 without rounds."""

@@ -3,12 +3,11 @@
 Greedy drafting accepts a token when it equals the text's. Up to the first miss a live chain reads
 exactly the text's tokens, so the chain from *every* slot can be computed at once, teacher-forced,
 by the rollout that training uses; walking the rounds over it gives the accepted lengths of live
-decoding (`rounds.walk_rounds`). One pass of the target and one of the draft per text.
+decoding (`rounds.walk_rounds`). Texts are packed: one pass of the target and one of the draft for
+all that fit together (`packed.py`).
 
 The text must be the target's own greedy text. How often the target, shown the text, would pick
 another token is counted and returned: ties that rounding breaks differently, or a wrong text.
-
-Shapes: B texts, T tokens of the longest, K drafted tokens, E draft hidden, W draft vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +15,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.data.pack import Pack, Piece, TokenBatch, collate, pack_rows
+from fledge.data.tokenise import TokenRow
+from fledge.decode.figures import Acceptance, count_rounds
+from fledge.decode.packed import (
+    Ints,
+    Rollouts,
+    accepted_lengths,
+    answers_of,
+    drafting_slots,
+    target_picks,
+)
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.rollout.parallel_plan import lay_out_parallel
-from fledge.rollout.plan import RolloutPlan, flatten_slots, plan_rollout
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.batch import Eagle3TargetBatch
-from fledge.target.head import TargetHead
-
-_CHUNK_SCORES = 2**24  # rows x vocabulary of one piece of logits
 
 
 @dataclass(frozen=True)
@@ -63,152 +67,92 @@ def replay(
 ) -> list[Replay]:
     """Replay every text; `method` is "chain" or "parallel", None what the draft was trained for.
 
-    The target needs `supervision="hidden"`. Texts of similar length run together, up to
-    `batch_tokens` tokens; `on_text` hears how many are done.
+    The target needs `supervision="hidden"`. Texts are packed up to `batch_tokens` tokens; `on_text`
+    hears how many are done.
     """
     if num_draft_tokens < 1:
         raise ValueError(f"num_draft_tokens must be positive, got {num_draft_tokens}")
-    parallel = draft.config.parallel_drafting if method is None else method == "parallel"
     if method not in (None, "chain", "parallel"):
         raise ValueError(f"method: a chain or parallel tokens can be replayed, got {method!r}")
     if not all(len(text.prompt_ids) for text in texts):
         raise ValueError("texts: a prompt needs at least one token")
+    parallel = draft.config.parallel_drafting if method is None else method == "parallel"
+    rollouts = Rollouts(draft.eval(), num_draft_tokens, parallel, draft_dtype)
     found: dict[int, Replay] = {}
-    rollout = _Rollout(draft.eval(), num_draft_tokens, parallel, draft_dtype)
-    for members in _batches([len(text) for text in texts], batch_tokens):
-        replays = _replay_batch(target, rollout, [texts[i] for i in members])
-        found |= dict(zip(members, replays, strict=True))
+    for pack in _packs([len(text) for text in texts], batch_tokens):
+        members = [piece.row for piece in pack]
+        found |= zip(
+            members, _replay_pack(target, rollouts, [texts[i] for i in members]), strict=True
+        )
         if on_text is not None:
             on_text(len(found))
     return [found[i] for i in range(len(texts))]
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Texts by length, as many at a time as fit when padded to the longest.
-
-    The shortest is at least four fifths of the longest: padding is computed too.
-    """
-    members: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        length = lengths[index]
-        if members and (
-            (len(members) + 1) * length > batch_tokens or 5 * lengths[members[0]] < 4 * length
-        ):
-            yield members
-            members = []
-        members.append(index)
-    if members:
-        yield members
+def _packs(lengths: Sequence[int], batch_tokens: int) -> Iterator[Pack]:
+    """Texts that run together. Longer ones than a pack run alone."""
+    if lengths:
+        yield from pack_rows(lengths, max(batch_tokens, *lengths)).packs
 
 
-@dataclass(frozen=True)
-class _Rollout:
-    """The draft from every slot at once."""
-
-    draft: LlamaEagle3DraftModel
-    depths: int
-    parallel: bool
-    dtype: torch.dtype | None
-
-    def plan(self, target_BT: Tensor, attention_mask: Tensor, device: torch.device) -> RolloutPlan:
-        """`target_BT` marks the slots whose next-but-one token is to be drafted."""
-        if not self.parallel:
-            return plan_rollout(target_BT, attention_mask, num_depths=self.depths, device=device)
-        slots = flatten_slots(target_BT, attention_mask, None, None, None)
-        width = target_BT.shape[1]
-        reach_BT = target_BT.long().flip(1).cumsum(1).flip(1)  # targets here and behind: one run
-        deepest_S = np.where(slots.target, reach_BT.reshape(-1).numpy() - 1, 0)
-        deepest_S = np.minimum(deepest_S, min(self.depths, width) - 1)
-        return lay_out_parallel(
-            slots, deepest_S, num_depths=self.depths, partitions=1, device=device
-        )
-
-    def drafted(self, batch: Eagle3TargetBatch, plan: RolloutPlan) -> list[Tensor]:
-        """Per depth, the target id drafted in each row of the plan."""
-        device = self.draft.fc.weight.device
-        aux_TD = plan.on_key_axis(batch.aux_hidden_states.to(device))
-        ids_T = plan.on_key_axis(batch.input_ids.to(device))
-        if self.parallel:
-            states = self.draft.unroll_parallel(aux_TD, ids_T, plan, compute_dtype=self.dtype)  # type: ignore[arg-type]
-            by_depth: Sequence[Tensor] = plan.by_depth(states)
-        else:
-            by_depth = self.draft.unroll(aux_TD, ids_T, plan, compute_dtype=self.dtype)
-        selected_W = self.draft.selected_token_ids
-        if selected_W is None:
-            raise ValueError("d2t: the draft has no vocabulary mapping")
-        head_WE = self.draft.lm_head.weight.to(by_depth[0].dtype)
-        rows = max(1, _CHUNK_SCORES // len(head_WE))
-        return [
-            torch.cat(
-                [
-                    selected_W[F.linear(part, head_WE).argmax(-1)]
-                    for part in torch.split(states_NE, rows)
-                ]
-            )
-            for states_NE in by_depth
-        ]
-
-
-@torch.no_grad()
-def _replay_batch(
-    target: Eagle3TargetBackend, rollout: _Rollout, texts: list[Text]
+def _replay_pack(
+    target: Eagle3TargetBackend, rollouts: Rollouts, texts: list[Text]
 ) -> list[Replay]:
-    width = max(len(text) for text in texts)
-    ids_BT = torch.zeros((len(texts), width), dtype=torch.long)
-    real_BT = torch.zeros_like(ids_BT)
-    target_BT = torch.zeros_like(ids_BT)
-    for row, text in enumerate(texts):
-        ids_BT[row, : len(text)] = torch.tensor([*text.prompt_ids, *text.answer_ids])
-        real_BT[row, : len(text)] = 1
-        # slot t drafts token t + 2: from the prompt's last slot to the text's last token
-        target_BT[row, len(text.prompt_ids) - 1 : max(0, len(text) - 2)] = 1
-    batch = target.generate_batch(ids_BT, real_BT, real_BT)
-    accepted_BT = np.zeros((len(texts), width), dtype=np.int64)
-    if target_BT.any():
-        plan = rollout.plan(target_BT, real_BT, rollout.draft.fc.weight.device)
-        accepted_BT = _leading_hits(rollout.drafted(batch, plan), plan, ids_BT, target_BT)
-    other_B = _other_picks(batch, target.info().head, ids_BT, texts)
-    return [
-        Replay(
-            accepted_T=accepted.tolist(),
-            rounds=walk_rounds(accepted.tolist(), prompt=len(text.prompt_ids), total=len(text)),
-            other_picks=other,
-        )
-        for text, accepted, other in zip(texts, accepted_BT, other_B, strict=True)
-    ]
+    tokens = as_pack(texts)
+    batch = ask(target, tokens)
+    text_T = F.pad(tokens.input_ids, (0, 2))[0, 2:].numpy()
+    accepted_T = accepted_lengths(rollouts, batch, tokens, text_T)[0]
+    picks_T = target_picks(batch, tokens, target.info().head, rollouts.selected_token_ids)
+    other_T = (picks_T != text_T) & drafting_slots(tokens)[0].numpy()
+    replays, begin = [], 0
+    for text in texts:
+        own = slice(begin, begin + len(text))
+        accepted = accepted_T[own].tolist()
+        rounds = walk_rounds(accepted, prompt=len(text.prompt_ids), total=len(text))
+        replays.append(Replay(accepted, rounds, int(other_T[own].sum())))
+        begin += len(text)
+    return replays
 
 
-def _leading_hits(
-    drafted: list[Tensor], plan: RolloutPlan, ids_BT: Tensor, target_BT: Tensor
-) -> np.ndarray:
-    """[B, T]: from each slot, how many drafted tokens in a row equal the text's."""
-    slot_T = plan.slot_T.cpu().numpy()
-    text_S = ids_BT.flatten().numpy()
-    in_answer_S = target_BT.flatten().numpy() != 0
-    accepted_S = np.zeros(ids_BT.numel(), dtype=np.int64)
-    for depth, (rows, token_N) in enumerate(zip(plan.depths, drafted, strict=True)):
-        slot_N = slot_T[rows.slot_N.cpu().numpy()]
-        # a row of this depth drafts a token of the text: the plan lets no rollout leave its answer
-        right_N = token_N.cpu().numpy() == text_S[slot_N + depth + 2]
-        right_N &= in_answer_S[slot_N] & (accepted_S[slot_N] == depth)  # and all before were right
-        accepted_S[slot_N[right_N]] += 1
-    return accepted_S.reshape(ids_BT.shape)
-
-
-def _other_picks(
-    batch: Eagle3TargetBatch, head: TargetHead, ids_BT: Tensor, texts: list[Text]
-) -> list[int]:
-    """Answer tokens (from the second on) that are not the target's likeliest after the text."""
-    hidden_BTD = batch.last_hidden_states
-    if hidden_BTD is None:
+def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
+    """The target's states over a pack."""
+    batch = target.generate_batch(
+        tokens.input_ids,
+        tokens.attention_mask,
+        tokens.loss_mask,
+        tokens.position_ids,
+        tokens.seq_lens,
+        tokens.doc_remaining,
+    )
+    if batch.last_hidden_states is None:
         raise ValueError("supervision: replay needs a target with supervision 'hidden'")
-    counts = []
-    for row, text in enumerate(texts):
-        begin, end = len(text.prompt_ids) - 1, max(0, len(text) - 2)
-        rows = max(1, _CHUNK_SCORES // len(head.weight_VD))
-        picked = [
-            head.logits(part).argmax(-1) for part in torch.split(hidden_BTD[row, begin:end], rows)
-        ]
-        picked_T = torch.cat(picked).cpu() if end > begin else ids_BT.new_empty(0)
-        counts.append(int((picked_T != ids_BT[row, begin + 2 : end + 2]).sum()))
-    return counts
+    return batch
+
+
+def as_pack(texts: list[Text]) -> TokenBatch:
+    """One pack, just wide enough; the answers are supervised."""
+    rows = []
+    for text in texts:
+        ids = np.array([*text.prompt_ids, *text.answer_ids], dtype=np.int32)
+        answer = (np.arange(len(ids)) >= len(text.prompt_ids)).astype(np.uint8)
+        rows.append(TokenRow(ids, answer, "", truncated=False))
+    pack = tuple(Piece(i, 0, len(text)) for i, text in enumerate(texts))
+    return collate(rows, [pack], sum(map(len, texts)), pad_id=0)
+
+
+def replay_held_out(
+    batch: Eagle3TargetBatch, tokens: TokenBatch, rollouts: Rollouts, picks_S: Ints
+) -> Acceptance:
+    """Rounds through the supervised answers of packs, whoever wrote them.
+
+    A drafted token counts when it is the target's pick (`packed.target_picks`) after the text so
+    far; the walk then goes on along the text. On the target's own text these are the rounds of
+    `replay`.
+    """
+    accepted_BT = accepted_lengths(rollouts, batch, tokens, picks_S)
+    pairs = []
+    for answer in answers_of(tokens):
+        accepted = accepted_BT[answer.row, answer.slots].tolist()
+        rounds = walk_rounds(accepted, prompt=answer.prompt, total=answer.total)
+        pairs += [(one, answer.total) for one in rounds]
+    return count_rounds(pairs, rollouts.depths)

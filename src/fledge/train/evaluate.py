@@ -5,30 +5,54 @@ from typing import Any
 import torch
 
 from fledge.data.pack import TokenBatch
+from fledge.decode.figures import Acceptance
+from fledge.decode.packed import Ints, Rollouts, target_picks
+from fledge.decode.replay import replay_held_out
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.step import Parts, Sums, plan_batch
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, batches: list[TokenBatch]) -> dict[str, Any]:
-    """Teacher-forced rollouts over this rank's share of the held-out packs, summed over ranks.
+def evaluate(
+    parts: Parts, batches: list[TokenBatch], picks: dict[int, Ints] | None = None
+) -> dict[str, Any]:
+    """Two views of this rank's share of the held-out packs, summed over ranks.
 
-    `tau` is 1 + sum over depths of P(all tokens up to that depth are right), over every slot whose
-    tokens are all supervised: greedy chain drafting, the bonus token counted.
+    `acceptance_length` is the one that counts: tokens per round of greedy drafting, by exact replay
+    of the rounds through every answer. `tau` is what a training step also measures: 1 + sum over
+    depths of P(all tokens up to that depth are right), every slot a start.
+
+    `picks` remembers, by batch, what the frozen target picks there: its head is asked once a run.
     """
+    picks = {} if picks is None else picks
     objective, world = parts.objective, parts.world
-    was_training = objective.draft_model.training
-    objective.draft_model.eval()
+    draft: Any = objective.draft_model
+    was_training = draft.training
+    draft.eval()
+    rollouts = Rollouts(
+        draft, objective.depths, draft.config.parallel_drafting, objective.compute_dtype
+    )
+    head = parts.target.info().head.to(parts.device)
     sums = Sums.zeros(objective.depths, parts.device)
+    replayed = Acceptance.none(objective.depths)
+    mine = range(world.rank, len(batches), world.size)
 
     def measure() -> None:
-        for batch, answer in answers_ahead(parts.target, batches[world.rank :: world.size]):
+        nonlocal replayed
+        asked = answers_ahead(parts.target, [batches[index] for index in mine])
+        for index, (batch, on_host) in zip(mine, asked, strict=True):
             plan = plan_batch(objective, batch, seed=0)  # the same rollouts at every evaluation
-            given = answer.to(parts.device).to_trainer_inputs()
+            answer = on_host.to(parts.device)
+            given = answer.to_trainer_inputs()
             ready = objective.prepare(plan=plan, **given)
             sums.add(objective(prepared=ready, normalizer=ready.charged_K, **given))
+            if index not in picks:
+                picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
+            replayed += replay_held_out(answer, batch, rollouts, picks[index])
 
     together(parts.target, world, parts.device, measure)
-    objective.draft_model.train(was_training)
-    return acceptance_metrics(sums.over(world))
+    draft.train(was_training)
+    counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=parts.device)
+    total = Acceptance.from_counts(world.sum_(counts).tolist())
+    return {**total.to_json(), **acceptance_metrics(sums.over(world))}

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from fledge.errors import BadInput, TargetUnreachable
+from fledge.files import write_json
+from fledge.machine import MACHINE_NAME, describe_machine
 from fledge.train.ahead import ask_ahead
 from fledge.train.checkpoint import (
     Checkpoint,
@@ -48,7 +50,7 @@ class State:
 
     step: int = 0
     seconds: float = 0.0  # spent in training, over all resumptions
-    best_tau: float = 0.0
+    best_length: float = 0.0  # held-out acceptance length, by replay
     first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
     last: dict[str, Any] = field(default_factory=dict)  # and the latest
 
@@ -226,14 +228,14 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
     """Measure held-out acceptance; True when it is the best so far."""
     if not training.held_out:
         return False
-    found = evaluate(training.parts, training.held_out)
+    found = evaluate(training.parts, training.held_out, training.held_out_picks)
     training.parts.clock.read()  # not part of the training speed
     state.last = {"step": state.step, **found}
     if logs is not None:
         logs.evaluated({"step": state.step, "evaluation": found})
-    if state.step == 0 or found["tau"] <= state.best_tau:
+    if state.step == 0 or found["acceptance_length"] <= state.best_length:
         return False
-    state.best_tau = found["tau"]
+    state.best_length = found["acceptance_length"]
     return True
 
 
@@ -270,6 +272,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
         observer.note(f"passing over a checkpoint: {complaint}")
     if parts.world.is_main and not (directory / VOCABULARY_NAME).exists():
         training.recipe.write_resolved(directory)
+        write_json(directory / MACHINE_NAME, describe_machine())
         training.vocabulary.save(directory / VOCABULARY_NAME)
     parts.world.barrier()
     if found is None:

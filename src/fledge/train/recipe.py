@@ -62,7 +62,7 @@ class Recipe(Section):
     """What is saved, and whether a run continues."""
 
     evaluation: Evaluation = Field(default_factory=Evaluation)
-    """Acceptance on held-out rows."""
+    """Acceptance on held-out rows, replayed."""
 
     tracking: Tracking = Field(default_factory=Tracking)
     """Where metrics go."""

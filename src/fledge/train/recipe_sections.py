@@ -273,7 +273,7 @@ class Checkpoint(Section):
 
 
 class Evaluation(Section):
-    """Acceptance on held-out rows during training: it chooses the best checkpoint."""
+    """Acceptance on held-out rows during training, by replay: it chooses the best checkpoint."""
 
     every_steps: PositiveCount = 500
     """Also at the start and at the end."""

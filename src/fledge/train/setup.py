@@ -6,7 +6,7 @@ in a collective while one of them tokenises for an hour.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.decode.packed import Ints
 from fledge.draft.derive import derive_draft_config, verify_rotary
 from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
 from fledge.draft.model import LlamaEagle3DraftModel
@@ -65,6 +66,7 @@ class Training:
     draft: LlamaEagle3DraftModel
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change between a run and its resumption
+    held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
 
     @property
     def warmup(self) -> int:

@@ -26,6 +26,8 @@ class Objective(Protocol):
     def draft_model(self) -> nn.Module: ...
     @property
     def depths(self) -> int: ...
+    @property
+    def compute_dtype(self) -> torch.dtype | None: ...
     def plan(self, *masks: Any, **packing: Any) -> Any: ...
     def prepare(self, *inputs: Any, **more: Any) -> Any: ...
     def __call__(self, *inputs: Any, **more: Any) -> Any: ...
@@ -109,7 +111,7 @@ def ask_target(target: Eagle3TargetBackend, batch: TokenBatch) -> Eagle3TargetBa
 
 
 def plan_batch(objective: Objective, batch: TokenBatch, *, seed: int) -> Any:
-    """Lay out the rollout from host masks, before the target runs; the loss mask moves with its
+    """Lay out the rollout from host masks; the loss mask moves with its
     tokens (slot t reads token t + 1), as everything in the target's answer does. `seed` decides
     what is sampled, where an objective samples: a resumed run draws what it would have drawn."""
     shifted_BT = torch.nn.functional.pad(batch.loss_mask[:, 1:], (0, 1))
@@ -127,9 +129,6 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
     micro = [rows for rows in batch.micro if rows is not None]
-    # One seed a step: what is drawn for a document depends on it alone, not on ranks or packing.
-    plans = [plan_batch(objective, m, seed=parts.seed + 1_000_003 * batch.step) for m in micro]
-
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
         answers = early or [ask_target(parts.target, rows) for rows in micro]
@@ -137,9 +136,13 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
             answer.to(parts.device, non_blocking=True).to_trainer_inputs() for answer in answers
         ]
 
-    prepared = [
-        objective.prepare(plan=plan, **given) for plan, given in zip(plans, inputs, strict=True)
-    ]
+    # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
+    # drawn for a document depends on it alone, not on ranks or packing.
+    plans = [plan_batch(objective, m, seed=parts.seed + 1_000_003 * batch.step) for m in micro]
+    with parts.clock.phase("supervision"):
+        prepared = [
+            objective.prepare(plan=plan, **given) for plan, given in zip(plans, inputs, strict=True)
+        ]
     # [K + 1]: charged elements per depth, and how many ranks were asked to stop
     counts = torch.zeros(objective.depths + 1, dtype=torch.int64, device=parts.device)
     for ready in prepared:

@@ -1,0 +1,248 @@
+"""`fledge chat`: talk to a target that decodes with a draft; the draft's words are green."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from fledge.cli.console import err, out, quiet_libraries
+from fledge.cli.loading import draft_of, load_draft, load_target
+from fledge.errors import BadInput
+
+EXAMPLE = "Example: fledge chat runs/my_draft --compare"
+
+# Accepted at depth 1, 2, ...: the further ahead the draft knew, the deeper the green.
+SHADES = ("#d9f2e3", "#b5e4cb", "#8bd2b4", "#5fbd9f", "#3aa58d")
+_PROBE_TOKENS = 24  # decoded plainly, to know the target's own speed
+
+
+def chat(
+    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft, or a run (its best).")],
+    target: Annotated[str, typer.Option(help="The target; a run of fledge knows its own.")] = "",
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 5,
+    method: Annotated[
+        str, typer.Option(help="chain, parallel or tree; default: what the draft was trained for.")
+    ] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    system: Annotated[str, typer.Option(help="A system message.")] = "",
+    compare: Annotated[
+        bool, typer.Option(help="Decode every answer without the draft too: the same text, slower.")
+    ] = False,
+    aux_layers: Annotated[
+        str, typer.Option(help="Three layers, e.g. 1,14,26; default: the draft's own.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ...; default: the run's.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per answer.")] = False,
+) -> None:
+    """Chat in the terminal: the draft's accepted words in green, speed with and without it.
+
+    From a pipe every line is a question: `echo 'Why is the sky blue?' | fledge chat DRAFT`. Answers
+    go to standard output, figures to standard error. /reset forgets what was said, /quit ends.
+    """
+    quiet_libraries()
+    path = draft_of(draft)
+    with err.status("loading the target"):
+        backend = load_target(path, target, aux_layers, dtype, device)
+        talk = _Talk(
+            backend,
+            load_draft(path, backend),
+            str(path),
+            method=method or None,
+            draft_tokens=draft_tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+    start = [{"role": "system", "content": system}] if system else []
+    said = list(start)
+    for line in _lines():
+        if line == "/quit":
+            return
+        if line == "/reset":
+            said = list(start)
+            continue
+        said.append({"role": "user", "content": line})
+        answer = talk.answer(said, compare=compare, quiet=as_json)
+        said.append({"role": "assistant", "content": answer["text"]})
+        if as_json:
+            sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+        else:
+            err.print(_figures(answer), style="dim", soft_wrap=True)
+
+
+def _lines() -> Iterator[str]:
+    """What the user says, from a terminal or a pipe."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    err.print("the draft's words are green; /reset forgets, /quit ends", style="dim")
+    while True:
+        try:
+            line = err.input("[bold]you[/] › ").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+class _Talk:
+    """A target with a draft, and the target alone beside it."""
+
+    def __init__(
+        self,
+        backend: Any,
+        draft: Any,
+        name: str,
+        *,
+        method: Any,
+        draft_tokens: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        from fledge.data.template import ChatTemplate
+        from fledge.decode.answers import eos_token_ids
+        from fledge.decode.evaluation import check_fits
+        from fledge.decode.speculative import SpeculativeDecoder
+        from fledge.decode.stops import Stops
+        from fledge.target.layers import text_config
+
+        check_fits(backend, draft, name)
+        self._tokenizer = backend.tokenizer
+        if self._tokenizer is None:
+            raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
+        self._template = ChatTemplate.of(self._tokenizer)
+        self._stops = Stops(max_new_tokens, eos_token_ids(backend.model, self._tokenizer))
+        self._decoder = SpeculativeDecoder(
+            backend.model,
+            draft,
+            aux_layer_ids=backend.aux_layer_ids,
+            method=method,
+            num_draft_tokens=draft_tokens,
+        )
+        self._plain = SpeculativeDecoder(backend.model)
+        self._temperature, self._seed = temperature, seed
+        config = text_config(backend.model.config)
+        self._room = getattr(config, "max_position_embeddings", None) or 1 << 40
+        self._plain_speed: float | None = None
+
+    def answer(self, said: list[dict[str, str]], *, compare: bool, quiet: bool) -> dict[str, Any]:
+        """Answer and show it while it comes; text, figures and who wrote what."""
+        from fledge.decode.prompts import encode_prompt
+
+        ids = encode_prompt(said, self._template, self._tokenizer)
+        if len(ids) + self._stops.max_new_tokens > self._room:
+            raise BadInput(
+                f"{len(ids)} tokens were said, the target takes {self._room}",
+                fix="/reset, or a lower --max-new-tokens",
+            )
+        stream = _Stream(self._tokenizer, quiet=quiet)
+        [one] = self._decoder.generate(
+            [ids],
+            self._stops,
+            temperature=self._temperature,
+            seed=self._seed,
+            on_round=lambda rows: stream.show(rows[0]),
+        )
+        stream.end(one)
+        rounds = sum(r.emitted for r in one.rounds), len(one.rounds)
+        found = {
+            "text": self._tokenizer.decode(one.token_ids, skip_special_tokens=True),
+            "finish": one.finish,
+            "tokens": len(one.token_ids),
+            "drafted": sum(r.accepted for r in one.rounds),
+            "rounds": rounds[1],
+            "acceptance_length": rounds[0] / rounds[1] if rounds[1] else None,
+            "tokens_per_s": _speed(one, self._decoder.timing),
+        }
+        return found | self._without(ids, one, compare=compare)
+
+    def _without(self, ids: list[int], one: Any, *, compare: bool) -> dict[str, Any]:
+        """The target alone on the same prompt: all of it, or once just enough to know its speed."""
+        from fledge.decode.stops import Stops
+
+        if not compare and self._plain_speed is not None:
+            return {"plain_tokens_per_s": self._plain_speed}
+        stops = self._stops if compare else Stops(min(_PROBE_TOKENS, self._stops.max_new_tokens))
+        [alone] = self._plain.generate([ids], stops, temperature=self._temperature, seed=self._seed)
+        self._plain_speed = _speed(alone, self._plain.timing)
+        found: dict[str, Any] = {"plain_tokens_per_s": self._plain_speed}
+        if compare and self._temperature == 0:
+            found["same_text"] = alone.token_ids == one.token_ids
+        return found
+
+
+def _speed(one: Any, timing: Any) -> float | None:
+    """Tokens per second after the prompt's pass, which gives the first one away."""
+    return (len(one.token_ids) - 1) / timing.decode_s if timing.rounds else None
+
+
+class _Stream:
+    """Prints an answer's tokens as rounds bring them."""
+
+    def __init__(self, tokenizer: Any, *, quiet: bool) -> None:
+        from fledge.decode.pieces import Pieces
+
+        self._pieces, self._shown, self._quiet = Pieces(tokenizer), 0, quiet
+
+    def show(self, one: Any) -> None:
+        new = one.token_ids[self._shown :]
+        depths = accepted_depths(one)[self._shown :]
+        self._shown = len(one.token_ids)
+        self._write(self._pieces.add(new), depths)
+
+    def end(self, one: Any) -> None:
+        self.show(one)
+        self._write([f"{self._pieces.rest()}\n"], [0])
+
+    def _write(self, pieces: list[str], depths: list[int]) -> None:
+        if self._quiet:
+            return
+        if out.is_terminal:
+            out.print(coloured(pieces, depths), end="", soft_wrap=True)
+        else:  # a pipe gets every character as it is
+            sys.stdout.write("".join(pieces))
+            sys.stdout.flush()
+
+
+def accepted_depths(one: Any) -> list[int]:
+    """Per new token: as the how-manyeth of its round the draft wrote it; 0 for the target's own."""
+    depths = [0] * len(one.token_ids)
+    for r in one.rounds:  # a round adds its accepted tokens first, then the target's own
+        at = r.context - len(one.prompt_ids)
+        depths[at : at + r.accepted] = range(1, r.accepted + 1)
+    return depths
+
+
+def coloured(pieces: list[str], depths: list[int]) -> Text:
+    """Text with the draft's accepted tokens in green."""
+    text = Text()
+    for piece, depth in zip(pieces, depths, strict=True):
+        shade = SHADES[min(depth, len(SHADES)) - 1]
+        text.append(piece, style=f"black on {shade}" if depth else "")
+    return text
+
+
+def _figures(answer: dict[str, Any]) -> str:
+    """One line about an answer."""
+    if not answer["rounds"]:
+        return f"{answer['tokens']} tokens, no round"
+    fast, slow = answer["tokens_per_s"], answer["plain_tokens_per_s"]
+    words = [
+        f"{answer['tokens']} tokens in {answer['rounds']} rounds, "
+        f"{answer['acceptance_length']:.2f} a round, {answer['drafted']} by the draft",
+        f"{fast:.1f} tokens/s with the draft",
+    ]
+    if slow:
+        words.append(f"{slow:.1f} without: {fast / slow:.2f}x")
+    if "same_text" in answer:
+        words.append("the same text" if answer["same_text"] else "another text (a near tie)")
+    return "; ".join(words)

@@ -1,0 +1,169 @@
+"""`fledge regenerate`: the answers of a data set, said again by the target itself."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.errors import BadInput
+
+EXAMPLE = (
+    "Examples: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
+    "fledge regenerate chats.jsonl --out answers.jsonl --url http://localhost:8000"
+)
+
+
+def regenerate(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="DATA...", help="Files, directories, data set ids.")
+    ],
+    output: Annotated[Path, typer.Option("--out", help="The new data set (.jsonl).")],
+    target: Annotated[str, typer.Option(help="Run this model here.")] = "",
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="Or ask an OpenAI-compatible server; repeatable, they take turns."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="The server's model; default: its only one.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    reasoning: Annotated[
+        str, typer.Option(help="keep: as reasoning_content of the answer; drop: leave it out.")
+    ] = "keep",
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="For the chat template: enable_thinking=false."),
+    ] = None,
+    exclude_truncated: Annotated[
+        bool, typer.Option(help="Leave out answers that the length limit cut short.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Rows; 0: all.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Questions at a time, run here.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time, to servers.")] = 32,
+    retries: Annotated[int, typer.Option(min=0, help="Of a request that failed.")] = 5,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
+    extra: Annotated[str, typer.Option(help="JSON added to requests: '{\"top_p\": 0.9}'.")] = "",
+    max_failed_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Exit with code 1 above this share.")
+    ] = 0.05,
+    dtype: Annotated[str, typer.Option(help="Of a model run here; auto: as stored.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Rewrite every answer with the target's own words: what a draft should learn from.
+
+    Conversations are said again turn by turn. Killed at any moment, the same command goes on: every
+    row once, none lost. Rows that fail are kept with their reasons, and tried again next time.
+    $OPENAI_API_KEY, when set, is sent to servers.
+    """
+    from fledge.data.regenerate import Sampling
+    from fledge.data.regenerate import regenerate as run
+
+    if reasoning not in ("keep", "drop"):
+        raise BadInput(f"no '{reasoning}'", where="--reasoning", fix="keep or drop")
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        keep_reasoning=reasoning == "keep",
+        template_options=_template_options(template_option or []),
+    )
+    if bool(target) == bool(url):
+        raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
+    if target:
+        answerer = _local(target, sampling, batch, dtype, device, extra, model)
+    else:
+        answerer = _servers(url or [], model, sampling, concurrency, retries, timeout, extra)
+    with progress_bar("rows") as bar:
+        task = bar.add_task("answering", total=None, note="")
+
+        def watch(done: int, so_far: Any) -> None:
+            speed = so_far.tokens_now / so_far.seconds_now if so_far.seconds_now else 0.0
+            note = f"{speed:,.0f} tok/s" + (
+                f", {so_far.failed_now} failed" * bool(so_far.failed_now)
+            )
+            bar.update(task, completed=done, total=so_far.rows, note=note)
+
+        found = run(
+            sources,
+            output,
+            answerer,
+            sampling,
+            limit=limit or None,
+            exclude_truncated=exclude_truncated,
+            patience=max(64, 2 * concurrency),
+            watch=watch,
+        )
+    if as_json:
+        print_json({"out": str(output), **found.to_json()})
+    else:
+        _show(found, output)
+    if found.failed.dropped > max_failed_share * found.rows:
+        err.print(f"{found.failed.share:.1%} of the rows failed", style="red")
+        raise typer.Exit(1)
+
+
+def _template_options(pairs: list[str]) -> dict[str, Any]:
+    """NAME=VALUE with the value as JSON where it is, else as text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise BadInput(f"'{pair}' is not NAME=VALUE", where="--template-option")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _local(
+    name: str, sampling: Any, batch: int, dtype: str, device: str, extra: str, model: str
+) -> Any:
+    from fledge.cli.loading import parse_dtype
+    from fledge.decode.regenerate import LocalModel
+    from fledge.target.loading import load_target
+
+    for option, value in (("--extra", extra), ("--model", model)):
+        if value:
+            raise BadInput("is for servers", where=option, fix="give --url, or leave it out")
+    quiet_libraries()
+    loaded = load_target(name, dtype=parse_dtype(dtype), device=device or None)
+    return LocalModel(loaded, name, sampling, batch)
+
+
+def _servers(
+    urls: list[str], model: str, sampling: Any, concurrency: int, retries: int, timeout: float,
+    extra: str,
+) -> Any:  # fmt: skip
+    try:
+        import httpx  # noqa: F401
+    except ImportError:
+        raise BadInput("asking servers needs httpx", fix="pip install 'fledge[serve]'") from None
+    from fledge.data.regenerate_http import ChatServers, HttpOptions
+
+    try:
+        body = json.loads(extra) if extra else {}
+    except ValueError as error:
+        raise BadInput(f"not JSON ({error})", where="--extra") from None
+    if not isinstance(body, dict):
+        raise BadInput("not a JSON object", where="--extra")
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    options = HttpOptions(concurrency, retries, timeout, headers=headers, body=body)
+    return ChatServers(urls, model, sampling, options)
+
+
+def _show(found: Any, output: Path) -> None:
+    done = f"{found.written:,} of {found.rows:,} rows in {output}"
+    cut = f"{found.truncated:,} answers cut at the length limit"
+    cut += f", {found.excluded:,} left out" if found.excluded else ""
+    out.print(f"{done}; {found.tokens:,} tokens; {cut}", soft_wrap=True)
+    for reason, count in sorted(found.failed.counts.items(), key=lambda one: -one[1]):
+        first = found.failed.examples[reason][0]
+        out.print(f"  {count:,} failed: {reason} (first: {first})", markup=False, soft_wrap=True)
+    if found.failed.dropped:
+        out.print("the same command tries them again", style="dim")

@@ -1,0 +1,62 @@
+"""`fledge report`: a run as one page that people can look at, send and keep."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fledge.cli.console import out, print_json
+from fledge.errors import BadInput
+from fledge.files import write_json, write_text
+
+EXAMPLE = "Example: fledge report runs/my_draft --measure"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
+    output: Annotated[
+        Path | None, typer.Option("--out", help="The page; default: RUN/report.html.")
+    ] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option("--eval", help="Figures to show; default: RUN/eval.json if any.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="Evaluate the run's best draft first, into RUN/eval.json.")
+    ] = False,
+    target: Annotated[str, typer.Option(help="For --measure: instead of the run's own.")] = "",
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="For --measure, as in `fledge eval`; default: mixed.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="For --measure: prompts per file.")] = 0,
+    samples: Annotated[int, typer.Option(min=0, help="For --measure: answers shown.")] = 6,
+    device: Annotated[str, typer.Option(help="For --measure: cpu, cuda, ...")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the page's data.")] = False,
+) -> None:
+    """Write one self-contained HTML page: curves, acceptance, recipe, machine, tokens by writer.
+
+    It needs no network and no server: open it from the disk, send it by mail.
+    """
+    from fledge.report.gather import EVALUATION_NAME, gather
+    from fledge.report.page import render
+
+    if not run.is_dir():
+        raise BadInput("no such run", where=str(run))
+    if measure:
+        if evaluation is not None:
+            raise BadInput("measure, or show what was measured?", where="--eval")
+        from fledge.cli import eval
+        from fledge.decode.evaluation import EvalOptions
+
+        gather(run)  # a directory that is no run is refused before anything is measured
+        options = EvalOptions(samples=samples)
+        found = eval.measure(
+            [run], prompts or ["mixed"], options, target=target, limit=limit, device=device
+        )
+        write_json(run / EVALUATION_NAME, found.to_json())
+    data = gather(run, evaluation)
+    path = output or run / "report.html"
+    write_text(path, render(data))
+    if as_json:
+        print_json({"page": str(path), **data})
+    else:
+        out.print(f"report: {path}", soft_wrap=True)

@@ -1,0 +1,227 @@
+"""Answers from any OpenAI-compatible chat server (vLLM, SGLang, ...), many at a time.
+
+A request that fails is tried again after a growing, jittered pause, or after the pause that the
+server asks for; one that fails for good costs its row and nothing else.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from fledge.data.drops import BadRow
+from fledge.data.regenerate import Outcome, Sampling, Task
+from fledge.data.regenerate_dialogue import Reply
+from fledge.errors import BadInput
+
+_AGAIN = {408, 409, 425, 429}  # and every 5xx
+_REFUSED = {401, 403, 404}  # wrong key, wrong address, wrong model: the next row will not do better
+_ENDPOINT = "/chat/completions"
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    concurrency: int = 32
+    retries: int = 5  # after the first try
+    timeout_s: float = 600.0  # of one request, from first byte to last
+    pause_s: float = 0.5  # before the first retry; doubles
+    max_pause_s: float = 60.0  # of ours and of what a server asks for
+    headers: dict[str, str] = field(default_factory=dict)  # e.g. Authorization; kept nowhere
+    body: dict[str, Any] = field(default_factory=dict)  # added to every request
+
+
+class _Failure(Exception):  # noqa: N818  (caught request by request)
+    """One try that failed."""
+
+    def __init__(
+        self, reason: str, detail: str, *, again: bool, hopeless: bool, wait_s: float | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.detail, self.again = reason, detail, again
+        self.hopeless, self.wait_s = hopeless, wait_s
+
+
+class ChatServers:
+    """One model behind one or several addresses, which take turns."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        sampling: Sampling,
+        options: HttpOptions | None = None,
+    ) -> None:
+        self._urls = [endpoint(url) for url in urls]
+        if not self._urls:
+            raise BadInput("no server", fix="--url http://host:port")
+        self._sampling, self._options = sampling, options or HttpOptions()
+        self._model = model or self._only_model()
+        self._random = random.Random()
+
+    def identity(self) -> dict[str, Any]:
+        """Addresses are left out: a job may go on with another server of the same model."""
+        return {"by": "server", "model": self._model, "template": "the server's",
+                "body": self._options.body}  # fmt: skip
+
+    def _only_model(self) -> str:
+        """The server's model, when it has just one."""
+        import httpx
+
+        url = self._urls[0].removesuffix(_ENDPOINT) + "/models"
+        try:
+            answer = httpx.get(url, headers=self._options.headers, timeout=30)
+            names = [str(one["id"]) for one in answer.raise_for_status().json()["data"]]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"no list of models ({error})", where=url, fix="give --model") from None
+        if len(names) != 1:
+            raise BadInput(f"serves {', '.join(names)}", where=url, fix="choose one with --model")
+        return names[0]
+
+    def run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
+        try:
+            asyncio.run(self._run(tasks, report))
+        except BaseExceptionGroup as group:  # what ended one worker ended them all
+            known = [e for e in group.exceptions if isinstance(e, BadInput | OSError)]
+            if not known:
+                raise
+            raise known[0] from None
+
+    async def _run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
+        import httpx
+
+        count = self._options.concurrency
+        limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
+        async with (
+            httpx.AsyncClient(headers=self._options.headers, timeout=None, limits=limits) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for number in range(count):
+                group.create_task(self._work(client, number, tasks, report))
+
+    async def _work(
+        self, client: Any, number: int, tasks: Iterator[Task], report: Callable[[Outcome], None]
+    ) -> None:
+        """One of the workers: row after row, as long as there are any."""
+        for task in tasks:
+            try:
+                while task.dialogue.question is not None:
+                    task.dialogue.hear(await self._ask(client, number, self._body(task)))
+            except _Failure as failure:
+                bad = BadRow(failure.reason, failure.detail)
+                report(Outcome(task, bad, hopeless=failure.hopeless))
+            except BadRow as bad:
+                report(Outcome(task, bad))
+            else:
+                report(Outcome(task))
+
+    async def _ask(self, client: Any, turn: int, body: dict[str, Any]) -> Reply:
+        """One answer, tried as often as allowed; each try at the next address."""
+        for attempt in range(self._options.retries + 1):
+            url = self._urls[(turn + attempt) % len(self._urls)]
+            try:
+                async with asyncio.timeout(self._options.timeout_s):
+                    return await self._try(client, url, body)
+            except TimeoutError:
+                late = f"no answer within {self._options.timeout_s:g} s"
+                failure = _Failure("timed out", late, again=True, hopeless=True)
+            except _Failure as found:
+                failure = found
+            if not failure.again or attempt == self._options.retries:
+                raise failure
+            await asyncio.sleep(self._pause(attempt, failure.wait_s))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _pause(self, attempt: int, wanted_s: float | None) -> float:
+        """What the server asked for, else twice as long each time; spread, so that requests that
+        failed together do not come back together."""
+        longest = self._options.max_pause_s
+        if wanted_s is not None:
+            return min(wanted_s, longest) * self._random.uniform(1.0, 1.1)
+        pause_s = float(self._options.pause_s * 2**attempt)
+        return min(pause_s, longest) * self._random.uniform(0.5, 1.0)
+
+    def _body(self, task: Task) -> dict[str, Any]:
+        """The request for a task's next answer."""
+        sampling, dialogue = self._sampling, task.dialogue
+        keys = ("role", "content", "name")  # earlier reasoning is not sent back: templates drop it
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [{k: m[k] for k in keys if k in m} for m in dialogue.question or []],
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+        }
+        if sampling.temperature > 0:
+            body["seed"] = sampling.seed + task.number
+        if dialogue.tools:
+            body["tools"] = list(dialogue.tools)
+        if sampling.template_options:
+            body["chat_template_kwargs"] = sampling.template_options
+        return body | self._options.body
+
+    async def _try(self, client: Any, url: str, body: dict[str, Any]) -> Reply:
+        import httpx
+
+        try:
+            answer = await client.post(url, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            detail = str(error) or type(error).__name__
+            raise _Failure("no connection", detail, again=True, hopeless=True) from None
+        status = answer.status_code
+        if status != 200:
+            again = status in _AGAIN or status >= 500
+            raise _Failure(
+                f"HTTP {status}",
+                " ".join(answer.text.split())[:200],
+                again=again,
+                hopeless=again or status in _REFUSED,
+                wait_s=retry_after(answer.headers.get("retry-after")),
+            )
+        return _reply(answer.content)
+
+
+def _reply(content: bytes) -> Reply:
+    """The answer in a response's body."""
+    try:
+        value = json.loads(content)
+        choice = value["choices"][0]
+        message, finish = choice["message"], choice["finish_reason"]
+        text = message.get("content") or ""
+        thought = message.get("reasoning_content") or message.get("reasoning") or ""
+        tokens = int((value.get("usage") or {}).get("completion_tokens") or 0)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _Failure("malformed answer", str(error)[:80], again=True, hopeless=False) from None
+    if finish not in ("stop", "length"):
+        raise BadRow("finish_reason", str(finish)[:40])
+    return Reply.of(str(text), cut=finish == "length", tokens=tokens, reasoning=str(thought))
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds that a server asks us to wait: a number, or the time when to come back."""
+    from datetime import UTC, datetime
+
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        when = parsedate_to_datetime(header)
+        return max(0.0, (when - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):  # neither a date nor one with a zone
+        return None
+
+
+def endpoint(url: str) -> str:
+    """The chat endpoint of an address given with or without its path."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise BadInput(f"'{url}' is not an address", where="--url", fix="http://host:port")
+    plain = url.rstrip("/")
+    if plain.endswith(_ENDPOINT):
+        return plain
+    return plain + ("" if parts.path.rstrip("/") else "/v1") + _ENDPOINT

@@ -1,0 +1,92 @@
+"""Answers for `fledge regenerate` from a model in this process: batched, turn after turn."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fledge.data.drops import BadRow
+from fledge.data.regenerate import Outcome, Sampling, Task
+from fledge.data.regenerate_dialogue import Reply
+from fledge.data.template import ChatTemplate
+from fledge.decode.answers import eos_token_ids
+from fledge.decode.speculative import Generation, SpeculativeDecoder
+from fledge.decode.stops import Stops
+from fledge.errors import BadInput
+from fledge.target.layers import text_config
+from fledge.target.loading import LoadedTarget
+from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
+
+_WINDOW = 4  # batches of rows taken at a time: similar lengths run together
+
+
+class LocalModel:
+    """A target as it was loaded, answering `batch` questions at a time."""
+
+    def __init__(self, target: LoadedTarget, name: str, sampling: Sampling, batch: int) -> None:
+        if target.tokenizer is None:
+            raise BadInput("no tokenizer", where=name, fix="name a directory that holds one")
+        self._model, self._tokenizer = target.model, target.tokenizer
+        self._sampling, self._batch = sampling, batch
+        self._template = ChatTemplate.of(target.tokenizer, sampling.template_options)
+        self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
+        eos = eos_token_ids(target.model, target.tokenizer)
+        self._stops = Stops(sampling.max_new_tokens, eos)
+        config = text_config(target.model.config)
+        self._room = getattr(config, "max_position_embeddings", None) or 1 << 40
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "by": "model",
+            "weights": weights_fingerprint(self._model),
+            "tokenizer": tokenizer_fingerprint(self._tokenizer),
+            "template": self._template.template,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+        }
+
+    def run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
+        while window := list(itertools.islice(tasks, _WINDOW * self._batch)):
+            while window:
+                window = self._turn(window, report)
+
+    def _turn(self, tasks: list[Task], report: Callable[[Outcome], None]) -> list[Task]:
+        """Answer the next question of every task; those that have another one."""
+        asked: list[tuple[Task, list[int]]] = []
+        for task in tasks:
+            try:
+                asked.append((task, self._encode(task)))
+            except BadRow as bad:
+                report(Outcome(task, bad))
+        go_on = []
+        order = sorted(asked, key=lambda one: len(one[1]))
+        for begin in range(0, len(order), self._batch):
+            members = order[begin : begin + self._batch]
+            replies = self._decoder.generate(
+                [ids for _, ids in members],
+                self._stops,
+                temperature=self._sampling.temperature,
+                seed=self._sampling.seed + members[0][0].number,
+            )
+            for (task, _), said in zip(members, replies, strict=True):
+                try:
+                    task.dialogue.hear(self._reply(said))
+                except BadRow as bad:
+                    report(Outcome(task, bad))
+                    continue
+                if task.dialogue.question is None:
+                    report(Outcome(task))
+                else:
+                    go_on.append(task)
+        return go_on
+
+    def _encode(self, task: Task) -> list[int]:
+        question = task.dialogue.question
+        assert question is not None
+        text = self._template.render(question, task.dialogue.tools, prompt=True)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) + self._stops.max_new_tokens > self._room:
+            raise BadRow("prompt too long", f"{len(ids)} tokens, the model takes {self._room}")
+        return ids
+
+    def _reply(self, said: Generation) -> Reply:
+        text = self._tokenizer.decode(said.token_ids, skip_special_tokens=True)
+        return Reply.of(text, cut=said.finish == "length", tokens=len(said.token_ids))

@@ -1,0 +1,58 @@
+"""What a run runs on, for whoever reads its figures later. Says nothing about who or where."""
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+MACHINE_NAME = "machine.json"  # in a run's directory
+_PACKAGES = ("fledge", "torch", "transformers", "safetensors", "numpy")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processors, memory and versions."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cpu_cores": cpu_cores(),
+        "memory_bytes": memory_bytes(),
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def cpu_cores() -> int:
+    """Cores this process may use, which containers make fewer than the machine has."""
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from a source tree
+            continue
+    return found

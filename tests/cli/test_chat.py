@@ -1,0 +1,117 @@
+"""Chat through a pipe and through a terminal: the same words as without a draft, coloured."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.cli.chat import SHADES, accepted_depths, coloured
+from fledge.cli.main import app
+from fledge.decode.rounds import Round
+from fledge.decode.speculative import Generation
+from fledge.errors import BadInput
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.tiny import Notes, make_chats, make_target, recipe_for
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("chat")
+    target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
+    recipe = recipe_for(target, chats, root / "run", "training.epochs=4")
+    fit(set_up(recipe), Notes())
+    return root / "run"
+
+
+def chat(run, text, *arguments):
+    command = ["chat", str(run), "--max-new-tokens", "20", "--device", "cpu", *arguments]
+    return CliRunner().invoke(app, command, input=text)
+
+
+def test_a_pipe_of_questions_as_json(run):
+    result = chat(run, "count to 5\n\ncount to 7\n", "--json", "--compare")
+    assert result.exit_code == 0, result.output
+    first, second = map(json.loads, result.stdout.splitlines())
+    for answer in (first, second):
+        assert answer["same_text"] is True
+        assert answer["tokens"] == answer["drafted"] + answer["rounds"] + 1
+        assert answer["tokens_per_s"] > 0
+        assert answer["plain_tokens_per_s"] > 0
+    alone = json.loads(chat(run, "count to 7\n", "--json").stdout)
+    assert alone["text"] != second["text"]  # the second knew what was said before
+    again = chat(run, "count to 5\n/reset\ncount to 7\n/quit\nnever\n", "--json").stdout
+    assert [json.loads(line)["text"] for line in again.splitlines()] == [
+        first["text"],
+        alone["text"],
+    ]
+
+
+def test_answers_go_to_stdout_and_figures_to_stderr(run):
+    wanted = json.loads(chat(run, "count to 5\n", "--json").stdout)
+    result = chat(run, "count to 5\n", "--compare")
+    assert result.stdout == wanted["text"] + "\n"
+    assert f"{wanted['tokens']} tokens in {wanted['rounds']} rounds" in result.stderr
+    assert "the same text" in result.stderr
+
+
+def test_a_terminal_shows_the_drafts_words_in_green(run):
+    """A real terminal on both ends: prompt, colours, end of input."""
+    wanted = json.loads(chat(run, "count to 5\n", "--json").stdout)
+    ours, theirs = pty.openpty()
+    environment = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "COLORTERM": "truecolor",
+        "COLUMNS": "300",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fledge.cli.main", "chat", str(run), "--max-new-tokens", "20",
+         "--device", "cpu"],
+        stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True,
+    )  # fmt: skip
+    os.close(theirs)
+    shown, asked = b"", False
+    while True:
+        try:
+            shown += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not asked and "›".encode() in shown:
+            asked = True
+            os.write(ours, b"count to 5\n/quit\n")
+    os.close(ours)
+    assert process.wait(60) == 0
+    text = shown.decode(errors="replace").replace("\r\n", "\n")
+    assert f"{wanted['tokens']} tokens in {wanted['rounds']} rounds" in " ".join(text.split())
+    green = re.findall(r"\x1b\[30;48;2;(\d+;\d+;\d+)m", text)
+    shades = {";".join(str(int(s[i : i + 2], 16)) for i in (1, 3, 5)) for s in SHADES}
+    assert set(green) <= shades
+    assert bool(green) == (wanted["drafted"] > 0)
+
+
+def test_depths_and_colours_of_a_worked_example():
+    # Prompt of 2, then a (the prompt's own), round 1: b c drafted and d the target's, round 2: e.
+    rounds = [Round(context=3, accepted=2, emitted=3), Round(context=6, accepted=0, emitted=1)]
+    one = Generation([7, 7], [0, 1, 2, 3, 4], rounds=rounds)
+    assert accepted_depths(one) == [0, 1, 2, 0, 0]
+    text = coloured(list("abcde"), accepted_depths(one))
+    assert text.plain == "abcde"
+    spans = {text.plain[s.start : s.end]: str(s.style) for s in text.spans if s.style}
+    assert spans == {"b": f"black on {SHADES[0]}", "c": f"black on {SHADES[1]}"}
+
+
+def test_what_cannot_be_talked_to(run, tmp_path):
+    result = chat(tmp_path, "hi\n")
+    assert isinstance(result.exception, BadInput)
+    assert "neither a draft nor a run" in str(result.exception)
+    result = chat(run, "word " * 700 + "\n")
+    assert isinstance(result.exception, BadInput)
+    assert "/reset" in str(result.exception)
+    result = chat(run, "hi\n", "--method", "parallel")
+    assert isinstance(result.exception, BadInput)

@@ -1,0 +1,90 @@
+"""A chat server of the standard library, in a thread: right, or wrong in every way we know."""
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def said(question: str) -> str:
+    return f"You asked: {question}"
+
+
+def answer(text, *, finish="stop", tokens=5, **message):
+    choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
+    return {"choices": [choice], "usage": {"completion_tokens": tokens}}
+
+
+class ChatServer:
+    """`behave(body, tries)` returns (status, headers, JSON value or bytes), or "hang up", "stall".
+
+    `tries` counts earlier requests with the same messages. By default it echoes the last message.
+    """
+
+    def __init__(self, behave=None, models=("tiny",)):
+        self.behave = behave or (lambda body, tries: (200, {}, echo(body)))
+        self.models, self.requests, self.paths, self.headers = models, [], [], []
+        self.tries, self.closing = {}, threading.Event()
+        self.on_request = lambda count: None
+        self._lock = threading.Lock()
+
+    def note(self, handler, body):
+        key = json.dumps(body["messages"])
+        with self._lock:
+            self.requests.append(body)
+            self.paths.append(handler.path)
+            self.headers.append(dict(handler.headers))
+            tries = self.tries.get(key, 0)
+            self.tries[key] = tries + 1
+            self.on_request(len(self.requests))
+        return tries
+
+    @contextlib.contextmanager
+    def serving(self):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            self.closing.set()
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def _handler(outer):  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                assert self.path == "/v1/models"
+                self.send(200, {}, {"data": [{"id": name} for name in outer.models]})
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                act = outer.behave(body, outer.note(self, body))
+                if act == "stall":
+                    outer.closing.wait(30)
+                if isinstance(act, str):
+                    self.close_connection = True
+                    return
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self.send(*act)
+
+            def send(self, status, headers, value):
+                data = value if isinstance(value, bytes) else json.dumps(value).encode()
+                self.send_response(status)
+                for name, text in {"Content-Length": str(len(data)), **headers}.items():
+                    self.send_header(name, text)
+                self.end_headers()
+                self.wfile.write(data)
+
+        return Handler
+
+
+def echo(body):
+    return answer(said(body["messages"][-1]["content"]))

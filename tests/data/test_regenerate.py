@@ -1,0 +1,444 @@
+"""Regeneration: every row once, none lost, whatever the server or the machine does."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from email.utils import format_datetime
+
+import pytest
+from chat_server import ChatServer, answer, echo, said
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.data.conversation import parse_conversation
+from fledge.data.drops import BadRow
+from fledge.data.regenerate import Sampling, regenerate
+from fledge.data.regenerate_dialogue import Dialogue, Reply
+from fledge.data.regenerate_http import ChatServers, HttpOptions, endpoint, retry_after
+from fledge.data.regenerate_journal import Journal
+from fledge.errors import BadInput
+
+FAST = HttpOptions(concurrency=8, retries=8, timeout_s=0.4, pause_s=0.001, max_pause_s=0.01)
+
+
+def chat(*texts, **more):
+    roles = ("user", "assistant")
+    turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return {"messages": turns, **more}
+
+
+def write(path, rows):
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
+    return [str(path)]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ask(sources, out, url, options=FAST, sampling=None, **more):
+    sampling = sampling or Sampling()
+    servers = ChatServers([url], "tiny", sampling, options)
+    return regenerate(sources, out, servers, sampling, **more)
+
+
+def test_every_assistant_turn_is_said_again_in_order(tmp_path):
+    row = chat("one", "old", "two", "old", "three", category="talk", id=7)
+    data = write(tmp_path / "data.jsonl", [row, {"prompt": "alone", "category": "x"}])
+    server = ChatServer()
+    with server.serving() as url:
+        found = ask(data, tmp_path / "new.jsonl", url)
+    first, second = lines(tmp_path / "new.jsonl")
+    assert [m["content"] for m in first["messages"]] == [
+        "one", said("one"), "two", said("two"), "three", said("three"),
+    ]  # fmt: skip
+    assert {k: v for k, v in first.items() if k != "messages"} == {
+        "category": "talk", "id": 7, "finish": "stop", "tokens": 15,
+    }  # fmt: skip
+    assert second == chat("alone", said("alone"), category="x", finish="stop", tokens=5)
+    asked = [
+        len(body["messages"]) for body in server.requests if body["messages"][0]["content"] == "one"
+    ]
+    assert asked == [1, 3, 5]  # each with the new answers before it
+    assert (found.written, found.tokens, found.failed.dropped) == (2, 20, 0)
+    assert set(server.paths) == {"/v1/chat/completions"}
+    body = server.requests[0]
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("tiny", 1024, 0.0)
+    assert "seed" not in body
+    assert parse_conversation(first).truncated is False  # what training reads
+
+
+def test_tools_are_told_to_the_server(tmp_path):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [chat("a", tools=tools), chat("b", tools=json.dumps(tools)), chat("c", tools="{")]
+    server = ChatServer()
+    with server.serving() as url:
+        found = ask(write(tmp_path / "data.jsonl", rows), tmp_path / "new.jsonl", url)
+    assert [body["tools"] for body in server.requests] == [tools, tools]
+    assert found.failed.counts == {"tools is not JSON": 1}
+    assert [row["tools"] for row in lines(tmp_path / "new.jsonl")] == [tools, json.dumps(tools)]
+
+
+def test_killed_and_resumed_ten_times_every_row_once(tmp_path):
+    """Real processes, SIGKILL at random moments; requests decide when, not the clock."""
+    rows = [chat(f"row {i}", "old", f"and {i}", "old") for i in range(150)]
+    data, out = write(tmp_path / "data.jsonl", rows), tmp_path / "new.jsonl"
+    server, rng = ChatServer(), random.Random(5)
+    context = multiprocessing.get_context("fork")
+    with server.serving() as url:
+        for kill in range(11):
+            due = threading.Event()
+            last = len(server.requests) + rng.randint(3, 24) if kill < 10 else 10**9
+            server.on_request = lambda count, due=due, last=last: (
+                due.set() if count >= last else None
+            )
+            process = context.Process(target=ask, args=(data, out, url))
+            process.start()
+            if kill < 10:
+                assert due.wait(60)
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                assert process.exitcode == -signal.SIGKILL
+                assert not out.exists()
+            else:
+                process.join(60)
+    assert process.exitcode == 0
+    assert [row["messages"][0]["content"] for row in lines(out)] == [f"row {i}" for i in range(150)]
+    assert all(
+        row["messages"][3]["content"] == said(row["messages"][2]["content"]) for row in lines(out)
+    )
+    # at most what was under way was asked twice: eight workers, two turns, ten kills
+    assert 300 <= len(server.requests) <= 300 + 10 * 16
+    assert not (tmp_path / "new.jsonl.parts").exists()
+    assert json.loads((tmp_path / "new.manifest.json").read_text())["result"]["written"] == 150
+
+
+def unreliable(rng):
+    """Every way to fail at random; rows whose text says so fail for good, or are cut short."""
+
+    def behave(body, tries):
+        text = body["messages"][-1]["content"]
+        if "never" in text:
+            return 400, {}, {"error": "too long"}
+        if "filtered" in text:
+            return 200, {}, answer("no", finish="content_filter")
+        way = rng.choice(
+            ["fine"] * 4 + ["500", "429", "hang up", "half", "garbage", "empty", "stall"]
+        )
+        if tries >= 4 or way == "fine":
+            cut = "long" in text
+            return 200, {}, answer(said(text), finish="length" if cut else "stop")
+        return {
+            "500": (500, {}, {"error": "oops"}),
+            "429": (429, {"Retry-After": "0"}, b"slow down"),
+            "half": (200, {"Content-Length": "10000"}, b'{"choices": ['),
+            "garbage": (200, {}, b"<html>"),
+            "empty": (200, {}, {"choices": []}),
+        }.get(way, way)
+
+    return behave
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_a_server_that_fails_stalls_and_truncates_at_random(tmp_path, exclude):
+    kinds = ["plain", "never", "filtered", "long"]
+    rows = [chat(f"{kinds[i % 20] if i % 20 < 4 else 'plain'} {i}") for i in range(100)]
+    data = write(tmp_path / "data.jsonl", [*rows, "{broken", chat()])
+    server = ChatServer(unreliable(random.Random(1)))
+    with server.serving() as url:
+        found = ask(data, tmp_path / "new.jsonl", url, exclude_truncated=exclude)
+    good = [row["messages"][0]["content"] for row in rows]
+    good = [t for t in good if not t.startswith(("never", "filtered"))]
+    kept = [t for t in good if not (exclude and t.startswith("long"))]
+    new = lines(tmp_path / "new.jsonl")
+    assert [row["messages"][0]["content"] for row in new] == kept
+    assert all(row["messages"][1]["content"] == said(row["messages"][0]["content"]) for row in new)
+    assert [row["finish"] == "length" for row in new] == [t.startswith("long") for t in kept]
+    assert (found.truncated, found.excluded) == (5, 5 if exclude else 0)
+    assert found.failed.counts == {
+        "HTTP 400": 5, "finish_reason": 5, "broken or truncated JSON": 1, "messages is empty": 1,
+    }  # fmt: skip
+    failed = lines(tmp_path / "new.failed.jsonl")
+    assert len(failed) == 12
+    assert failed[0]["place"].endswith("data.jsonl:2")
+    assert failed[0]["original"] == rows[1]
+    assert "too long" in failed[0]["detail"]
+    assert found.written + found.excluded + len(failed) == found.rows == 102
+
+
+def test_failed_rows_are_tried_again_and_done_ones_are_not(tmp_path):
+    data = write(tmp_path / "data.jsonl", [chat(f"row {i}") for i in range(6)])
+    server = ChatServer(lambda body, tries: (500, {}, {}))
+    down = HttpOptions(concurrency=2, retries=0, pause_s=0.001)
+    with server.serving() as url:
+        server.behave = lambda body, tries: (
+            (422, {}, {}) if body["messages"][0]["content"] == "row 3" else (200, {}, echo(body))
+        )
+        assert ask(data, tmp_path / "new.jsonl", url, down).failed.counts == {"HTTP 422": 1}
+        assert len(lines(tmp_path / "new.jsonl")) == 5
+        server.behave = lambda body, tries: (200, {}, echo(body))
+        before = len(server.requests)
+        found = ask(data, tmp_path / "new.jsonl", url, down)
+        assert len(server.requests) == before + 1
+        assert (found.written, found.answered_now, found.failed.dropped) == (6, 1, 0)
+        assert not (tmp_path / "new.failed.jsonl").exists()
+        assert [r["messages"][0]["content"] for r in lines(tmp_path / "new.jsonl")][3] == "row 3"
+        with pytest.raises(BadInput, match="max_new_tokens: 1024, not 7"):
+            ask(data, tmp_path / "new.jsonl", url, down, sampling=Sampling(max_new_tokens=7))
+        again = ask(data, tmp_path / "new.jsonl", url, down)  # finished: nothing to do
+        assert len(server.requests) == before + 1
+        assert (again.written, again.answered_now) == (6, 0)
+
+
+def test_a_job_is_not_continued_with_other_settings(tmp_path):
+    data, out = write(tmp_path / "data.jsonl", [chat("a"), chat("never")]), tmp_path / "new.jsonl"
+    with ChatServer(unreliable(random.Random(0))).serving() as url:
+        ask(data, out, url)
+        with pytest.raises(BadInput, match=r"sampling.temperature: 0.0, not 0.5"):
+            ask(data, out, url, sampling=Sampling(temperature=0.5))
+        write(tmp_path / "data.jsonl", [chat("b")])
+        with pytest.raises(BadInput, match="fingerprint"):
+            ask(data, out, url)
+        moved = write(tmp_path / "moved.jsonl", [chat("a"), chat("never")])
+        assert ask(moved, out, url).written == 1  # the same rows, wherever they lie
+        other = tmp_path / "other.jsonl"
+        other.write_text("mine")
+        with pytest.raises(BadInput, match="not made by this command"):
+            ask(moved, other, url)
+        assert other.read_text() == "mine"
+        assert not (tmp_path / "other.jsonl.parts").exists()
+        with (
+            FileLock(tmp_path / "new.jsonl.parts" / ".lock"),
+            pytest.raises(BadInput, match="another"),
+        ):
+            ask(moved, out, url)
+
+
+def test_truncated_answers_end_their_conversation(tmp_path):
+    data = write(tmp_path / "data.jsonl", [chat("long one", "old", "two", "old")])
+    with ChatServer(unreliable(random.Random(3))).serving() as url:
+        ask(data, tmp_path / "new.jsonl", url)
+        [row] = lines(tmp_path / "new.jsonl")
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+        assert parse_conversation(row).truncated
+        with pytest.raises(BadInput, match="1 truncated answers in it"):
+            ask(data, tmp_path / "new.jsonl", url, exclude_truncated=True)
+
+
+def test_nobody_there_ends_the_run_and_loses_nothing(tmp_path):
+    data, out = (
+        write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(40)]),
+        tmp_path / "n.jsonl",
+    )
+    server = ChatServer()
+    server.behave = lambda body, tries: (
+        (200, {}, echo(body)) if len(server.requests) <= 10 else "hang up"
+    )
+    options = HttpOptions(concurrency=2, retries=1, pause_s=0.001)
+    with server.serving() as url:
+        with pytest.raises(BadInput, match="6 rows one after another failed: no connection"):
+            ask(data, out, url, options, patience=6)
+        assert not out.exists()
+        server.behave = lambda body, tries: (200, {}, echo(body))
+        found = ask(data, out, url, options)
+    assert (found.written, found.answered_now) == (40, 30)
+
+
+def test_failures_between_good_rows_do_not_add_up(tmp_path):
+    data, out = (
+        write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(12)]),
+        tmp_path / "n.jsonl",
+    )
+    even = lambda body: int(body["messages"][0]["content"]) % 2 == 0  # noqa: E731
+    server = ChatServer(lambda body, tries: (200, {}, echo(body)) if even(body) else (503, {}, {}))
+    with server.serving() as url:
+        found = ask(data, out, url, HttpOptions(concurrency=1, retries=0), patience=2)
+    assert (found.written, found.failed.counts) == (6, {"HTTP 503": 6})
+
+
+def test_a_retry_goes_to_the_next_server(tmp_path):
+    data = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(8)])
+    broken, whole = ChatServer(lambda body, tries: (500, {}, {})), ChatServer()
+    options = HttpOptions(concurrency=4, retries=1, pause_s=0.001)
+    with broken.serving() as first, whole.serving() as second:
+        servers = ChatServers([first, second], "tiny", Sampling(), options)
+        found = regenerate(data, tmp_path / "new.jsonl", servers, Sampling())
+    assert found.written == len(whole.requests) == 8
+    assert 0 < len(broken.requests) < 8
+
+
+def test_reasoning_is_kept_beside_the_answer_or_dropped(tmp_path):
+    data = write(tmp_path / "data.jsonl", [chat("q", "old", "then", "old")])
+    server = ChatServer(lambda body, tries: (200, {}, answer("yes", reasoning_content="hm")))
+    with server.serving() as url:
+        options = {"enable_thinking": True}
+        sampling = Sampling(temperature=0.7, seed=3, template_options=options)
+        ask(data, tmp_path / "keep.jsonl", url, sampling=sampling)
+        ask(data, tmp_path / "drop.jsonl", url, sampling=Sampling(keep_reasoning=False))
+    [kept], [dropped] = lines(tmp_path / "keep.jsonl"), lines(tmp_path / "drop.jsonl")
+    assert [m.get("reasoning_content") for m in kept["messages"]] == [None, "hm", None, "hm"]
+    assert not any("reasoning_content" in m for m in dropped["messages"])
+    first, second = server.requests[:2]
+    assert first["chat_template_kwargs"] == {"enable_thinking": True}
+    assert (first["seed"], first["temperature"]) == (3, 0.7)
+    assert second["messages"][1] == {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cut", "words", "thought"),
+    [
+        ("plain", False, "plain", ""),
+        ("<think>\na\n</think>\n\nb", False, "b", "a"),
+        ("a</think>b", False, "b", "a"),  # the prompt had opened it
+        ("<think>a b", True, "", "a b"),  # cut inside
+        ("<think>a b", False, "<think>a b", ""),
+        (" spaced ", False, " spaced ", ""),
+    ],
+)
+def test_reasoning_inside_the_text_is_parted(text, cut, words, thought):
+    reply = Reply.of(text, cut=cut, tokens=1)
+    assert (reply.text, reply.reasoning, reply.finish) == (
+        words,
+        thought,
+        "length" if cut else "stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([], "row is not an object"),
+        ({"x": 1}, "no messages"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "assistant first"),
+        ({"messages": [{"role": "system", "content": "be"}]}, "nothing to answer"),
+        (chat("q", "") | {"messages": [{"role": "user", "content": "q"},
+            {"role": "tool", "content": "5"}]}, "tool calls"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_asked(row, reason):
+    with pytest.raises(BadRow, match=reason):
+        Dialogue(row)
+
+
+def test_an_empty_answer_is_no_answer():
+    dialogue = Dialogue(chat("q"))
+    with pytest.raises(BadRow, match="empty answer"):
+        dialogue.hear(Reply("  ", "stop", 1))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_journal_survives_any_cut(tmp_path_factory, data):
+    """Parts cut at any byte: every row that is read is whole, and good lines win."""
+    directory = tmp_path_factory.mktemp("journal")
+    writes = data.draw(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=20))
+    expected = {}
+    for begin in range(0, len(writes), 5):  # a process writes up to five lines, then is killed
+        journal = Journal(directory)
+        assert {row for row, _ in journal.good()} == {row for row, good in expected.items() if good}
+        part = writes[begin : begin + 5]
+        for row, good in part:
+            journal.add(row, {"value": f"{row}é"}, good=good)
+        journal.close()
+        [*_, path] = sorted(directory.glob("part-*"))
+        whole = path.read_bytes()
+        cut = data.draw(st.integers(0, len(whole)))
+        path.write_bytes(whole[:cut])
+        for row, good in part[: whole[:cut].count(b"\n")]:
+            expected[row] = expected.get(row, False) or good
+        torn = whole[:cut].rpartition(b"\n")[2]
+        if torn.endswith(b"}"):  # only the line's end is missing: it says everything
+            row, good = part[whole[:cut].count(b"\n")]
+            expected[row] = expected.get(row, False) or good
+    journal = Journal(directory)
+    assert {row: entry.good for row, entry in journal.entries.items()} == expected
+    for row, entry in journal.good():
+        assert entry.read() == {"row": row, "good": True, "value": f"{row}é"}
+
+
+def test_pauses_grow_are_spread_and_honour_the_server():
+    from datetime import UTC, datetime, timedelta
+
+    servers = ChatServers(["http://x"], "m", Sampling(), HttpOptions(pause_s=1, max_pause_s=20))
+    for attempt, longest in enumerate([1, 2, 4, 8, 16, 20, 20]):
+        pauses = [servers._pause(attempt, None) for _ in range(50)]
+        assert longest / 2 <= min(pauses) < max(pauses) <= longest
+    assert 7 <= servers._pause(0, 7.0) <= 7.7
+    assert servers._pause(0, 500.0) <= 22
+    assert retry_after("3") == 3.0
+    assert retry_after(None) is retry_after("soon") is None
+    soon = datetime.now(UTC) + timedelta(seconds=30)
+    assert 28 < retry_after(format_datetime(soon, usegmt=True)) <= 30
+
+
+@pytest.mark.parametrize(
+    ("given_url", "full"),
+    [
+        ("http://h:1", "http://h:1/v1/chat/completions"),
+        ("http://h:1/", "http://h:1/v1/chat/completions"),
+        ("https://h/v1", "https://h/v1/chat/completions"),
+        ("http://h/api/v2/", "http://h/api/v2/chat/completions"),
+        ("http://h/v1/chat/completions", "http://h/v1/chat/completions"),
+    ],
+)
+def test_addresses(given_url, full):
+    assert endpoint(given_url) == full
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["regenerate", *map(str, arguments)])
+
+
+def test_the_verb_with_a_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "word")
+    data = write(tmp_path / "data.jsonl", [chat(f"row {i}") for i in range(5)])
+    server = ChatServer()
+    with server.serving() as url:
+        more = ["--limit", 3, "--extra", '{"top_p": 0.5}', "--template-option", "deep=true"]
+        out = ["--out", tmp_path / "new.jsonl", "--json"]
+        result = run(*data, *out, "--url", url, "--url", url, *more)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert (found["rows"], found["written"], found["failed"]) == (3, 3, 0)
+        assert server.requests[0]["top_p"] == 0.5
+        assert server.requests[0]["model"] == "tiny"  # the only one the server has
+        assert server.requests[0]["chat_template_kwargs"] == {"deep": True}
+        assert server.headers[0]["Authorization"] == "Bearer word"
+        kept = (tmp_path / "new.manifest.json").read_text()
+        assert "word" not in kept
+        server.models = ("one", "two")
+        result = run(*data, "--out", tmp_path / "b.jsonl", "--url", url)
+        assert isinstance(result.exception, BadInput)
+        assert "choose one with --model" in str(result.exception)
+        server.behave = lambda body, tries: (400, {}, b"no")
+        result = run(*data, "--out", tmp_path / "c.jsonl", "--url", url, "--model", "one")
+        assert result.exit_code == 1
+        assert "5 failed: HTTP 400" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "who answers"),
+        (["--target", "x", "--url", "http://h"], "who answers"),
+        (["--url", "h:80"], "is not an address"),
+        (["--url", "http://h", "--model", "m", "--extra", "[1]"], "not a JSON object"),
+        (["--url", "http://h", "--reasoning", "maybe"], "keep or drop"),
+        (["--url", "http://h", "--template-option", "x"], "NAME=VALUE"),
+        (["--target", "x", "--extra", "{}"], "is for servers"),
+    ],
+)
+def test_the_verb_refuses(tmp_path, arguments, complaint):
+    data = write(tmp_path / "data.jsonl", [chat("q")])
+    result = run(*data, "--out", tmp_path / "new.jsonl", *arguments)
+    assert isinstance(result.exception, BadInput)
+    assert complaint in str(result.exception)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]

@@ -1,0 +1,94 @@
+"""Regeneration by a model in this process: its own greedy words, turn by turn, resumable."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.data.regenerate import Sampling, regenerate
+from fledge.decode.regenerate import LocalModel
+from fledge.target.loading import load_target
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_target):
+    return load_target(tiny_target, device="cpu")
+
+
+@pytest.fixture
+def data(tmp_path):
+    turns = [[f"count to {i}"] for i in range(7)] + [["hello", "old", "and then", "old", "why"]]
+    roles = ("user", "assistant")
+    rows = [
+        {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
+        for texts in turns
+    ]
+    rows.insert(3, {"messages": [{"role": "user", "content": "word " * 600}]})
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path)]
+
+
+def by_definition(loaded, messages, limit):
+    """transformers' own greedy answer, one prompt at a time."""
+    tokenizer, model = loaded.tokenizer, loaded.model
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    out = model.generate(
+        **prompt, max_new_tokens=limit, do_sample=False, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+    )  # fmt: skip
+    return out[0, prompt["input_ids"].shape[1] :].tolist()
+
+
+def test_answers_are_the_models_own(loaded, data, tmp_path):
+    out, sampling = tmp_path / "new.jsonl", Sampling(max_new_tokens=12)
+    found = regenerate(data, out, LocalModel(loaded, "tiny", sampling, 3), sampling)
+    rows = [json.loads(line) for line in out.open()]
+    assert (found.rows, found.written, len(rows)) == (9, 8, 8)
+    assert found.failed.counts == {"prompt too long": 1}
+    tokens = 0
+    for row in rows:
+        for at, message in enumerate(row["messages"]):
+            if message["role"] != "assistant":
+                continue
+            said = by_definition(loaded, row["messages"][:at], 12)
+            assert message["content"] == loaded.tokenizer.decode(said, skip_special_tokens=True)
+            tokens += len(said)
+            cut = said[-1] != loaded.tokenizer.eos_token_id
+        assert row["finish"] == ("length" if cut else "stop")
+    assert found.tokens == tokens
+    manifest = json.loads((tmp_path / "new.manifest.json").read_text())
+    assert "generation_prompt" in manifest["target"]["template"]
+    assert manifest["sampling"]["max_new_tokens"] == 12
+
+
+def test_interrupted_in_the_middle_it_goes_on_with_the_rest(loaded, data, tmp_path):
+    sampling = Sampling(max_new_tokens=6)
+    model = LocalModel(loaded, "tiny", sampling, 1)
+    regenerate(data, tmp_path / "whole.jsonl", model, sampling)
+
+    def stop(done, so_far):
+        if so_far.answered_now == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(data, tmp_path / "cut.jsonl", model, sampling, watch=stop)
+    found = regenerate(data, tmp_path / "cut.jsonl", model, sampling)
+    assert (found.written, found.answered_now) == (8, 5)
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_the_verb_with_a_model(tiny_target, data, tmp_path):
+    out = tmp_path / "new.jsonl"
+    arguments = [
+        "regenerate", *data, "--out", str(out), "--target", str(tiny_target), "--batch", "4",
+        "--max-new-tokens", "5", "--device", "cpu", "--exclude-truncated",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output  # one row in nine failed, more than 5 %
+    assert "1 failed: prompt too long" in result.output
+    assert all(json.loads(line)["finish"] == "stop" for line in out.open())
+    result = CliRunner().invoke(app, [*arguments, "--max-failed-share", "0.2"])
+    assert result.exit_code == 0

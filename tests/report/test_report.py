@@ -1,0 +1,184 @@
+"""The report in a real browser: it opens from disk, asks nobody, and says what the files say."""
+
+import json
+import re
+
+import browser as chromium
+import pytest
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.errors import BadInput
+from fledge.report.gather import MOST_POINTS, gather
+from fledge.report.page import render
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.tiny import Notes, make_chats, make_target, recipe_for
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run on the tiny target, measured."""
+    root = tmp_path_factory.mktemp("report")
+    target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
+    fit(set_up(recipe_for(target, chats, root / "run", "training.epochs=4")), Notes())
+    rows = [{"prompt": f"count to {n}", "category": f"kind {n % 3}"} for n in range(6)]
+    (root / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEDGE_CACHE", str(root / "cache"))
+        result = CliRunner().invoke(
+            app,
+            ["report", str(root / "run"), "--measure", "--prompts", str(root / "asked.jsonl"),
+             "--device", "cpu", "--samples", "3"],
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "report.html" in result.output
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def page():
+    if chromium.find() is None:
+        pytest.skip("no Chromium on this machine: `make browser` installs it where apt does")
+    with chromium.open_browser() as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_opens_from_disk_without_an_error_or_a_request(run, page, scheme):
+    page.requests.clear()
+    page.open(run / "report.html", scheme)
+    assert page.complaints == []
+    outside = [url for url in page.requests if not url.startswith("data:")]
+    assert outside == [(run / "report.html").absolute().as_uri()]
+    headings = page.run("[...document.querySelectorAll('h2')].map((h) => h.textContent)")
+    assert headings == [
+        "What the draft knows", "Acceptance", "Held-out acceptance over time", "Training", "Recipe",
+        "Machine",
+    ]  # fmt: skip
+    background = page.run("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", background)[:3])) > 3 * 128
+    assert light == (scheme == "light")
+    assert page.run("document.querySelectorAll('svg.chart path').length") >= 8
+
+
+def test_it_says_what_the_files_say(run, page):
+    found = json.loads((run / "eval.json").read_text())["drafts"][0]
+    page.open(run / "report.html")
+    cards = page.run("[...document.querySelectorAll('.card')].map((c) => c.innerText)")
+    assert f"{found['acceptance_length']:.2f}" in cards[0]
+    held = gather(run)["held_out"]
+    assert any(f"{held['length'][held['best']]:.2f}" in card for card in cards)
+    bars = page.run("[...document.querySelectorAll('.bars')].map((b) => b.innerText).join('|')")
+    for name, part in found["by_category"].items():
+        assert name in bars
+        assert f"{part['acceptance_length']:.2f}" in bars
+    text = page.run("document.querySelector('main').innerText")
+    assert found["definition"][1:] in text
+    assert "ttt_steps" in text
+    assert found["samples"][0]["prompt"] in text
+
+
+def test_every_token_is_shown_in_its_writers_colour(run, page, tmp_path):
+    data = gather(run)
+    samples = data["evaluation"]["drafts"][0]["samples"]
+    for index, token in enumerate(samples[1]["tokens"]):  # a better draft than the tiny one
+        token[1] = index % 10
+    (tmp_path / "page.html").write_text(render(data))
+    page.open(tmp_path / "page.html")
+    for index, sample in enumerate(samples):
+        page.run(f"document.querySelectorAll('.tabs button')[{index}].click()")
+        shown = page.run(
+            "[...document.querySelectorAll('.said > .t')].map((t) => [t.textContent,"
+            " +t.dataset.depth, +t.dataset.round, getComputedStyle(t).backgroundColor])"
+        )
+        clear = "rgba(0, 0, 0, 0)"
+        assert [row[0].replace("⏎", "") for row in shown] == [t[0] for t in sample["tokens"]]
+        assert [row[1:3] for row in shown] == [t[1:3] for t in sample["tokens"]]
+        assert all((colour != clear) == (depth > 0) for _, depth, _, colour in shown)
+        if index == 1:
+            colours = {min(depth, 8): colour for _, depth, _, colour in shown}
+            assert len(set(colours.values())) == 9  # eight depths and none
+
+
+def test_pointing_at_a_token_shows_both_probabilities(run, page):
+    page.open(run / "report.html")
+    page.point_at(".said > .t.own:not(.first)")
+    tip = page.run("document.getElementById('tip').innerText")
+    assert page.run("document.getElementById('tip').hidden") is False
+    assert "the target's own" in tip
+    assert "target's probability" in tip
+    page.point_at("svg.chart .hover")
+    assert "step" in page.run("document.getElementById('tip').innerText")
+    page.run("document.querySelectorAll('.switch button')[1].click()")
+    assert page.run("document.querySelector('.switch button:last-child').ariaPressed") == "true"
+    assert page.complaints == []
+
+
+def test_it_fits_a_telephone(run, page):
+    page.open(run / "report.html", width=390, height=800)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_texts_cannot_break_out(run, page, tmp_path):
+    """Whatever a model says stays text, in the data, the title and the tokens."""
+    evil = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)>{{style}}"
+    data = gather(run)
+    data["name"] = evil
+    data["evaluation"]["drafts"][0]["samples"][0]["tokens"][0][0] = evil
+    data["training"]["loss"][1] = float("nan")
+    (tmp_path / "evil.html").write_text(render(data))
+    page.complaints.clear()
+    page.open(tmp_path / "evil.html")
+    assert page.complaints == []
+    assert page.run("document.title") == f"{evil} · fledge report"
+    assert page.run("document.querySelector('h1').textContent") == evil
+    assert page.run("document.querySelector('.said .t').textContent") == evil
+    assert page.run("document.querySelectorAll('img').length") == 0
+
+
+def test_a_run_that_was_not_measured(run, page, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 9')
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "x.html")])
+    assert result.exit_code == 0, result.output
+    page.complaints.clear()
+    page.open(tmp_path / "x.html")
+    assert page.complaints == []
+    text = page.run("document.querySelector('main').innerText")
+    assert "fledge report RUN --measure" in text
+    assert "Held-out acceptance over time" in text
+
+
+def test_what_is_no_run(tmp_path):
+    for arguments, complaint in (
+        ([tmp_path / "nowhere"], "no such run"),
+        ([tmp_path], "no metrics.jsonl"),
+        ([tmp_path, "--measure"], "no metrics.jsonl"),
+    ):
+        result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+        assert isinstance(result.exception, BadInput)
+        assert complaint in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gathering(run, tmp_path):
+    data = gather(run)
+    assert data["target"].endswith("target")
+    assert data["machine"]["cpu_cores"] >= 1
+    held = data["held_out"]
+    assert held["replayed"]
+    assert held["step"][0] == 0
+    assert held["length"][held["best"]] == max(held["length"][1:])
+    assert len(held["joint"]) == 3
+    # long runs are thinned, ends included; runs from before replay show what they have
+    lines = [{"step": i + 1, "loss": 1.0, "prefix_acceptance": [0.5]} for i in range(5000)]
+    lines += [{"step": s, "evaluation": {"tau": 1.0 + s, "prefix_acceptance": [s]}} for s in (0, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    old = gather(tmp_path)
+    steps = old["training"]["step"]
+    assert (len(steps), steps[0], steps[-1]) == (MOST_POINTS, 1, 5000)
+    assert steps == sorted(set(steps))
+    assert old["held_out"] == {
+        "replayed": False, "step": [0, 1], "length": [1.0, 2.0], "joint": [[0, 1]], "best": 1,
+    }  # fmt: skip
+    assert old["evaluation"] is old["machine"] is None
