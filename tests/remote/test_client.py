@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import random
 import threading
 import time
 
@@ -214,11 +215,32 @@ def test_addresses_are_checked():
         RemoteEagle3TargetModel([], wait_s=0.1)
 
 
-def test_closing_ends_waiting_calls_and_threads(server):
-    before = threading.active_count()
-    target = RemoteEagle3TargetModel(server.url, **QUICK)
-    futures = [target.generate_batch_async(*padded_rows()) for _ in range(5)]
-    target.close()
+def test_closing_ends_calls_that_wait_for_a_slow_server(monkeypatch):
+    with running() as started:
+        go, begun = threading.Event(), threading.Event()
+        backend = started.server.target.backend
+
+        def held(*args):
+            begun.set()
+            assert go.wait(30)
+            raise RuntimeError("too late")
+
+        monkeypatch.setattr(backend, "generate_batch", held)
+        target = RemoteEagle3TargetModel(started.url, **QUICK | {"timeout_s": 300.0})
+        futures = [target.generate_batch_async(*padded_rows()) for _ in range(5)]
+        assert begun.wait(20)
+        begin = time.monotonic()
+        target.close()
+        assert time.monotonic() - begin < 10
+        go.set()
     for future in futures:
-        assert future.cancelled() or future.exception() is not None or right(future.result())
-    wait_for(lambda: threading.active_count() <= before + 8)  # the server's own pool may have grown
+        assert future.cancelled() or isinstance(future.exception(), RuntimeError)
+    names = {thread.name for thread in threading.enumerate()}
+    assert not [name for name in names if name.startswith(("fledge-remote", "fledge-servers"))]
+
+
+def test_a_client_leaves_the_global_dice_alone(server):
+    random.seed(1)
+    with RemoteEagle3TargetModel([server.url], **QUICK) as target:
+        target.generate_batch(*padded_rows())
+    assert random.random() == random.Random(1).random()

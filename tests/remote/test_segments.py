@@ -1,5 +1,6 @@
 """Shared memory: used again when nobody looks, gone after kills, closed to strangers."""
 
+import errno
 import gc
 import os
 import signal
@@ -113,3 +114,21 @@ def test_a_program_that_just_ends_leaves_nothing(directory):
     )
     subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
     assert list(directory.iterdir()) == []
+
+
+def test_a_full_memory_disk_sends_the_reply_elsewhere(directory, monkeypatch):
+    segments = Segments()
+    segment = segments.lease(message().nbytes)
+    real = os.pwrite
+
+    def full(descriptor, data, at):
+        if at > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert not write_segment(segment.name, message())
+    assert segment.path.stat().st_blocks == 0  # and takes nothing of it
+    assert write_segment(segment.name, message())
+    segment.discard()

@@ -22,7 +22,7 @@ from fledge.target.remote import RemoteEagle3TargetModel, token_from
 from fledge.target.remote_protocol import Question, Rows
 from fledge.target.wire import Message, check_digest, unpack
 from remote.servers import Limits, Running, running, tiny
-from target.contract import padded_rows
+from target.contract import packed_rows, padded_rows, some_documents
 
 
 def call(server, path, body=None, *, method=None, headers=None):
@@ -125,6 +125,10 @@ def garbage():
     yield "twice", question(encoding="probs", vocabulary=torch.tensor([1, 1]))
     yield "top_k", question(encoding="topk", vocabulary=torch.tensor([1, 2]), top_k=3)
     yield "id", question(request_id="x")
+    packed = packed_rows(some_documents(), 14)
+    many = torch.zeros(3, 1000, dtype=torch.long)
+    many[:, :3] = packed[4]
+    yield "documents", question(rows=Rows(*packed[:4], many, packed[5]))
 
 
 def test_garbage_is_400_in_one_line_and_the_server_lives_on(server):
@@ -146,6 +150,8 @@ def test_what_is_no_http_or_no_route_does_no_harm(server):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
             raw.sendall(noise)
     assert call(server, "/v2/info")[0] == 404
+    assert call(server, "/docs")[0] == 404
+    assert "/v2/info" not in server.server.metrics.text()
     assert call(server, "/v1/generate")[0] == 405
     assert answers(server)
 
@@ -192,8 +198,9 @@ def test_a_full_queue_is_429_with_a_time_and_the_client_comes_back(monkeypatch):
             wait_for(lambda: "fledge_pending_requests 2" in started.server.metrics.text())
             status, headers, data = call(started, "/v1/generate", question(request_id="9" * 32))
             assert status == 429
-            assert 0 < float(headers["Retry-After"]) <= 30
+            assert 1 <= int(headers["Retry-After"]) <= 30
             assert "full" in json.loads(data)["error"]
+            assert 0 < json.loads(data)["retry_after_s"] <= int(headers["Retry-After"])
             with RemoteEagle3TargetModel(started.url, timeout_s=30) as target:
                 late = target.generate_batch_async(*padded_rows())
                 wait_for(lambda: 'status="429"} 2' in started.server.metrics.text())

@@ -93,7 +93,8 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
             f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
         )
         bar.update(task, description="training", total=stream.steps, completed=0)
-        outcome = fit(training, watcher)
+        with training.parts.target:  # let go of it on every way out
+            outcome = fit(training, watcher)
     seconds = time.perf_counter() - begin
     truth = {
         "seconds": seconds,
@@ -102,7 +103,6 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
     }
     if is_main:
         _report(recipe, outcome, predicted, truth, as_json=as_json)
-    training.parts.target.close()
     leave_world(training.parts.world)
     return 0 if outcome.finished else 128 + outcome.signal
 

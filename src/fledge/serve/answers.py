@@ -23,6 +23,8 @@ class Target:
     def check(self, question: Question) -> None:
         """Refuse now what would fail later, in a pass with the questions of others."""
         rows = question.rows
+        if rows.seq_lens is not None and rows.seq_lens.shape[1] > rows.shape[1]:
+            raise WireError("seq_lens has room for more documents than a row has tokens")
         find_documents(rows.input_ids, rows.attention_mask, *rows.arguments()[3:])
         low, high = int(rows.input_ids.min()), int(rows.input_ids.max())
         if low < 0 or high >= self._known_ids:

@@ -5,6 +5,7 @@ memory, which reaches the speed of a plain socket (benchmarks/results/remote.md)
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class TargetServer:
         }
 
     def _routes(self) -> FastAPI:
-        app = FastAPI(title="fledge target server", version=__version__)
+        app = FastAPI(title="fledge target server", version=__version__, openapi_url=None)
 
         @app.get("/health")
         async def health() -> dict[str, Any]:
@@ -174,8 +175,9 @@ class _Generate:
         except TimeoutError:
             await send_json(send, 408, {"error": "the body did not arrive in time"})
         except QueueFull as full:
-            after = {"Retry-After": f"{full.retry_after_s:.2f}"}
-            await send_json(send, 429, {"error": str(full)}, after)
+            after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # HTTP knows whole seconds
+            facts = {"error": str(full), "retry_after_s": full.retry_after_s}
+            await send_json(send, 429, facts, after)
         except ValueError as error:  # WireError among them: garbage is the client's problem
             await send_json(send, 400, {"error": _line(error)})
         except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:

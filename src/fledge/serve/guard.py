@@ -15,6 +15,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+PATHS = (
+    *("/health", "/metrics", "/v1/info", "/v1/embeddings", "/v1/head", "/v1/files"),
+    "/v1/generate",
+)
 OPEN_PATHS = ("/health",)  # for load balancers, which have no token
 
 
@@ -32,9 +36,12 @@ class Guard:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if message["status"] != 404 else "other"
-                status = str(message["status"])
-                self._metrics.count("http_requests_total", path=path, status=status)
+                known = scope["path"] in PATHS  # strangers invent paths without end
+                self._metrics.count(
+                    "http_requests_total",
+                    path=scope["path"] if known else "other",
+                    status=str(message["status"]),
+                )
             await send(message)
 
         headers = dict(scope["headers"])

@@ -82,21 +82,19 @@ def split(batch: Eagle3TargetBatch, questions: Sequence[Rows]) -> list[Eagle3Tar
     answers, first = [], 0
     for rows in questions:
         count, width = rows.shape
-        answers.append(_cut(batch.rows(slice(first, first + count)), rows, width))
+        answers.append(_cut(batch.rows(slice(first, first + count)), width))
         first += count
     return answers
 
 
-def _cut(batch: Eagle3TargetBatch, rows: Rows, width: int) -> Eagle3TargetBatch:
+def _cut(batch: Eagle3TargetBatch, width: int) -> Eagle3TargetBatch:
     assert batch.last_hidden_states is not None
     hidden = batch.last_hidden_states[:, :width].clone()
     hidden[:, -1] = 0  # the shift's tail: in the wider batch a padding token's state came after it
-    loss = batch.loss_mask[:, :width].clone()
-    loss[:, -1] = 0
     return Eagle3TargetBatch(
         aux_hidden_states=batch.aux_hidden_states[:, :width],
         input_ids=batch.input_ids[:, :width],
         attention_mask=batch.attention_mask[:, :width],
-        loss_mask=loss,
+        loss_mask=batch.loss_mask[:, :width],
         last_hidden_states=hidden,
     )

@@ -90,7 +90,7 @@ def _engine(
         kind: Any = getattr(import_module(f"fledge.target.{engine}_runner"), name)
     except ModuleNotFoundError as error:
         raise BadInput(
-            f"{error.name} is not installed", where=engine, fix=f"pip install 'fledge[{engine}]'"
+            f"{error.name} is not installed", fix=f"pip install 'fledge[{engine}]'"
         ) from error
     backend: Eagle3TargetBackend = kind.from_pretrained(
         model,

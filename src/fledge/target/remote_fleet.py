@@ -52,6 +52,7 @@ class Fleet:
         self._identity: dict[str, Any] | None = None
         self._down_since: float | None = None
         self._reminded = 0.0
+        self._dice = random.Random()  # not everybody's: runs must stay repeatable
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="fledge-servers")
 
@@ -69,7 +70,7 @@ class Fleet:
         try:
             found = use(state)
         except ServerBusy as busy:
-            state.not_before = time.monotonic() + busy.retry_after_s * random.uniform(0.5, 1.0)
+            state.not_before = time.monotonic() + busy.retry_after_s * self._dice.uniform(0.5, 1.0)
             raise
         except (ServerDown, ServerFault) as error:
             self._set_down(state, str(error))
@@ -85,10 +86,10 @@ class Fleet:
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
-        if self._watcher.is_alive():
-            self._watcher.join(timeout=2 * _CHECK_TIMEOUT_S)
         for state in self._states:
             state.server.close()
+        if self._watcher.is_alive():
+            self._watcher.join(timeout=2 * _CHECK_TIMEOUT_S)
 
     def _take(self) -> ServerState:
         """The least loaded server that is up; waits for one."""
@@ -100,7 +101,7 @@ class Fleet:
                 up = [state for state in self._states if state.up]
                 ready = [state for state in up if state.not_before <= now]
                 if ready:
-                    state = min(ready, key=lambda s: (s.in_flight + s.queue, random.random()))
+                    state = min(ready, key=lambda s: (s.in_flight + s.queue, self._dice.random()))
                     state.in_flight += 1
                     self._down_since = None
                     return state
@@ -132,7 +133,7 @@ class Fleet:
 
     def _watch(self) -> None:
         """Look at the servers, those that are down above all, until the client is closed."""
-        while not self._closed.wait(self._check_every_s * random.uniform(0.8, 1.2)):
+        while not self._closed.wait(self._check_every_s * self._dice.uniform(0.8, 1.2)):
             for state in self._states:
                 if not state.refused and not self._closed.is_set():
                     self._check(state)
@@ -174,6 +175,8 @@ class Fleet:
             log.warning("target server %s is not used: %s", state.server.url, state.error)
 
     def _set_down(self, state: ServerState, why: str) -> None:
+        if self._closed.is_set():
+            return
         with self._changed:
             was_up, state.up, state.error = state.up, False, why
             self._changed.notify_all()

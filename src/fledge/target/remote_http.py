@@ -5,8 +5,10 @@ Every exchange has a deadline for the whole of it, however slowly the bytes tric
 whole reply or in one of four exceptions, which say what to do next.
 """
 
+import contextlib
 import http.client
 import json
+import socket
 import ssl
 import threading
 import time
@@ -102,7 +104,9 @@ class Server:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._buffers = buffers or Buffers(0)
         self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
+        self._closed = False
 
     def get_json(self, path: str, *, timeout_s: float) -> dict[str, Any]:
         reply = self._exchange("GET", path, None, timeout_s, _SMALL_BYTES, digest=False)
@@ -121,8 +125,14 @@ class Server:
         return self._exchange("POST", path, body, timeout_s, max_bytes, digest=True)
 
     def close(self) -> None:
+        """Close idle connections, end the exchanges that are under way, begin no new ones."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
+            for connection in self._busy:
+                if connection.sock is not None:
+                    with contextlib.suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
         for connection in idle:
             connection.close()
 
@@ -139,6 +149,8 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while True:
             connection, kept = self._connect(deadline)
+            with self._lock:
+                self._busy.add(connection)
             try:
                 reply = self._speak(connection, method, path, body, deadline, max_bytes, digest)
             except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
@@ -152,6 +164,9 @@ class Server:
             except BaseException:
                 connection.close()
                 raise
+            finally:
+                with self._lock:
+                    self._busy.discard(connection)
             with self._lock:
                 self._idle.append(connection)
             return reply
@@ -159,6 +174,8 @@ class Server:
     def _connect(self, deadline: float) -> tuple[http.client.HTTPConnection, bool]:
         """(connection, whether it was used before)."""
         with self._lock:
+            if self._closed:
+                raise ServerDown("this client is closed")
             if self._idle:
                 return self._idle.pop(), True
         left = max(0.01, min(10.0, deadline - time.monotonic()))
@@ -219,11 +236,12 @@ class Server:
     def _complain(self, status: int, body: bytes, headers: http.client.HTTPMessage) -> None:
         """Turn an error reply into the exception that says what to do."""
         try:
-            what = str(json.loads(body)["error"])
+            said = json.loads(body)
+            what = str(said["error"])
         except (ValueError, KeyError, TypeError):
-            what = f"HTTP {status}"
+            said, what = {}, f"HTTP {status}"
         if status == 429:
-            raise ServerBusy(_seconds(headers.get("Retry-After", "")))
+            raise ServerBusy(_seconds(said.get("retry_after_s", headers.get("Retry-After"))))
         if status >= 500:
             raise ServerFault(f"HTTP {status}: {what}")
         fix = {401: "see target.token_env", 409: "all servers must hold the same weights"}
@@ -239,10 +257,10 @@ def _arm(connection: http.client.HTTPConnection, deadline: float) -> None:
         connection.sock.settimeout(left)
 
 
-def _seconds(text: str) -> float:
+def _seconds(said: Any) -> float:
     try:
-        return min(60.0, max(0.01, float(text)))
-    except ValueError:
+        return min(60.0, max(0.01, float(said)))
+    except (TypeError, ValueError):
         return 1.0
 
 

@@ -31,7 +31,7 @@ from fledge.target.batch import (
 )
 from fledge.target.cache_codec import decode_states, keep_top
 from fledge.target.cache_format import DTYPES, Shape
-from fledge.target.head import TargetHead
+from fledge.target.head import TargetHead, target_distribution_from_hidden
 from fledge.target.wire import Message, WireError
 
 PROTOCOL = 1  # raise when the meaning of a message changes
@@ -201,12 +201,9 @@ def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead
         ids_W = question.vocabulary.to(head.weight_VD.device)
         mask_V = torch.zeros(len(head.weight_VD), dtype=torch.bool, device=ids_W.device)
         mask_V[ids_W] = True
-        supervised_BT = batch.loss_mask.bool()
-        projected = batch.with_probs(head, ids_W, mask_V)
-        assert projected.target_probs is not None
-        assert projected.position_mask is not None
-        probs_MW = projected.target_probs[supervised_BT]
-        tensors["position_mask"] = projected.position_mask[supervised_BT].to(torch.uint8)
+        hidden_MD = batch.last_hidden_states[batch.loss_mask.bool()]
+        probs_MW, sayable_M = target_distribution_from_hidden(hidden_MD, head, ids_W, mask_V)
+        tensors["position_mask"] = sayable_M[:, None].to(torch.uint8)
         if question.encoding == "probs":
             tensors["target_probs"] = probs_MW.to(dtype)
         else:

@@ -143,7 +143,7 @@ def _read_header(message: Buffer) -> tuple[int, dict[str, Any]]:
     if len(message) < 8 + DIGEST_BYTES:
         raise WireError(f"{len(message)} bytes are no message")
     length = int.from_bytes(message[:8], "little")
-    if length > min(_MAX_HEADER_BYTES, len(message) - 8):
+    if length > min(_MAX_HEADER_BYTES, len(message) - 8) or length % 8:
         raise WireError(f"a header of {length} bytes does not fit")
     try:
         header = json.loads(bytes(message[8 : 8 + length]))

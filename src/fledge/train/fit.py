@@ -107,9 +107,7 @@ def fit(training: Training, observer: Observer) -> Outcome:
                 result = train_step(parts, batch, lr=lr, stopping=bool(stop.received))
                 state.step += 1
                 window += result.sums
-                stopping = _read(
-                    training, pending, observer
-                )  # the step before: no waiting for this
+                stopping = _read(training, pending, observer)  # the step before: no waiting
                 pending = (batch, result)
                 last = state.step == total
                 if last or state.step % recipe.tracking.every_steps == 0:
@@ -129,8 +127,9 @@ def fit(training: Training, observer: Observer) -> Outcome:
             observer.note(f"stopped after step {state.step}; the same command continues the run")
             if not stop.received:
                 raise
-    if logs is not None:
-        logs.close()
+        finally:
+            if logs is not None:
+                logs.close()
     assert saved == state.step or state.step == total
     return Outcome(state, state.step == total, stop.received)
 

@@ -201,8 +201,14 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
         return open_cache(recipe, section, device)
     if isinstance(section, RemoteTarget):
         return open_remote(section, device)
+    if not isinstance(section, HfTarget):
+        try:
+            return open_target(section.backend, section.model, _options(section, device))
+        except BadInput as error:  # an engine speaks of itself: say which key chose it
+            where = " ".join(filter(None, (f"target.backend={section.backend}", error.where)))
+            raise BadInput(error.what, where=where, fix=error.fix) from error
     target = open_target(section.backend, section.model, _options(section, device))
-    if isinstance(section, HfTarget) and section.keep_states_gb and section.supervision == "hidden":
+    if section.keep_states_gb and section.supervision == "hidden":
         return RememberingTarget(target, int(section.keep_states_gb * 2**30))
     return target
 

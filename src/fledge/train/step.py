@@ -132,7 +132,9 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
         answers = early or [ask_target(parts.target, rows) for rows in micro]
-        inputs = [answer.to(parts.device).to_trainer_inputs() for answer in answers]
+        inputs = [
+            answer.to(parts.device, non_blocking=True).to_trainer_inputs() for answer in answers
+        ]
 
     # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
     # drawn for a document depends on it alone, not on ranks or packing.

@@ -1,0 +1,89 @@
+"""Asking in advance: order, how far, on all ranks together, and stopping while it takes long."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fledge.errors import TargetUnreachable
+from fledge.train.ahead import answers_ahead, ask_ahead, together
+from fledge.train.batches import StepBatch
+from fledge.train.clock import Clock
+from fledge.train.distributed import World
+
+CPU = torch.device("cpu")
+
+
+class Distant:
+    """Answers each row with its own number, when it is told to."""
+
+    supports_async = True
+
+    def __init__(self, prefetch, at_once=True):
+        self.prefetch, self.at_once, self.futures = prefetch, at_once, []
+
+    def generate_batch_async(self, input_ids, *rest):
+        future = Future()
+        if self.at_once:
+            future.set_result(input_ids)
+        self.futures.append(future)
+        return future
+
+
+def rows(number):
+    names = ("attention_mask", "loss_mask", "position_ids", "seq_lens", "doc_remaining")
+    return SimpleNamespace(input_ids=number, **dict.fromkeys(names))
+
+
+def parts(target, world=None):
+    return SimpleNamespace(target=target, world=world or World(), device=CPU, clock=Clock(CPU))
+
+
+def steps(count, micro):
+    for step in range(count):
+        numbers = [rows(step * micro + index) for index in range(micro)]
+        yield StepBatch(step, 0, (*numbers, None))
+
+
+@pytest.mark.parametrize(("micro", "prefetch"), [(1, 1), (1, 3), (2, 1), (2, 4), (3, 2)])
+def test_batches_stay_in_order_and_are_asked_so_far_ahead(micro, prefetch):
+    target = Distant(prefetch)
+    for number, batch in enumerate(ask_ahead(parts(target), steps(10, micro))):
+        assert batch.step == number
+        assert [f.result() for f in batch.answers] == [number * micro + i for i in range(micro)]
+        behind = len(target.futures) - (number + 1) * micro
+        assert min(prefetch, (9 - number) * micro) <= behind <= prefetch + micro - 1
+    assert len(target.futures) == 10 * micro  # each once
+    asked = [
+        (batch, answer) for batch, answer in answers_ahead(target, [rows(i) for i in range(7)])
+    ]
+    assert [answer for _, answer in asked] == list(range(7))
+
+
+def test_a_target_in_this_process_is_not_asked_ahead():
+    target = SimpleNamespace(supports_async=False)
+    assert [b.answers for b in ask_ahead(parts(target), steps(3, 1))] == [()] * 3
+
+
+def test_a_stop_ends_the_waiting_and_what_was_asked_is_called_off():
+    target = Distant(2, at_once=False)
+    with pytest.raises(TargetUnreachable, match="stopped while"):
+        next(ask_ahead(parts(target), steps(9, 1), stopping=lambda: True))
+    assert [future.cancelled() for future in target.futures[1:]] == [True, True]
+
+
+class Peer(World):
+    """One of two ranks, of which the other has lost its servers."""
+
+    def sum_(self, tensor):
+        return tensor + 1
+
+
+def test_when_one_rank_loses_its_target_all_stop():
+    lost = Peer(rank=0, size=2)
+    with pytest.raises(TargetUnreachable, match="of another rank"):
+        together(Distant(1), lost, CPU, lambda: None)
+    with pytest.raises(TargetUnreachable, match="of another rank"):
+        next(ask_ahead(parts(Distant(1), lost), steps(3, 1)))
+    together(SimpleNamespace(supports_async=False), lost, CPU, lambda: None)  # nothing to lose
