@@ -1,15 +1,13 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import err, out, print_json, quiet_libraries, watching
 from fledge.errors import BadInput
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
@@ -61,7 +59,7 @@ def evaluate(
     paths = [draft_directory(path) for path in drafts]
     asked = read_prompts(prompts or ["mixed"], limit=limit or None)
     options = _options(draft_tokens, method, tree, live, max_new_tokens)
-    with _watching() as watch:
+    with watching() as watch:
         watch("loading the target", 0, 1)
         backend = _load_target(paths[0], target, aux_layers, dtype, device)
         answers = cached_answers(
@@ -149,18 +147,6 @@ def _numbers(text: str, count: int, where: str) -> list[int]:
     if len(parts) != count or not all(part.strip().isdigit() for part in parts):
         raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")
     return [int(part) for part in parts]
-
-
-@contextlib.contextmanager
-def _watching() -> Iterator[Any]:
-    """One bar that says what is going on."""
-    with progress_bar("") as bar:
-        task = bar.add_task("", total=None, note="")
-
-        def watch(what: str, done: float, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield watch
 
 
 def _as_json(reports: Any, answers: Any, backend: Any, prompts: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ name. A failed or killed export leaves nothing that looks like one.
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,15 @@ Watch = Callable[[str, float, int], None]  # what is going on, done, in all
 
 
 @dataclass(frozen=True)
-class ExportOptions:
-    """How to export; the engine and its version say what."""
-
-    engine_version: str | None = None  # None: the newest tested one
-    target: str = ""  # "": the run's own
-    dtype: torch.dtype | None = None  # None: as stored
-    num_draft_tokens: int | None = None  # None: as trained
-    target_embeddings: bool = False  # give up trained embeddings for the target's
-    without_target: bool = False  # leave out what needs the target's weights
-    device: str | None = None
-    check: CheckOptions = field(default_factory=CheckOptions)
+class _Options:
+    engine_version: str | None
+    target: str
+    dtype: torch.dtype | None
+    num_draft_tokens: int | None
+    target_embeddings: bool
+    without_target: bool
+    device: str | None
+    check: CheckOptions
 
 
 def export_draft(
@@ -74,8 +72,14 @@ def export_draft(
     out: str | Path,
     *,
     engine: str,
-    engine_version: str | None = None,
-    options: ExportOptions | None = None,
+    engine_version: str | None = None,  # None: the newest tested one
+    target: str = "",  # "": the run's own
+    dtype: torch.dtype | None = None,  # None: as stored
+    num_draft_tokens: int | None = None,  # None: as trained
+    target_embeddings: bool = False,  # give up trained embeddings for the target's
+    without_target: bool = False,  # leave out what needs the target's weights
+    device: str | None = None,
+    check: CheckOptions | None = None,
     watch: Watch | None = None,
 ) -> Path:
     """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
@@ -83,13 +87,22 @@ def export_draft(
     Raises BadInput for what the engine cannot serve, and when the files do not do what the
     checkpoint does; `out` is then as it was. `read_record(out)` says what was measured.
     """
-    options = options or ExportOptions()
-    options = dataclasses.replace(options, engine_version=engine_version or options.engine_version)
-    watch = watch or (lambda what, done, total: None)
+    options = _Options(
+        engine_version,
+        target,
+        dtype,
+        num_draft_tokens,
+        target_embeddings,
+        without_target,
+        device,
+        check or CheckOptions(),
+    )
     out = Path(out)
     if out.exists() and not (out / RECORD_NAME).is_file() and any(out.iterdir()):
         raise BadInput("not empty, and not an export", where=str(out), fix="give another --out")
-    job = _Job(read_source(Path(source)), _engine(engine), options, watch)
+    job = _Job(
+        read_source(Path(source)), _engine(engine), options, watch or (lambda what, at, of: None)
+    )
     return job.write(out)
 
 
@@ -114,7 +127,7 @@ class _Job:
     """One export, decided from top to bottom in `__init__`, carried out in `write`."""
 
     def __init__(
-        self, source: DraftSource, engine: Engine, options: ExportOptions, watch: Watch
+        self, source: DraftSource, engine: Engine, options: _Options, watch: Watch
     ) -> None:
         self.source, self.engine, self.options, self.watch = source, engine, options, watch
         self.version = engine.check_version(options.engine_version)
