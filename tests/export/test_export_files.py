@@ -219,16 +219,33 @@ def test_aux_layers_in_another_order_are_put_in_order(tmp_path, tiny_target):
     assert config_of(made)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
 
 
-def test_another_dtype(tmp_path, drafts, tiny_target):
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+def test_another_dtype(tmp_path, drafts, tiny_target, engine):
     made = export_draft(
-        drafts["eagle3"], tmp_path / "out", engine="vllm", target=str(tiny_target),
+        drafts["eagle3"], tmp_path / "out", engine=engine, target=str(tiny_target),
         dtype=torch.bfloat16, check=CHECK,
     )  # fmt: skip
     state = tensors_of(made)
     assert state["fc.weight"].dtype == torch.bfloat16
     assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)
     assert config_of(made)["torch_dtype"] == "bfloat16"
+    assert config_of(made).get("transformer_layer_config", {}).get("torch_dtype") in (
+        None,
+        "bfloat16",
+    )
     assert read_record(made)["self_check"]["decoded"]["same_as_checkpoint"]
+
+
+def test_a_draft_that_does_not_say_its_layers(deep_target, tmp_path):
+    """Drafts from before they did, and foreign ones: the default layers of the target named."""
+    draft = make_draft(tmp_path / "draft")
+    rewrite(draft, config=lambda values: values.pop("aux_layer_ids"))
+    common = {"engine": "vllm", "without_target": True}
+    with pytest.raises(BadInput, match=r"which layers.*--target"):
+        export_draft(draft, tmp_path / "out", **common)
+    made = export_draft(draft, tmp_path / "out", target=str(deep_target), **common)
+    assert read_record(made)["aux_layer_ids"] == [1, 3, 4]
+    assert config_of(made)["aux_layer_ids"] == [1, 3, 4]
 
 
 # --- embeddings ---------------------------------------------------------------------------------
