@@ -17,6 +17,7 @@ from fledge.export import export as export_module
 from fledge.export.export import read_record
 from fledge.export.self_check import CheckOptions, DecodingCheck, SelfCheck
 from fledge.train.fit import fit
+from fledge.train.recipe import load_recipe
 from fledge.train.setup import set_up
 from train.tiny import Notes, make_chats, recipe_for
 
@@ -79,6 +80,31 @@ def test_a_peagle_run(tiny_target, place, tmp_path):
     assert record["mask_token_id"] is not None
 
 
+def test_layers_in_another_order_and_another_backend(tiny_target, place, tmp_path):
+    recipe = recipe_for(
+        tiny_target, place / "chats.jsonl", tmp_path / "run", "target.aux_layer_ids=2,0,1",
+        "training.steps=4", "evaluation.every_steps=4",
+    )  # fmt: skip
+    fit(set_up(recipe), Notes())
+    resolved = tmp_path / "run" / "recipe.yaml"
+    remote = ["target.backend=remote", "target.urls=http://127.0.0.1:9"]
+    load_recipe(resolved, remote).write_resolved(tmp_path / "run")  # as if somebody else answered
+    made = export_draft(
+        tmp_path / "run", tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
+    check = read_record(made)["self_check"]
+    assert read_record(made)["aux_layer_ids"] == [0, 1, 2]
+    assert check["same_rows"] == pytest.approx(check["estimate"], rel=1e-6)
+    assert check["decoded"]["same_as_checkpoint"]
+
+
+def test_a_rollout_of_another_depth_is_compared_at_the_trained_one(run, tmp_path):
+    made = export_draft(run, tmp_path / "out", engine="vllm", num_draft_tokens=1, check=CHECK)
+    record = read_record(made)
+    assert record["num_draft_tokens"] == 1
+    assert len(record["self_check"]["decoded"]["joint"]) == 3
+
+
 def test_an_estimate_that_the_files_do_not_reach_is_refused(run, tmp_path):
     state = state_of(run)
     state["last"]["tau"] *= 1.05
@@ -101,6 +127,7 @@ def test_other_data_is_noticed_and_not_compared(run, tmp_path):
     assert check["same_rows"] is None
     assert "gone.jsonl" in check["notes"][0]
     assert check["decoded"]["prompts"] == 3  # from the set that ships with fledge
+    assert "not compared with its estimate" in check["notes"][1]
 
 
 @pytest.mark.parametrize(("reached", "fine"), [(1.29, False), (1.31, True), (2.0, True)])

@@ -113,6 +113,9 @@ def _as_speculators(
     _require(kind in ("eagle3", "peagle"), "speculators_model_type")
     _require(values["speculators_config"]["algorithm"] == kind, "speculators_config.algorithm")
     _require("model_type" not in values, "model_type")
+    [proposal] = values["speculators_config"]["proposal_methods"]
+    _require(proposal["speculative_tokens"] > 0, "speculative_tokens")
+    _require(bool(values["speculators_config"]["verifier"]["name_or_path"]), "verifier")
     absent = kind == "eagle3"  # what it means where the file does not say
     _require(not values.get("norm_before_residual", absent), "norm_before_residual")
     ids = values.get("eagle_aux_hidden_state_layer_ids")
