@@ -1,5 +1,7 @@
 """Exports of every kind to every engine: what is in the files, and what the self-check catches."""
 
+import shutil
+
 import pytest
 import torch
 from export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrite, tensors_of
@@ -379,8 +381,6 @@ BROKEN = [
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, what, change, named):
-    import shutil
-
     broken = tmp_path / "export"
     shutil.copytree(exports[kind, engine], broken)
     model = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
@@ -389,6 +389,16 @@ def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, w
     rewrite(broken, **{what: change})
     with pytest.raises(BadInput, match=named):
         check_files(broken, engine, draft, side)
+
+
+def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, tmp_path):
+    broken = shutil.copytree(exports["eagle3", "vllm"], tmp_path / "broken")
+    rewrite(broken, tensors=drop("embed_tokens.weight"))
+    model = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"])
+    draft = in_layer_order(model.config, model.state_dict())
+    with pytest.raises(BadInput, match=r"embed_tokens\.weight: missing"):
+        check_files(broken, "vllm", draft, TargetSide(4))
+    check_files(exports["eagle3", "sglang"], "sglang", draft, TargetSide(4))
 
 
 def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):
