@@ -55,11 +55,13 @@ def _attach_verbs() -> None:
         demo,
         doctor,
         eval,
+        export,
         plan,
         precompute,
         recipe,
         regenerate,
         report,
+        serve,
         serve_target,
         train,
     )
@@ -71,12 +73,14 @@ def _attach_verbs() -> None:
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
     app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
+    app.command(name="export", epilog=export.EXAMPLE)(export.export)
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
     app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
     app.command(name="report", epilog=report.EXAMPLE)(report.report)
     app.command(name="serve-target", epilog=serve_target.EXAMPLE)(serve_target.serve_target)
+    app.command(name="serve", epilog=serve.EXAMPLE)(serve.serve)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 
 
