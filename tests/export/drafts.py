@@ -21,7 +21,7 @@ from fledge.target.hf import HFEagle3TargetModel
 
 AUX = [1, 3, 4]  # the default of eight layers
 WIDTH, PROMPTS, NEW_TOKENS = 200, 8, 32
-ROPE = {"rope_type": "linear", "factor": 0.25, "rope_theta": 100.0}
+ROPE = {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0}
 TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}"
     "{{ '<e>' }}{% endfor %}{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
