@@ -29,10 +29,10 @@ def answering(place):
     """The target loaded once, whoever asks."""
     from drafts import NEW_TOKENS, PROMPTS
 
-    from fledge.export.checks.base import TargetFacts
+    from fledge.export.checks.base import TargetFiles
     from fledge.export.checks.probe import Answering
 
     loaded = Answering(
-        TargetFacts(str(place / "target")), prompts=PROMPTS, max_new_tokens=NEW_TOKENS, device="cpu"
+        TargetFiles(str(place / "target")), prompts=PROMPTS, max_new_tokens=NEW_TOKENS, device="cpu"
     )
     return lambda facts: loaded

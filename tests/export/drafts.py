@@ -20,7 +20,7 @@ from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.hf import HFEagle3TargetModel
 
 AUX = [1, 3, 4]  # the default of eight layers
-WIDTH, PROMPTS, NEW_TOKENS = 200, 8, 32
+WIDTH, PROMPTS, NEW_TOKENS = 200, 8, 48
 ROPE = {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0}
 TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}"
@@ -77,7 +77,7 @@ def make_draft(target: Path, *, parallel=False, aux=AUX, fit=40, **flags) -> Lla
     config.aux_layer_ids = list(aux)
     draft = LlamaEagle3DraftModel(config)
     rows = answered_rows(backend)
-    common = torch.bincount(rows.flatten(), minlength=config.vocab_size)
+    common = torch.bincount(rows[0][rows[2] != 0], minlength=config.vocab_size)
     common[1] += 10_000  # the end token belongs to every draft vocabulary
     ids = common.argsort(descending=True, stable=True)[:WIDTH].sort().values
     mask = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -93,23 +93,29 @@ def make_draft(target: Path, *, parallel=False, aux=AUX, fit=40, **flags) -> Lla
 
 @torch.no_grad()
 def prepare(draft: LlamaEagle3DraftModel) -> None:
-    """fc starts as the difference of two layers: what only the right layers show."""
+    """fc starts as differences of layers: what only the right layers show."""
     size = draft.config.hidden_size
     for name, weight in draft.named_parameters():
         if weight.ndim == 2 and name not in ("embed_tokens.weight", "lm_head.weight"):
             weight.mul_(6)
-    turn = torch.randn(size, size) * 6 / size**0.5
-    draft.fc.weight[:, :size], draft.fc.weight[:, size : 2 * size] = -turn, turn
-    draft.fc.weight[:, 2 * size :] *= 0.1
+    low, high = torch.randn(2, size, size) * 6 / size**0.5
+    draft.fc.weight.copy_(torch.cat([-low, low - high, high], dim=1))
     draft.embed_tokens.weight.requires_grad_(False)
 
 
-def answered_rows(backend: HFEagle3TargetModel) -> torch.Tensor:
+def answered_rows(backend: HFEagle3TargetModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The target's answers behind their prompts: ids, attention mask, loss mask."""
     answers = cached_answers(
         backend, read_prompts(["mixed"], limit=PROMPTS), max_new_tokens=NEW_TOKENS
-    )
-    texts = [one.prompt_ids[-24:] + one.answer_ids for one in answers.turns]
-    return torch.tensor([text[: 24 + NEW_TOKENS] for text in texts])
+    ).turns
+    width = max(len(one.prompt_ids) + len(one.answer_ids) for one in answers)
+    ids, real, loss = torch.zeros(3, len(answers), width, dtype=torch.long)
+    for row, one in enumerate(answers):
+        end = len(one.prompt_ids) + len(one.answer_ids)
+        ids[row, :end] = torch.tensor(one.prompt_ids + one.answer_ids)
+        real[row, :end] = 1
+        loss[row, len(one.prompt_ids) : end] = 1
+    return ids, real, loss
 
 
 def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> None:
@@ -122,8 +128,7 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> N
     else:
         head = backend.info().head
         module = Eagle3TrainerModule(draft, ttt_steps=depths, target_head=head, **common)
-    ones = torch.ones_like(rows)
-    given = backend.generate_batch(rows, ones, ones).to_trainer_inputs()
+    given = backend.generate_batch(*rows).to_trainer_inputs()
     if shift:
         name = "target_last_hidden_states"
         given[name] = given[name].roll(shift, dims=1)

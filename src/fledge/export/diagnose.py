@@ -1,6 +1,5 @@
 """Why a draft accepts less than it should: every check, certain repairs, and the proof of both."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,14 +8,16 @@ from typing import Any
 
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.errors import BadInput
-from fledge.export.checks.base import Finding, Level, Subject, TargetFacts
+from fledge.export.checks.base import Finding, Level, Subject, TargetFiles
 from fledge.export.checks.probe import Answering, Probe, Score
 from fledge.export.checks.registry import CHECKS
 from fledge.export.foreign import DraftFiles, read_files
+from fledge.export.formats import RECORD_NAME
 from fledge.export.import_draft import build_draft
 from fledge.export.weight_files import weight_files
 from fledge.files import atomic_directory, save_tensors, write_json
-from fledge.train.checkpoint import STATE_NAME
+from fledge.train.checkpoint import STATE_NAME, TRAINING_NAME
+from fledge.train.runs import checkpoint_state
 
 _ROUNDS = 6  # of repairing and looking again: a fault may hide another
 
@@ -62,7 +63,7 @@ def diagnose(
     *,
     engine: str = "",
     static: bool = False,
-    answering: Callable[[TargetFacts], Answering] = Answering,
+    answering: Callable[[TargetFiles], Answering] = Answering,
 ) -> Diagnosis:
     """Check a draft of anybody's against its target.
 
@@ -71,7 +72,7 @@ def diagnose(
     """
     if engine not in ("", "vllm", "sglang"):
         raise BadInput(f"'{engine}' is not an engine", where="engine", fix="vllm or sglang")
-    files, facts = read_files(directory), TargetFacts(target)
+    files, facts = read_files(directory), TargetFiles(target)
     result = Diagnosis(files, target, files.view.layout.name)
     subject = Subject(files.copy(), facts, engine=engine)
     levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
@@ -112,7 +113,7 @@ def _repair_and_look_again(subject: Subject, levels: Sequence[Level], result: Di
 
 
 def _decode(
-    subject: Subject, result: Diagnosis, answering: Callable[[TargetFacts], Answering]
+    subject: Subject, result: Diagnosis, answering: Callable[[TargetFiles], Answering]
 ) -> None:
     try:
         draft = build_draft(subject)
@@ -135,11 +136,8 @@ def _decode(
 
 def training_estimate(directory: Path) -> float | None:
     """The share of right first tokens that the run's last evaluation saw, if it left a record."""
-    path = directory / STATE_NAME
-    if not path.is_file():
-        return None
-    last = json.loads(path.read_bytes()).get("last") or {}
-    rates = last.get("prefix_acceptance") or []
+    state = checkpoint_state(directory)
+    rates = ((state or {}).get("last") or {}).get("prefix_acceptance") or []
     return float(rates[0]) if rates else None
 
 
@@ -155,7 +153,7 @@ def write_repaired(result: Diagnosis, out: Path) -> Path:
     replaced = {CONFIG_NAME, *(path.name for path in weight_files(source))}
     with atomic_directory(out) as temporary:
         for entry in sorted(source.iterdir()):
-            if entry.is_file() and entry.name not in replaced and not _is_index(entry):
+            if entry.is_file() and entry.name not in replaced and not _is_stale(entry):
                 shutil.copyfile(entry, temporary / entry.name)
         write_json(temporary / CONFIG_NAME, result.repaired.config)
         owned = {name: one.clone().contiguous() for name, one in result.repaired.tensors.items()}
@@ -163,6 +161,10 @@ def write_repaired(result: Diagnosis, out: Path) -> Path:
     return out
 
 
-def _is_index(path: Path) -> bool:
-    """Files that speak of the old weights: shard lists, a checkpoint's checksums and moments."""
-    return path.name.endswith(".index.json") or path.name in (STATE_NAME, "training.safetensors")
+def _is_stale(path: Path) -> bool:
+    """What speaks of the old files: shard lists, checksums, the optimizer's moments."""
+    return path.name.endswith(".index.json") or path.name in (
+        STATE_NAME,
+        TRAINING_NAME,
+        RECORD_NAME,
+    )

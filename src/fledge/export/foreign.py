@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fledge.draft.files import CONFIG_NAME
 from fledge.errors import BadInput
+from fledge.export.formats import get_path, set_path
 from fledge.export.weight_files import read_tensors
 
 
@@ -44,7 +45,29 @@ LAYOUTS = {
 }
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-OWN_AUX_KEY = "aux_layer_ids"  # ours: the output of layer i
+OWN_AUX_KEY = "aux_layer_ids"
+
+
+@dataclass(frozen=True)
+class AuxPlace:
+    """Where aux layers may stand, and what is added there to "output of layer i".
+
+    vLLM and speculators count residuals, of which there is one before layer 0; SGLang, ModelOpt
+    and we count layers.
+    """
+
+    name: str
+    path: str
+    shift: int
+
+
+AUX_PLACES = (
+    AuxPlace("fledge", OWN_AUX_KEY, 0),
+    AuxPlace("vllm", AUX_KEY, 1),
+    AuxPlace("sglang", f"eagle_config.{AUX_KEY}", 0),
+)
+_PLACE = {place.name: place for place in AUX_PLACES}
+
 NESTED_KEY = "transformer_layer_config"
 SPECULATORS_KEY = "speculators_model_type"
 # Where an engine looks for the mask token, in this order.
@@ -53,6 +76,7 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 _WRAPPERS = ("_orig_mod.", "module.", "draft_model.", "eagle_module.", "model.")
 # Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
+_DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
 _SPECULATORS_TOP = {
     "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
     "target_hidden_size", "mask_token_id", "num_aux_hidden_states", AUX_KEY,
@@ -86,10 +110,10 @@ class DraftFiles:
 
     def put_aux(self, layer_ids: list[int]) -> None:
         """Set the aux layers, given as outputs of layers, in the convention of the files."""
-        place, shift = self.view.aux_place
-        home = self.config.setdefault(place, {}) if place == "eagle_config" else self.config
-        key = OWN_AUX_KEY if place == OWN_AUX_KEY else AUX_KEY
-        home[key] = [layer + shift for layer in layer_ids]
+        view = self.view
+        written = [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
+        for place in written or [view.aux_place]:
+            set_path(self.config, place.path, [layer + place.shift for layer in layer_ids])
 
 
 def read_files(directory: Path) -> DraftFiles:
@@ -204,34 +228,29 @@ class DraftView:
     # --- aux layers ------------------------------------------------------------------------------
 
     @property
-    def aux_place(self) -> tuple[str, int]:
-        """Where the ids stand (or would stand), and what is added to "output of layer i" there.
-
-        vLLM and speculators count residuals, of which there is one before layer 0; SGLang, ModelOpt
-        and we count layers.
-        """
-        if OWN_AUX_KEY in self.config:
-            return OWN_AUX_KEY, 0
-        if AUX_KEY in self.config or self.layout.nested:
-            return AUX_KEY, 1
-        if self.layout.name == "fledge":
-            return OWN_AUX_KEY, 0
-        return "eagle_config", 0
+    def aux_place(self) -> AuxPlace:
+        """Where the ids stand, or would stand in this layout."""
+        for place in AUX_PLACES:
+            if get_path(self.config, place.path) is not None:
+                return place
+        name = "vllm" if self.layout.nested else "sglang"
+        return _PLACE["fledge" if self.layout.name == "fledge" else name]
 
     @property
     def stored_aux(self) -> Any:
         """The ids as they stand in the file; None if they do not."""
-        place, _ = self.aux_place
-        home = self.config.get("eagle_config") or {} if place == "eagle_config" else self.config
-        return home.get(OWN_AUX_KEY if place == OWN_AUX_KEY else AUX_KEY)
+        return get_path(self.config, self.aux_place.path)
+
+    def aux_at(self, place: AuxPlace) -> list[int] | None:
+        """Outputs of layers; None when nothing stands there, or something else."""
+        stored = get_path(self.config, place.path)
+        if not isinstance(stored, list) or not all(type(layer) is int for layer in stored):
+            return None
+        return [layer - place.shift for layer in stored]
 
     @property
     def aux_layer_ids(self) -> list[int] | None:
-        """Outputs of layers; None when the file does not say or says something else."""
-        stored, (_, shift) = self.stored_aux, self.aux_place
-        if not isinstance(stored, list) or not all(type(layer) is int for layer in stored):
-            return None
-        return [layer - shift for layer in stored]
+        return self.aux_at(self.aux_place)
 
 
 def own_name(name: str) -> str:
@@ -244,4 +263,4 @@ def own_name(name: str) -> str:
                 name, stripped = name.removeprefix(wrapper), True
     if name.startswith("midlayer."):
         return "layers.0." + name.removeprefix("midlayer.")
-    return name
+    return _DEEP_NORM.sub(r"\1.input_layernorm.", name)

@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from fledge.draft.files import CONFIG_NAME, check_tensor_names, write_draft
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
-from fledge.export.checks.base import Subject, TargetFacts
-from fledge.export.foreign import OWN_AUX_KEY, DraftFiles, read_files
+from fledge.export.checks.base import Subject, TargetFiles
+from fledge.export.foreign import OWN_AUX_KEY, read_files
 
 _OWN_KEYS = (
     "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "fc_norm", "norm_output",
@@ -31,7 +31,7 @@ def import_draft(source: Path, out: Path, *, target: str) -> Path:
     """Write `source`, in whatever layout, as a draft of ours into `out` (whole or not at all)."""
     from fledge.export.diagnose import run_checks
 
-    subject = Subject(read_files(source), TargetFacts(target))
+    subject = Subject(read_files(source), TargetFiles(target))
     faults = [one for one in run_checks(subject, ("static",)) if one.severity == "error"]
     if faults:
         raise BadInput(
@@ -117,9 +117,3 @@ def own_state(subject: Subject) -> dict[str, Tensor]:
     if "mask_hidden" in state:
         state["mask_hidden"] = state["mask_hidden"].reshape(1, 1, -1)
     return state
-
-
-def repaired_copy(files: DraftFiles) -> DraftFiles:
-    """The files with contiguous tensors of their own: safetensors refuses shared memory."""
-    tensors = {name: tensor.clone().contiguous() for name, tensor in files.tensors.items()}
-    return DraftFiles(files.directory, files.config, tensors)

@@ -60,7 +60,7 @@ def note(evidence: str, fix: str = "") -> Finding:
     return Finding("note", evidence, fix)
 
 
-class TargetFacts:
+class TargetFiles:
     """The target, as much of it as somebody asks for."""
 
     def __init__(self, name: str) -> None:
@@ -112,7 +112,7 @@ class Subject:
     """A draft beside its target, and the engine it is meant for."""
 
     files: DraftFiles
-    target: TargetFacts
+    target: TargetFiles
     engine: str = ""  # "vllm" or "sglang" turns what that engine cannot load into errors
     probe: "Probe | None" = None  # behavioural checks only
     estimate: float | None = None  # acceptance length that the training claims, if it left a record

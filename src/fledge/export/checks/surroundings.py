@@ -9,7 +9,10 @@ import torch
 from transformers import AutoTokenizer
 
 from fledge.export.checks.base import Finding, Subject, check, error, note, warning
-from fledge.export.foreign import AUX_KEY, DraftFiles
+from fledge.export.foreign import AUX_KEY, AUX_PLACES, DraftFiles
+from fledge.export.formats import ENGINES
+from fledge.export.import_draft import own_config
+from fledge.export.layout import PlainDraft, TargetFacts, draft_features
 from fledge.target.weights import quantisation_method
 
 _ROTATED = re.compile(r"quarot|spinquant|hadamard|rotat", re.IGNORECASE)
@@ -40,6 +43,11 @@ def aux_layers(subject: Subject) -> Iterator[Finding]:
             f"the aux layers are outputs of {ids}, the target has layers 0..{depth - 1}",
             fix="the layers it was trained on; does the file count from the embedding?",
         )
+    said = {place.path: view.aux_at(place) for place in AUX_PLACES}
+    given = {path: layers for path, layers in said.items() if layers is not None}
+    if len({tuple(layers) for layers in given.values()}) > 1:
+        words = "; ".join(f"{path} means the outputs of {layers}" for path, layers in given.items())
+        yield error(words, fix="write the layers it was trained on in all places")
 
 
 @check("aux-order", "static", "aux layers in an order that vLLM would undo", repairs=True)
@@ -132,50 +140,43 @@ def serving(subject: Subject) -> Iterator[Finding]:
     if view.parallel:
         flag = "" if view.layout.nested else ' and "parallel_drafting": true'
         yield note(f"P-EAGLE. {speculative}{flag} in --speculative-config")
-        yield subject.needs("sglang", "SGLang has no P-EAGLE", fix="serve with vLLM >= 0.16")
     else:
         yield note(
             f"{speculative}; SGLang: --speculative-algorithm EAGLE3 (EAGLE would accept exactly "
             "nothing, without a warning)"
         )
-    if view.layout.nested:
-        yield subject.needs(
-            "sglang", "speculators' format: vLLM reads it, SGLang does not",
-            fix="fledge import, then fledge export --engine sglang",
-        )  # fmt: skip
-    elif view.layout.layer_zero != "midlayer." and not view.parallel:
-        yield subject.needs(
-            "sglang",
-            "layer 0 is called layers.0: SGLang 0.5.9 reads midlayer.* only and skips it silently",
-            fix="fledge export --engine sglang",
-        )
-    yield from _aux_convention(subject)
+    for engine, evidence in _limits(subject):
+        yield subject.needs(engine, evidence, fix=f"fledge import, fledge export --engine {engine}")
 
 
-def _aux_convention(subject: Subject) -> Iterator[Finding]:
-    """The same list of layers means other layers to the other engine."""
+def _limits(subject: Subject) -> Iterator[tuple[str, str]]:
+    """(engine, what it makes of these files)."""
     view = subject.view
-    place, _ = view.aux_place
-    if view.aux_layer_ids is None:
+    if view.layout.nested:
+        yield "sglang", "speculators' format: vLLM reads it, SGLang does not"
+    elif not any(".midlayer." in f".{name}" for name in view.tensors):
+        yield "sglang", "layer 0 is not called midlayer: SGLang 0.5.9 skips it silently"
+    yield from _aux_convention(subject)
+    if subject.aux_layer_ids is None:
         return
-    if place == AUX_KEY:
-        yield subject.needs(
-            "sglang",
-            f"{AUX_KEY} counts as vLLM does; SGLang does not read it at the top level",
-            fix="fledge export --engine sglang",
-        )
-    elif place == "eagle_config":
-        yield subject.needs(
-            "vllm",
-            f"the aux layers in eagle_config count as SGLang does (outputs of "
-            f"{view.aux_layer_ids}); vLLM would take each one layer lower",
-            fix="fledge export --engine vllm",
-        )
-    elif view.aux_layer_ids != subject.target.default_aux:
-        for engine in ("vllm", "sglang"):
-            yield subject.needs(
-                engine,
-                f"aux_layer_ids {view.aux_layer_ids} is fledge's own key: {engine} would take "
-                f"{subject.target.default_aux}",
-                fix=f"fledge export --engine {engine}",
-            )
+    draft = PlainDraft(own_config(subject), view.state)
+    target = TargetFacts(layers=subject.target.depth)
+    for name in ("vllm", "sglang"):
+        engine = ENGINES[name]
+        features = draft_features(draft, target, trained_embeddings=False)
+        for limit in engine.refusals(features, engine.tested[-1]):
+            yield name, f"{engine.title} does not serve {limit.feature}; {limit.instead}"
+
+
+def _aux_convention(subject: Subject) -> Iterator[tuple[str, str]]:
+    """The same list of layers means other layers to the other engine."""
+    ids, default = subject.view.aux_layer_ids, subject.target.default_aux
+    written = {place.name for place in AUX_PLACES if subject.view.aux_at(place) is not None}
+    if ids is None:
+        return
+    if "sglang" in written and "vllm" not in written:
+        yield "vllm", f"eagle_config counts layers: vLLM takes each of {ids} for one lower"
+    for engine, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        if ids != default and not written & {engine, "sglang"}:
+            key = AUX_KEY if engine == "vllm" else f"eagle_config.{AUX_KEY}"
+            yield engine, f"no {key}: {title} takes the outputs of {default}, not {ids}"

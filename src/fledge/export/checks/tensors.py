@@ -70,7 +70,7 @@ def _spellings(own: str, prefix: str) -> tuple[str, ...]:
     """What a tensor may be called in a file whose backbone has this prefix."""
     if prefix and own not in ("lm_head.weight", "d2t", "t2d", "mask_hidden"):
         return (prefix + own,)
-    return own, _midlayer(own)
+    return own, _midlayer(own), own.replace("input_layernorm", "hidden_norm")
 
 
 def _midlayer(own: str) -> str:
