@@ -57,6 +57,7 @@ def make_target(directory: Path) -> Path:
         model.lm_head.weight.mul_(60)
         model.lm_head.weight[1] = -1.0  # never ends an answer early
         model.model.embed_tokens.weight.mul_(30)
+        model.model.norm.weight.copy_(torch.randn(32).mul(1.2).exp())  # no mere rescaling
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(16)
             layer.mlp.down_proj.weight.mul_(16)

@@ -33,6 +33,7 @@ from fledge.target.hf import HFEagle3TargetModel
 DEPTHS = 4  # drafted tokens per slot: enough to see what a setting does to later ones
 # How much more a reading must accept to be the right one. A draft that is hardly trained may gain a
 # little from a normed state; one that was trained with it gains much.
+_SOME = 0.15  # of first tokens: below it no reading is the right one
 _ENOUGH = {"aux-shifted": 0.2, "norm-output": 0.5, "rope-measured": 0.2, "capture-measured": 0.2}
 
 
@@ -64,7 +65,8 @@ class Score:
         gain_S = other.accepted_S - self.accepted_S
         mean, spread = float(gain_S.mean()), float(gain_S.std())
         enough = max(0.05, share * float(self.accepted_S.mean()))
-        return mean > enough and mean > 4 * spread / len(gain_S) ** 0.5
+        sure = mean > 4 * spread / len(gain_S) ** 0.5
+        return mean > enough and sure and other.first > _SOME
 
     def __str__(self) -> str:
         return f"{self.first:.1%} of first tokens, length {self.acceptance.length:.2f}"
