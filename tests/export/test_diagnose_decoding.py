@@ -99,9 +99,7 @@ def test_other_rotary_settings_that_were_trained_are_left_alone(place, tmp_path,
     draft.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
     draft.config.rope_scaling = None
     draft.rotary = Rotary(draft.config)
-    backend = HFEagle3TargetModel.from_pretrained(
-        place / "target", aux_layer_ids=AUX, device="cpu"
-    )
+    backend = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
     rows = answered_rows(backend)
     fit_draft(draft, backend, rows, draft.selected_token_ids, draft.t2d, steps=30)
     draft.save_pretrained(tmp_path / "ours")
@@ -113,9 +111,7 @@ def test_other_rotary_settings_that_were_trained_are_left_alone(place, tmp_path,
 
 def test_labels_that_were_not_shifted(place, tmp_path, look):
     draft = make_draft(place / "target", fit=0)
-    backend = HFEagle3TargetModel.from_pretrained(
-        place / "target", aux_layer_ids=AUX, device="cpu"
-    )
+    backend = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
     rows = answered_rows(backend)
     ids, mask = draft.selected_token_ids, draft.t2d
     fit_draft(draft, backend, rows, ids, mask, steps=40, shift=1)

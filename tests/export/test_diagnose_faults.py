@@ -301,9 +301,7 @@ def errors_and_warnings(found):
 
 def test_a_shallow_target_has_no_default_layers(place, tmp_path):
     target = other_target(place, tmp_path / "target", num_hidden_layers=4)
-    broken = broken_copy(
-        place / "eagle3", tmp_path / "draft", lambda c, t: c.pop("aux_layer_ids")
-    )
+    broken = broken_copy(place / "eagle3", tmp_path / "draft", lambda c, t: c.pop("aux_layer_ids"))
     found = diagnose(broken, str(target), static=True)
     assert errors_and_warnings(found) == {"aux-layers": "error"}
     assert "too shallow" in found.of("error")[0].evidence
@@ -346,9 +344,7 @@ def test_another_tokenizer_beside_the_draft(place, tmp_path):
 
 
 def test_the_last_layer_is_a_caution(place, tmp_path):
-    broken = broken_copy(
-        place / "eagle3", tmp_path / "draft", put(aux_layer_ids=[1, 3, 7])
-    )
+    broken = broken_copy(place / "eagle3", tmp_path / "draft", put(aux_layer_ids=[1, 3, 7]))
     found = diagnose(broken, str(place / "target"), static=True)
     assert errors_and_warnings(found) == {"capture-point": "warning"}
 

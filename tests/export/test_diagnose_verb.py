@@ -55,9 +55,7 @@ def test_fix_repairs_and_proves_it(place, tmp_path):
 
 
 def test_what_cannot_be_repaired_stays_an_error(place, tmp_path):
-    broken = broken_copy(
-        place / "eagle3", tmp_path / "broken", lambda c, t: t.pop("fc.weight")
-    )
+    broken = broken_copy(place / "eagle3", tmp_path / "broken", lambda c, t: t.pop("fc.weight"))
     result = run(place, broken, "--fix", str(tmp_path / "fixed"))
     assert result.exit_code == 1
     assert "missing" in result.stdout
@@ -120,7 +118,7 @@ JUNK = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_file_brings_it_down(place, tmp_path_factory, data):
     """Whatever stands in the files: findings, or one line; never a traceback."""

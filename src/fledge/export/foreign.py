@@ -8,6 +8,7 @@ read as it stands.
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,6 +78,34 @@ _WRAPPERS = ("_orig_mod.", "module.", "draft_model.", "eagle_module.", "model.")
 # Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
 _DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
+# The keys that are read here, by the kind of their values.
+KINDS = {
+    "a whole number above 0": (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
+        "max_position_embeddings", "num_aux_hidden_states",
+    ),
+    "a number above 0": (
+        "rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor",
+    ),
+    "true or false": (
+        "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
+        "mlp_bias", "parallel_drafting", "tie_word_embeddings",
+    ),
+    "a word": ("hidden_act", "model_type", "rope_type", "type"),
+    "words": ("architectures",),
+    "settings": (NESTED_KEY, "speculators_config", "eagle_config", "dflash_config"),
+    "rotary settings": ("rope_parameters", "rope_scaling"),
+}  # fmt: skip
+_IS: dict[str, Callable[[Any], bool]] = {
+    "a whole number above 0": lambda value: type(value) is int and 0 < value < 2**40,
+    "a number above 0": lambda value: type(value) in (int, float) and value > 0,
+    "true or false": lambda value: type(value) is bool,
+    "a word": lambda value: isinstance(value, str),
+    "words": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
+    "settings": lambda value: isinstance(value, dict),
+    "rotary settings": lambda value: isinstance(value, dict),
+}
 _SPECULATORS_TOP = {
     "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
     "target_hidden_size", "mask_token_id", "num_aux_hidden_states", AUX_KEY,
@@ -128,7 +157,20 @@ def read_files(directory: Path) -> DraftFiles:
         raise BadInput(f"not JSON ({error})", where=str(path)) from None
     if not isinstance(config, dict):
         raise BadInput("not a JSON object", where=str(path))
+    _check_types(config, str(path))
     return DraftFiles(directory, config, read_tensors(directory))
+
+
+def _check_types(config: dict[str, Any], where: str) -> None:
+    """Refuse values of a kind that nothing can be read from; null stands for absent."""
+    for kind, keys in KINDS.items():
+        for key in keys:
+            value = config.get(key)
+            if value is not None and not _IS[kind](value):
+                raise BadInput(f"{key} is {json.dumps(value)}, expected {kind}", where=where)
+    for key in (*KINDS["settings"], *KINDS["rotary settings"]):
+        if config.get(key) is not None:
+            _check_types(config[key], f"{where}, {key}")
 
 
 @dataclass(frozen=True)

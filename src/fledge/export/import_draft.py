@@ -10,21 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError  # what a config of transformers raises
 from torch import Tensor
 from transformers import LlamaConfig
 
+from fledge.draft.config import check_draft_config
 from fledge.draft.files import CONFIG_NAME, check_tensor_names, write_draft
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
 from fledge.export.checks.base import Subject, TargetFiles
-from fledge.export.foreign import OWN_AUX_KEY, read_files
+from fledge.export.foreign import KINDS, OWN_AUX_KEY, read_files
 
-_OWN_KEYS = (
-    "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "fc_norm", "norm_output",
-    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-)  # fmt: skip
-# Written anew by whoever saves the config.
-_NOT_KEPT = ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Written anew, decided below, or not ours.
+_NOT_KEPT = {
+    "architectures", "model_type", "norm_before_residual", "norm_before_fc", "speculators_config",
+    "eagle_config", "dflash_config", "transformer_layer_config", "type", "rope_type", "factor",
+}  # fmt: skip
 
 
 def import_draft(source: Path, out: Path, *, target: str) -> Path:
@@ -50,10 +52,7 @@ def build_draft(subject: Subject) -> LlamaEagle3DraftModel:
     if refusals:
         raise BadInput(refusals[0], where=str(subject.directory))
     state = own_state(subject)
-    try:
-        draft = LlamaEagle3DraftModel(own_config(subject))
-    except ValueError as error:
-        raise BadInput(str(error), where=str(subject.directory / CONFIG_NAME)) from None
+    draft = LlamaEagle3DraftModel(own_config(subject))
     check_tensor_names(subject.directory, want=draft.state_dict(), have=state)
     draft.to(state["fc.weight"].dtype)
     try:
@@ -80,8 +79,9 @@ def _refusals(subject: Subject) -> Iterator[str]:
 def own_config(subject: Subject) -> Any:
     """A Llama config with our own keys, from whatever layout."""
     view = subject.view
-    known = {*LlamaConfig().to_dict(), *_OWN_KEYS} - {*_NOT_KEPT}
+    known = {key for keys in KINDS.values() for key in keys} - _NOT_KEPT
     values = {key: value for key, value in view.flat.items() if key in known and value is not None}
+    values |= {key: view.get(key) for key in _TOKENS}  # Llama's own defaults are its own tokens
     values |= {
         "vocab_size": subject.vocab_size,
         "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
@@ -91,7 +91,13 @@ def own_config(subject: Subject) -> Any:
         OWN_AUX_KEY: subject.aux_layer_ids,
     }
     values.setdefault("target_hidden_size", int(subject.target.text.hidden_size))
-    return LlamaConfig(**values)
+    try:
+        config = LlamaConfig(**values)
+        check_draft_config(config)
+        return config
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        first = str(error).splitlines()[-1].strip()
+        raise BadInput(first, where=str(subject.directory / CONFIG_NAME)) from None
 
 
 def own_state(subject: Subject) -> dict[str, Tensor]:

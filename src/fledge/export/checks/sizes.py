@@ -37,7 +37,7 @@ def sizes_of(subject: Subject) -> Sizes:
         for size, value in _shown(name, tuple(tensor.shape)):
             votes.setdefault(size, Counter())[value] += 1
     aux = subject.view.get("num_aux_hidden_states", 3)
-    aux = aux if isinstance(aux, int) and aux > 0 else 3
+    aux = aux if type(aux) is int and 0 < aux <= 16 else 3
     target_hidden = votes.setdefault("target_hidden", Counter())
     target_hidden[int(subject.target.text.hidden_size)] += 1
     for wide, count in votes.get("aux_hidden", Counter()).items():

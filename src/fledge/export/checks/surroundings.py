@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoTokenizer
 
+from fledge.errors import BadInput
 from fledge.export.checks.base import Finding, Subject, check, error, note, warning
 from fledge.export.foreign import AUX_KEY, AUX_PLACES, DraftFiles
 from fledge.export.formats import ENGINES
@@ -159,7 +160,10 @@ def _limits(subject: Subject) -> Iterator[tuple[str, str]]:
     yield from _aux_convention(subject)
     if subject.aux_layer_ids is None:
         return
-    draft = PlainDraft(own_config(subject), view.state)
+    try:
+        draft = PlainDraft(own_config(subject), view.state)
+    except BadInput:  # sizes that do not fit have been reported
+        return
     target = TargetFacts(layers=subject.target.depth)
     for name in ("vllm", "sglang"):
         engine = ENGINES[name]

@@ -143,14 +143,18 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
 @check("shape", "static", "tensors whose shape does not fit the others")
 def shape(subject: Subject) -> Iterator[Finding]:
     expected = expected_shapes(subject, sizes_of(subject))
-    wrong = [
-        f"{name} is {list(tensor.shape)}, expected "
-        f"[{', '.join('?' if size is None else str(size) for size in expected[name])}]"
-        for name, tensor in subject.view.state.items()
-        if name in expected and not fits(tuple(tensor.shape), expected[name])
-    ]
-    if wrong:
-        yield error("; ".join(wrong[:4]), fix="export again; was a matrix transposed or cut?")
+    wrong, unreadable = [], False
+    for name, tensor in subject.view.state.items():
+        wanted = expected.get(name)
+        if wanted is not None and not fits(tuple(tensor.shape), wanted):
+            sizes = ", ".join("?" if size is None else str(size) for size in wanted)
+            wrong.append(f"{name} is {list(tensor.shape)}, expected [{sizes}]")
+        axes = len(wanted) if wanted is not None else tensor.ndim
+        unreadable |= tensor.numel() == 0 or tensor.ndim != axes
+    if wrong or unreadable:
+        evidence = "; ".join(wrong[:4]) or "a tensor without values"
+        fix = "export again; was a matrix transposed or cut?"
+        yield Finding("error", evidence, fix, last=unreadable)
 
 
 @check("dtype", "static", "mixed, odd or misdeclared number formats", repairs=True)
