@@ -1,4 +1,4 @@
-"""Faults that only decoding shows: settings tried both ways, labels, estimates, nothing accepted."""
+"""Faults that only decoding shows: settings tried both ways, labels, estimates, no acceptance."""
 
 import json
 
@@ -9,7 +9,6 @@ from drafts import (
     NEW_TOKENS,
     PROMPTS,
     answered_rows,
-    files_of,
     fit_draft,
     make_draft,
 )
@@ -50,7 +49,6 @@ def test_layers_off_by_one_are_measured_and_moved_back(place, tmp_path, look, ki
 @pytest.mark.parametrize("layout", ["speculators", "modelopt"])
 def test_layers_off_by_one_in_files_of_others(place, tmp_path, look, layout):
     healthy = write_as(layout, place / "eagle3", tmp_path / "healthy", place / "target")
-    config, _ = files_of(healthy)
 
     def break_(config, tensors):
         home = config.get("eagle_config", config)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fledge.export.checks.base import Finding, Repair, Subject, check, error, note, warning
 from fledge.export.checks.positions import take_rope, target_rope
-from fledge.export.checks.probe import Probe
+from fledge.export.checks.probe import DEPTHS, Probe
 
 _UNSEEN = (
     "what files do not show: labels or masks shifted, hidden states of another request, truncated "
@@ -110,8 +110,9 @@ def estimate(subject: Subject) -> Iterator[Finding]:
 
 @check("acceptance", "behavioural", "a draft that accepts nothing, whatever else is right")
 def acceptance(subject: Subject) -> Iterator[Finding]:
-    found = _probe(subject).best
-    text = f"{found}, {found.acceptance.rounds} rounds of {len(found.acceptance.tried)} tokens"
+    probe = _probe(subject)
+    found, mended = probe.best, " (as mended above)" if probe.steps else ""
+    text = f"{found}, {found.acceptance.rounds} rounds of {DEPTHS} drafted tokens{mended}"
     if found.first < 0.05:
         yield error(f"replay of the files: {text}", fix=_UNSEEN)
     else:

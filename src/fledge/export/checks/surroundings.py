@@ -146,8 +146,9 @@ def serving(subject: Subject) -> Iterator[Finding]:
             f"{speculative}; SGLang: --speculative-algorithm EAGLE3 (EAGLE would accept exactly "
             "nothing, without a warning)"
         )
+    first = "" if view.layout.name == "fledge" else "fledge import, then "
     for engine, evidence in _limits(subject):
-        yield subject.needs(engine, evidence, fix=f"fledge import, fledge export --engine {engine}")
+        yield subject.needs(engine, evidence, fix=f"{first}fledge export --engine {engine}")
 
 
 def _limits(subject: Subject) -> Iterator[tuple[str, str]]:
