@@ -307,7 +307,7 @@ ENGINES: dict[EngineName, Engine] = {
         tested=("0.32.0",),
         limits=(
             Limit("fc_norm", "0.32.0", "train without draft.fc_norm, or serve with vLLM 0.32"),
-            Limit("norm_output", "0.32.0", "train without draft.norm_output, or serve vLLM 0.32"),
+            Limit("norm_output", "0.32.0", "train without draft.norm_output, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
         ),
     ),
