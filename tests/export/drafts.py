@@ -65,7 +65,16 @@ def make_target(directory: Path) -> Path:
     return directory
 
 
-def make_draft(target: Path, *, parallel=False, aux=AUX, fit=40, **flags) -> LlamaEagle3DraftModel:
+def make_draft(
+    target: Path,
+    *,
+    parallel=False,
+    aux=AUX,
+    fit=40,
+    norm_before_residual=False,
+    fc_scale=1,
+    **flags,
+) -> LlamaEagle3DraftModel:
     """A draft fitted to the target's own answers to the prompts that `diagnose` asks."""
     backend = HFEagle3TargetModel.from_pretrained(target, aux_layer_ids=aux, device="cpu")
     model = backend.model
@@ -75,7 +84,7 @@ def make_draft(target: Path, *, parallel=False, aux=AUX, fit=40, **flags) -> Lla
         parallel_drafting=parallel, mask_token_id=4 if parallel else None,
         num_hidden_layers=2 if parallel else 1, **flags,
     )  # fmt: skip
-    config.aux_layer_ids = list(aux)
+    config.aux_layer_ids, config.norm_before_residual = list(aux), norm_before_residual
     draft = LlamaEagle3DraftModel(config)
     rows = answered_rows(backend)
     common = torch.bincount(rows[0][rows[2] != 0], minlength=config.vocab_size)
@@ -86,20 +95,20 @@ def make_draft(target: Path, *, parallel=False, aux=AUX, fit=40, **flags) -> Lla
     draft.set_vocab_mapping(ids, mask)
     draft.copy_embeddings_from_target(model.model.embed_tokens)
     draft.copy_head_from_target(model.lm_head)
-    prepare(draft)
+    prepare(draft, fc_scale)
     if fit:
         fit_draft(draft, backend, rows, ids, mask, steps=fit)
     return draft.eval()
 
 
 @torch.no_grad()
-def prepare(draft: LlamaEagle3DraftModel) -> None:
+def prepare(draft: LlamaEagle3DraftModel, fc_scale: float) -> None:
     """fc starts as differences of layers: what only the right layers show."""
     size = draft.config.hidden_size
     for name, weight in draft.named_parameters():
         if weight.ndim == 2 and name not in ("embed_tokens.weight", "lm_head.weight"):
             weight.mul_(6)
-    low, high = torch.randn(2, size, size) * 6 / size**0.5
+    low, high = torch.randn(2, size, size) * 6 * fc_scale / size**0.5
     draft.fc.weight.copy_(torch.cat([-low, low - high, high], dim=1))
     draft.embed_tokens.weight.requires_grad_(False)
 

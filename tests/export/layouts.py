@@ -8,7 +8,7 @@ import torch
 from drafts import files_of
 from safetensors.torch import save_file
 
-_OURS = ("aux_layer_ids", "parallel_drafting", "num_aux_hidden_states")
+_OURS = ("aux_layer_ids", "parallel_drafting", "num_aux_hidden_states")  # what others do not say
 
 
 def _config(ours: dict, *, drop=(), **changed) -> dict:

@@ -67,6 +67,16 @@ def test_a_norm_flag_against_the_training(place, tmp_path, look):
     assert_same_files(write_repaired(found, tmp_path / "repaired"), place / "eagle31")
 
 
+def test_a_normed_residual_that_the_file_does_not_say(place, tmp_path, look):
+    draft = make_draft(place / "target", norm_before_residual=True, fc_scale=4)
+    draft.save_pretrained(tmp_path / "healthy")
+    assert look(tmp_path / "healthy").healthy
+    change = put(norm_before_residual=False)
+    found = look(broken_copy(tmp_path / "healthy", tmp_path / "broken", change))
+    assert errors_and_warnings(found) == {"norm-residual": "error"}
+    assert_same_files(write_repaired(found, tmp_path / "repaired"), tmp_path / "healthy")
+
+
 def test_two_settings_at_once(place, tmp_path, look):
     wrong = [layer + 1 for layer in AUX]
     broken = broken_copy(

@@ -96,7 +96,7 @@ def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
         ({"num_hidden_layers": 8}, "num_hidden_layers is 8"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
           "rope_theta": 1e4, "rope_scaling": None}, "rope"),
@@ -109,6 +109,24 @@ def test_what_cannot_be_ours_is_refused(place, tmp_path, change, says):
     with pytest.raises(BadInput, match=says):
         import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_normed_residual_is_carried_but_not_exported(place, tmp_path):
+    from drafts import make_draft
+
+    make_draft(place / "target", fit=0, norm_before_residual=True).save_pretrained(tmp_path / "own")
+    assert files_of(tmp_path / "own")[0]["norm_before_residual"]
+    foreign = tmp_path / "foreign"
+    write_as("speculators", tmp_path / "own", foreign, place / "target")
+    path = foreign / "config.json"
+    said = json.loads(path.read_text())
+    del said["norm_before_residual"]  # speculators' EAGLE-3 means true by silence
+    del said["transformer_layer_config"]["norm_before_residual"]
+    path.write_text(json.dumps(said))
+    import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert_same_files(tmp_path / "ours", tmp_path / "own")
+    with pytest.raises(BadInput, match="norm_before_residual"):
+        export_draft(tmp_path / "ours", tmp_path / "out", engine="vllm", without_target=True)
 
 
 def test_the_verb(place, tmp_path):

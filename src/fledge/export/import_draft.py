@@ -66,8 +66,6 @@ def build_draft(subject: Subject) -> LlamaEagle3DraftModel:
 def _refusals(subject: Subject) -> Iterator[str]:
     """What the files ask for and our draft does not do."""
     view = subject.view
-    if view.norm_before_residual:
-        yield "norm_before_residual is true: our drafts add the state before hidden_norm"
     if view.get("norm_before_fc"):
         yield "norm_before_fc is true: our drafts norm each aux state by itself (fc_norm)"
     if subject.aux_layer_ids is None:
@@ -86,6 +84,7 @@ def own_config(subject: Subject) -> Any:
         "vocab_size": subject.vocab_size,
         "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
         "tie_word_embeddings": False,
+        "norm_before_residual": view.norm_before_residual,
         "parallel_drafting": view.parallel,
         "mask_token_id": view.mask_token_id if view.parallel else None,
         OWN_AUX_KEY: subject.aux_layer_ids,

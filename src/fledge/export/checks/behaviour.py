@@ -57,6 +57,20 @@ def norm_output(subject: Subject) -> Iterator[Finding]:
     )
 
 
+@check("norm-residual", "behavioural", "norm_before_residual set or unset against the training",
+       repairs=True)  # fmt: skip
+def norm_residual(subject: Subject) -> Iterator[Finding]:
+    said = _probe(subject).as_written.norm_residual
+    yield from _measured(
+        subject,
+        "norm-residual",
+        f"norm_before_residual {str(said).lower()}",
+        str(not said).lower(),
+        f"norm_before_residual: {str(not said).lower()}",
+        lambda files: files.put("norm_before_residual", not said),
+    )
+
+
 @check("rope-measured", "behavioural", "rotary settings with which it accepts less than with the "
        "target's", repairs=True)  # fmt: skip
 def rope_measured(subject: Subject) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ hide each other.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from fledge.decode.answers import Answered, cached_answers
 from fledge.decode.figures import Acceptance, Sample, acceptance
 from fledge.decode.prompts import read_prompts
 from fledge.decode.replay import Text, replay
+from fledge.draft.layer import FusedDraftLayer
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.draft.rotary import Rotary
 from fledge.errors import BadInput
@@ -31,10 +32,26 @@ from fledge.target.batch import Eagle3TargetBatch
 from fledge.target.hf import HFEagle3TargetModel
 
 DEPTHS = 4  # drafted tokens per slot: enough to see what a setting does to later ones
-# How much more a reading must accept to be the right one. A draft that is hardly trained may gain a
-# little from a normed state; one that was trained with it gains much.
 _SOME = 0.15  # of first tokens: below it no reading is the right one
-_ENOUGH = {"aux-shifted": 0.2, "norm-output": 0.5, "rope-measured": 0.2, "capture-measured": 0.2}
+
+
+@dataclass(frozen=True)
+class Enough:
+    """How much more a reading must accept to be the right one, counted over so many tokens."""
+
+    share: float
+    depths: int = DEPTHS
+
+
+_ENOUGH = {
+    "aux-shifted": Enough(0.2),
+    # a draft that is hardly trained may gain a little from a normed state
+    "norm-output": Enough(0.5),
+    # from the second token on it does what norm_output does: the first must tell
+    "norm-residual": Enough(0.1, depths=1),
+    "rope-measured": Enough(0.2),
+    "capture-measured": Enough(0.2),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,7 @@ class Reading:
 
     aux_layer_ids: tuple[int, ...]
     norm_output: bool
+    norm_residual: bool = False
     target_rope: bool = False  # the target's rotary settings instead of the file's
     last_normed: bool = False  # the last layer's state after the final norm
 
@@ -59,14 +77,14 @@ class Score:
         """Share of slots whose first drafted token is right."""
         return float((self.accepted_S > 0).mean()) if len(self.accepted_S) else 0.0
 
-    def clearly_below(self, other: "Score", *, share: float) -> bool:
-        """Whether the other accepts more tokens by at least this share, and by more than chance:
-        four standard errors, paired over the slots."""
-        gain_S = other.accepted_S - self.accepted_S
-        mean, spread = float(gain_S.mean()), float(gain_S.std())
-        enough = max(0.05, share * float(self.accepted_S.mean()))
-        sure = mean > 4 * spread / len(gain_S) ** 0.5
-        return mean > enough and sure and other.first > _SOME
+    def clearly_below(self, other: "Score", enough: Enough) -> bool:
+        """Whether the other accepts enough more, and by more than chance: four standard errors,
+        paired over the slots."""
+        own_S, other_S = (np.minimum(x.accepted_S, enough.depths) for x in (self, other))
+        gain_S = other_S - own_S
+        mean, error = float(gain_S.mean()), float(gain_S.std()) / len(gain_S) ** 0.5
+        wanted = max(0.05, enough.share * float(own_S.mean()), 4 * error)
+        return mean > wanted and other.first > _SOME
 
     def __str__(self) -> str:
         return f"{self.first:.1%} of first tokens, length {self.acceptance.length:.2f}"
@@ -177,20 +195,27 @@ class Probe:
         model, info = answering.first.model, answering.first.info()
         self.draft = draft.to(next(model.parameters()).device, info.dtype)
         self.answering, self._subject = answering, subject
-        self.as_written = Reading(tuple(ids), bool(draft.config.norm_output))
+        self.as_written = Reading(
+            tuple(ids), bool(draft.config.norm_output), bool(draft.config.norm_before_residual)
+        )
         self._own_rotary = draft.rotary
         self._scores: dict[Reading, Score] = {}
 
     def score(self, reading: Reading) -> Score:
         if reading not in self._scores:
-            config = self.draft.config
-            config.norm_output = reading.norm_output
-            self.draft.rotary = self._rotary(reading)
+            self._set(reading)
             self._scores[reading] = self.answering.score(
                 self.draft, reading.aux_layer_ids, last_normed=reading.last_normed
             )
-            config.norm_output, self.draft.rotary = self.as_written.norm_output, self._own_rotary
+            self._set(self.as_written)
         return self._scores[reading]
+
+    def _set(self, reading: Reading) -> None:
+        first = self.draft.layers[0]
+        assert isinstance(first, FusedDraftLayer)
+        self.draft.config.norm_output = reading.norm_output
+        first.norm_residual = reading.norm_residual
+        self.draft.rotary = self._rotary(reading)
 
     def _rotary(self, reading: Reading) -> Rotary:
         rope = target_rope(self._subject)
@@ -209,6 +234,7 @@ class Probe:
                 yield "aux-shifted", replace(reading, aux_layer_ids=ids, last_normed=False)
         if not self.draft.config.parallel_drafting:  # no state is carried from depth to depth
             yield "norm-output", replace(reading, norm_output=not reading.norm_output)
+        yield "norm-residual", replace(reading, norm_residual=not reading.norm_residual)
         own, theirs = own_rope(self._subject), target_rope(self._subject)
         if theirs is not None and own != theirs and not reading.target_rope:
             yield "rope-measured", replace(reading, target_rope=True)
@@ -220,18 +246,23 @@ class Probe:
         """From the files' own reading to the best: what was changed, by the check that names it."""
         steps: dict[str, tuple[Reading, Score, Reading, Score]] = {}
         here = self.as_written
-        while True:
-            options = [(name, one) for name, one in self._others(here) if name not in steps]
-            better = [
-                (float(self.score(one).accepted_S.sum()), name, one)
-                for name, one in options
-                if self.score(here).clearly_below(self.score(one), share=_ENOUGH[name])
-            ]
-            if not better:
-                return steps
-            _, name, best = max(better, key=lambda item: item[0])
+        while found := self._better(here, steps):
+            name, best = found
             steps[name] = (here, self.score(here), best, self.score(best))
             here = best
+        return steps
+
+    def _better(self, here: Reading, done: Container[str]) -> tuple[str, Reading] | None:
+        """The reading that beats this one. Two may do so alike (a state normed where it leaves one
+        depth or where it enters the next): the later must beat the earlier too."""
+        found = None
+        for name, other in self._others(here):
+            score = self.score(other)
+            if name in done or not self.score(here).clearly_below(score, _ENOUGH[name]):
+                continue
+            if found is None or self.score(found[1]).clearly_below(score, Enough(0.05)):
+                found = (name, other)
+        return found
 
     @cached_property
     def best(self) -> Score:
