@@ -39,11 +39,7 @@ def test_layers_off_by_one_are_measured_and_moved_back(place, tmp_path, look, ki
     assert f"outputs of {wrong}" in evidence
     assert f"to {AUX}" in evidence
     assert found.score.first < found.repaired_score.first
-    repaired = write_repaired(found, tmp_path / "repaired")
-    assert_same_files(repaired, place / kind)
-    again = look(repaired)
-    assert again.healthy
-    assert again.score.acceptance == found.repaired_score.acceptance
+    assert_same_files(write_repaired(found, tmp_path / "repaired"), place / kind)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "modelopt"])
