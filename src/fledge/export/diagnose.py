@@ -126,11 +126,13 @@ def _decode(
     found = list(run_checks(subject, ("behavioural",)))
     result.findings += found
     result.score = subject.probe.score(subject.probe.as_written)
-    repairs = [one.repair for one in found if one.repair is not None]
+    measured = [one for one in found if one.check in subject.probe.steps]
+    repairs = [one.repair for one in measured if one.repair is not None]
     for repair in repairs:
         repair(subject.files)
     if repairs:
         result.repaired = subject.files
+    if repairs and len(repairs) == len(measured):  # else the best reading cannot be written down
         result.repaired_score = subject.probe.best
 
 

@@ -68,6 +68,8 @@ def _refusals(subject: Subject) -> Iterator[str]:
     view = subject.view
     if view.get("norm_before_fc"):
         yield "norm_before_fc is true: our drafts norm each aux state by itself (fc_norm)"
+    if view.get("num_aux_hidden_states", 3) != 3:
+        yield f"{view.get('num_aux_hidden_states')} aux states: our drafts listen to three"
     if subject.aux_layer_ids is None:
         yield "the files do not say which layers the draft listens to, and the target is shallow"
     if "fc.weight" not in view.state:

@@ -257,15 +257,18 @@ class Probe:
         depth or where it enters the next): the later must beat the earlier too."""
         found = None
         for name, other in self._others(here):
+            if name in done:
+                continue
             score = self.score(other)
-            if name in done or not self.score(here).clearly_below(score, _ENOUGH[name]):
+            if not self.score(here).clearly_below(score, _ENOUGH[name]):
                 continue
             if found is None or self.score(found[1]).clearly_below(score, Enough(0.05)):
                 found = (name, other)
         return found
 
-    @cached_property
+    @property
     def best(self) -> Score:
+        """What the files are worth when everything that decoding found is mended."""
         found = list(self.steps.values())
         return found[-1][3] if found else self.score(self.as_written)
 

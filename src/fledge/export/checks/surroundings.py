@@ -11,11 +11,12 @@ from transformers import AutoTokenizer
 from fledge.errors import BadInput
 from fledge.export.checks.base import Finding, Subject, check, error, note, warning
 from fledge.export.foreign import AUX_KEY, AUX_PLACES, DraftFiles
-from fledge.export.formats import ENGINES
+from fledge.export.formats import ENGINES, EngineName
 from fledge.export.import_draft import own_config
 from fledge.export.layout import PlainDraft, TargetFacts, draft_features
 from fledge.target.weights import quantisation_method
 
+_SERVING: tuple[EngineName, ...] = ("vllm", "sglang")
 _ROTATED = re.compile(r"quarot|spinquant|hadamard|rotat", re.IGNORECASE)
 
 
@@ -146,34 +147,43 @@ def serving(subject: Subject) -> Iterator[Finding]:
             f"{speculative}; SGLang: --speculative-algorithm EAGLE3 (EAGLE would accept exactly "
             "nothing, without a warning)"
         )
-    first = "" if view.layout.name == "fledge" else "fledge import, then "
-    for engine, evidence in _limits(subject):
-        yield subject.needs(engine, evidence, fix=f"{first}fledge export --engine {engine}")
+    for engine, evidence, fix in _limits(subject):
+        yield subject.needs(engine, evidence, fix)
 
 
-def _limits(subject: Subject) -> Iterator[tuple[str, str]]:
-    """(engine, what it makes of these files)."""
+def _limits(subject: Subject) -> Iterator[tuple[str, str, str]]:
+    """(engine, what it makes of these files, what to do)."""
     view = subject.view
-    if view.layout.nested:
-        yield "sglang", "speculators' format: vLLM reads it, SGLang does not"
-    elif not any(".midlayer." in f".{name}" for name in view.tensors):
-        yield "sglang", "layer 0 is not called midlayer: SGLang 0.5.9 skips it silently"
-    yield from _aux_convention(subject)
+    first = "" if view.layout.name == "fledge" else "fledge import, then "
+    again = {engine: f"{first}fledge export --engine {engine}" for engine in _SERVING}
+    refused = {engine: list(_refused(subject, engine)) for engine in again}
+    for engine, limits in refused.items():
+        yield from ((engine, evidence, fix) for evidence, fix in limits)
+    if not refused["sglang"]:  # else no spelling would help
+        if view.layout.nested:
+            yield "sglang", "speculators' format: vLLM reads it, SGLang does not", again["sglang"]
+        elif not any(".midlayer." in f".{name}" for name in view.tensors):
+            evidence = "layer 0 is not called midlayer: SGLang 0.5.9 skips it silently"
+            yield "sglang", evidence, again["sglang"]
+    for engine, evidence in _aux_convention(subject):
+        yield engine, evidence, again[engine]
+
+
+def _refused(subject: Subject, name: EngineName) -> Iterator[tuple[str, str]]:
+    """What the newest tested version of an engine does not serve, and what would."""
     if subject.aux_layer_ids is None:
         return
     try:
-        draft = PlainDraft(own_config(subject), view.state)
+        draft = PlainDraft(own_config(subject), subject.view.state)
     except BadInput:  # sizes that do not fit have been reported
         return
-    target = TargetFacts(layers=subject.target.depth)
-    for name in ("vllm", "sglang"):
-        engine = ENGINES[name]
-        features = draft_features(draft, target, trained_embeddings=False)
-        for limit in engine.refusals(features, engine.tested[-1]):
-            yield name, f"{engine.title} does not serve {limit.feature}; {limit.instead}"
+    engine, target = ENGINES[name], TargetFacts(layers=subject.target.depth)
+    features = draft_features(draft, target, trained_embeddings=False)
+    for limit in engine.refusals(features, engine.tested[-1]):
+        yield f"{engine.title} does not serve {limit.feature}", limit.instead
 
 
-def _aux_convention(subject: Subject) -> Iterator[tuple[str, str]]:
+def _aux_convention(subject: Subject) -> Iterator[tuple[EngineName, str]]:
     """The same list of layers means other layers to the other engine."""
     ids, default = subject.view.aux_layer_ids, subject.target.default_aux
     written = {place.name for place in AUX_PLACES if subject.view.aux_at(place) is not None}
@@ -181,7 +191,8 @@ def _aux_convention(subject: Subject) -> Iterator[tuple[str, str]]:
         return
     if "sglang" in written and "vllm" not in written:
         yield "vllm", f"eagle_config counts layers: vLLM takes each of {ids} for one lower"
-    for engine, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+    for engine in _SERVING:
         if ids != default and not written & {engine, "sglang"}:
             key = AUX_KEY if engine == "vllm" else f"eagle_config.{AUX_KEY}"
+            title = ENGINES[engine].title
             yield engine, f"no {key}: {title} takes the outputs of {default}, not {ids}"
