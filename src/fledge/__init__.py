@@ -37,7 +37,9 @@ _PUBLIC = {
     "Stops": "fledge.decode.stops",
     "TreeShape": "fledge.decode.tree",
     "replay": "fledge.decode.replay",
+    "diagnose": "fledge.export.diagnose",
     "export_draft": "fledge.export.export",
+    "import_draft": "fledge.export.import_draft",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -83,6 +83,12 @@ def read_source(path: Path) -> DraftSource:
     directory = draft_directory(path)
     config, tensors = read_draft(directory)
     check_draft_config(config)
+    if config.norm_before_residual:
+        raise BadInput(
+            "it was imported with norm_before_residual, which our exports do not carry",
+            where=str(directory),
+            fix="serve the files that it was imported from",
+        )
     if "d2t" in tensors and not bool(tensors["t2d"].any()):
         raise BadInput("the draft has no vocabulary mapping (t2d is empty)", where=str(directory))
     return DraftSource(
