@@ -53,3 +53,41 @@ def engine_target(name: str = "llama", *, seed: int = 0) -> Any:
 def saved(model: Any, directory: Path) -> Path:
     model.save_pretrained(directory)
     return directory
+
+
+def draft_for(target: Eagle3TargetBackend, *, seed: int = 1, **options: Any) -> Any:
+    """A random draft of the target's width over its whole vocabulary."""
+    info = target.info()
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=info.vocab_size, hidden_size=info.hidden_size, intermediate_size=96,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        max_position_embeddings=256, **options,
+    )  # fmt: skip
+    draft = LlamaEagle3DraftModel(config)
+    draft.copy_embeddings_from_target(target.get_input_embeddings())
+    return draft
+
+
+def loss_curve(
+    target: Eagle3TargetBackend, batches: list[tuple[torch.Tensor, ...]], *, lr: float = 3e-3
+) -> list[float]:
+    """Train a draft on what the target says about each batch; the loss of every step."""
+    draft = draft_for(target)
+    every = torch.arange(draft.config.vocab_size)
+    module = Eagle3TrainerModule(
+        draft,
+        selected_token_ids=every,
+        selected_token_mask=torch.ones(len(every), dtype=torch.bool),
+        ttt_steps=3,
+        target_head=target.info().head,
+    )
+    optimizer = torch.optim.Adam(draft.parameters(), lr=lr)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = module(**target.generate_batch(*batch).to_trainer_inputs()).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
