@@ -1,10 +1,11 @@
-"""Tiny targets as directories that an engine loads, and the loss curve of a short training run.
+"""Tiny targets as directories that an engine loads, and short training runs of drafts for them.
 
 Engines want head sizes that their kernels know (32 and more), so these are a little wider than the
 tiny models of tests/target; depth 8 and the vocabulary are the same, and the contract suite runs
 over them.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.base import Eagle3TargetBackend
 
 VOCABULARY = 97
@@ -55,33 +57,57 @@ def saved(model: Any, directory: Path) -> Path:
     return directory
 
 
-def draft_for(target: Eagle3TargetBackend, *, seed: int = 1, **options: Any) -> Any:
-    """A random draft of the target's width over its whole vocabulary."""
-    info = target.info()
+def make_draft(
+    model: Any, aux_layer_ids: list[int], *, width: int | None = None, seed: int = 1, **options: Any
+) -> LlamaEagle3DraftModel:
+    """A random draft for a target, `width` tokens of whose vocabulary it can say."""
     torch.manual_seed(seed)
+    vocabulary, hidden = model.get_input_embeddings().weight.shape
     config = transformers.LlamaConfig(
-        vocab_size=info.vocab_size, hidden_size=info.hidden_size, intermediate_size=96,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        max_position_embeddings=256, **options,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=96, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, rope_theta=10_000.0,
+        draft_vocab_size=width or vocabulary, aux_layer_ids=aux_layer_ids,
+        **{"num_hidden_layers": 1} | options,
     )  # fmt: skip
     draft = LlamaEagle3DraftModel(config)
-    draft.copy_embeddings_from_target(target.get_input_embeddings())
+    with torch.no_grad():  # norms that matter: nobody must mistake one for another
+        for weight in draft.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.5 * torch.randn_like(weight))
+    draft.copy_embeddings_from_target(model.get_input_embeddings())
+    if width is not None:
+        ids = torch.randperm(vocabulary)[:width].sort().values
+        draft.set_vocab_mapping(ids, _marked(ids, vocabulary))
     return draft
 
 
-def loss_curve(
-    target: Eagle3TargetBackend, batches: list[tuple[torch.Tensor, ...]], *, lr: float = 3e-3
+def _marked(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    mask = torch.zeros(vocabulary, dtype=torch.bool)
+    mask[ids] = True
+    return mask
+
+
+def train(
+    draft: LlamaEagle3DraftModel,
+    target: Eagle3TargetBackend,
+    batches: Iterable[tuple[torch.Tensor, ...]],
+    *,
+    lr: float = 3e-3,
 ) -> list[float]:
-    """Train a draft on what the target says about each batch; the loss of every step."""
-    draft = draft_for(target)
-    every = torch.arange(draft.config.vocab_size)
-    module = Eagle3TrainerModule(
-        draft,
-        selected_token_ids=every,
-        selected_token_mask=torch.ones(len(every), dtype=torch.bool),
-        ttt_steps=3,
-        target_head=target.info().head,
-    )
+    """Train the draft on what the target says about each batch; the loss of every step."""
+    ids = draft.selected_token_ids
+    assert ids is not None
+    common: dict[str, Any] = {
+        "selected_token_ids": ids,
+        "selected_token_mask": _marked(ids, draft.config.vocab_size),
+        "target_head": target.info().head,
+    }
+    module: torch.nn.Module
+    if draft.config.parallel_drafting:
+        mask_token_id = draft.config.mask_token_id
+        module = PEagleTrainerModule(draft, num_depths=4, mask_token_id=mask_token_id, **common)
+    else:
+        module = Eagle3TrainerModule(draft, ttt_steps=4, **common)
     optimizer = torch.optim.Adam(draft.parameters(), lr=lr)
     losses = []
     for batch in batches:
@@ -91,3 +117,13 @@ def loss_curve(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def greedy_texts(model: Any, *, count: int, prompt: int, answer: int, seed: int = 0) -> Any:
+    """[count, prompt + answer] random prompts and the model's own greedy answers."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, VOCABULARY, (count, prompt), generator=generator)
+    return model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=answer, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip

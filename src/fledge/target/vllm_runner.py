@@ -74,7 +74,7 @@ class VLLMTargetRunner:
         self._engine = engine
         self.directory = directory
         self._order: list[int] = []  # where each wanted layer stands among those that arrive
-        (self.model,) = self._ask("fledge_model")
+        self.model: Any = self._ask("fledge_model")
         VLLMTargetRunner._open = self
 
     @classmethod
@@ -112,7 +112,7 @@ class VLLMTargetRunner:
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         states_BTD, aux_BTD = self.forward_eagle3_hidden(input_ids, attention_mask)
         real_BT = attention_mask.bool().to(states_BTD.device)
-        (logits_NV,) = self._ask("fledge_logits", states_BTD[real_BT])
+        logits_NV: Tensor = self._ask("fledge_logits", states_BTD[real_BT])
         logits_BTV = logits_NV.new_zeros((*real_BT.shape, logits_NV.shape[-1]))
         logits_BTV[real_BT] = logits_NV
         return logits_BTV, aux_BTD
@@ -142,15 +142,15 @@ class VLLMTargetRunner:
         return states_BTKD[:, :, -1], states_BTKD[:, :, :-1].flatten(2)
 
     def input_embedding_weight(self) -> Tensor:
-        (weight_VD,) = self._ask("fledge_embedding")
+        weight_VD: Tensor = self._ask("fledge_embedding")
         return weight_VD
 
     def target_head(self) -> TargetHead:
-        (head,) = self._ask("fledge_head")
+        head: TargetHead = self._ask("fledge_head")
         return head
 
     def final_norm(self) -> FinalNorm | None:
-        (norm,) = self._ask("fledge_final_norm")
+        norm: FinalNorm | None = self._ask("fledge_final_norm")
         return norm
 
     def close(self) -> None:
@@ -165,7 +165,9 @@ class VLLMTargetRunner:
         cleanup_dist_env_and_memory()
 
     def _ask(self, method: str, *args: Any) -> Any:
-        return self._engine.collective_rpc(method, args=args)
+        """What the engine's one worker answers."""
+        (answer,) = self._engine.collective_rpc(method, args=args)
+        return answer
 
     def _run(self, rows: Sequence[list[int]], place: Callable[[int, Tensor], None]) -> None:
         """Call `place(row, states [N, 4, D])` for every row that is not empty, as they come."""
@@ -185,8 +187,7 @@ class VLLMTargetRunner:
                 if idle > _MAX_IDLE_STEPS:
                     raise RuntimeError(f"vLLM handed over no states for {len(waiting)} rows")
                 self._engine.step()
-                (arrived,) = self._ask("fledge_take")
-                for request_id, states_NKD in arrived.items():
+                for request_id, states_NKD in self._ask("fledge_take").items():
                     if request_id in waiting:  # else of a call that was interrupted
                         place(waiting.pop(request_id), states_NKD)
         finally:
@@ -258,7 +259,8 @@ def dtype_name(dtype: torch.dtype | str | None) -> str:
 
 
 def _check_installed() -> None:
-    if find_spec("vllm") is None:
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:  # a directory of that name is not it
         raise BadInput("vLLM is not installed", where="target", fix=_INSTALL)
     from vllm.version import __version__
 
@@ -313,6 +315,4 @@ def _real_tokens(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
     packed_left = torch.arange(width) < torch.tensor(lengths)[:, None]
     if not torch.equal(attention_mask.bool().cpu(), packed_left):
         raise ValueError("attention_mask must be ones followed by zeros in every row")
-    return [
-        tokens[:length] for tokens, length in zip(input_ids.tolist(), lengths, strict=True)
-    ]
+    return [tokens[:length] for tokens, length in zip(input_ids.tolist(), lengths, strict=True)]

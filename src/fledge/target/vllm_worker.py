@@ -1,4 +1,4 @@
-"""Our half inside vLLM: what its workers run so that states come out of memory and not out of files.
+"""Our half inside vLLM: what its workers run so that states come out of memory, not of files.
 
 vLLM loads this module by name (`kv_connector_module_path`, `worker_extension_cls`); nothing else
 imports it. Its hidden-state extraction keeps the chosen states of every token in a paged cache,
@@ -92,7 +92,8 @@ class StatesExtension:
     def fledge_take(self) -> dict[str, Tensor]:
         """States [N, 4, D] of the requests that have finished since the last call, by id."""
         connector = get_kv_transfer_group()
-        arrived, connector.gathered = connector.gathered, {}
+        arrived: dict[str, Tensor] = connector.gathered
+        connector.gathered = {}
         return arrived
 
     def fledge_model(self) -> nn.Module:

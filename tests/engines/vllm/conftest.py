@@ -4,14 +4,15 @@ import os
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines here: tests look inside
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.cases import engine_target, saved
 
+from engines.cases import engine_target, saved
 from fledge.target.vllm_runner import VLLMTargetRunner
 
 
@@ -38,9 +39,7 @@ class Engines:
         key = (target, sorted(options.items()))
         if self._runner is None or self._key != key:
             self.close()
-            self._runner = VLLMTargetRunner.build(
-                self.saved(target), dtype="float32", **options
-            )
+            self._runner = VLLMTargetRunner.build(self.saved(target), dtype="float32", **options)
             self._key = key
         return Lent(self._runner)
 

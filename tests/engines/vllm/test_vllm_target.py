@@ -1,4 +1,4 @@
-"""A real vLLM as the target: the contract, equality with transformers, and what it leaves behind."""
+"""A real vLLM as the target: the contract, equality with transformers, nothing left behind."""
 
 import gc
 import weakref
@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from engines.cases import engine_target, loss_curve
-from target.contract import CHECKS, Case, packed_rows, padded_rows, some_documents
 
 import fledge
+from engines.cases import engine_target, make_draft, train
 from fledge.target.batch import Supervision
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.vllm_runner import VLLMEagle3TargetModel, VLLMTargetRunner
+from target.contract import CHECKS, Case, packed_rows, padded_rows, some_documents
 
 pytestmark = pytest.mark.engine
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -27,28 +27,6 @@ def test_contract(check: Any, supervision: Supervision, engines: Any) -> None:
     check(Case("vllm", engine_target("llama"), make, supervision, **CLOSE))
 
 
-@pytest.mark.parametrize("aux", [[1, 3, 4], [6, 0, 3], [2, 7, 5]], ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "granite"])
-def test_states_and_logits_equal_transformers(name: str, aux: list[int], engines: Any) -> None:
-    """Ids in any order, the last layer among them; heads tied, divided, with norms in front."""
-    model = engine_target(name)
-    local = HFEagle3TargetModel(model, aux, supervision="hidden")
-    through = VLLMEagle3TargetModel(engines.runner(name), aux, supervision="hidden")
-    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
-        ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)
-        assert_close(ours, theirs, real=rows[1].bool())
-        head = through.info().head
-        torch.testing.assert_close(
-            ours.with_logits(head).logits[ours.loss_mask.bool()],
-            theirs.with_logits(local.info().head).logits[ours.loss_mask.bool()],
-            **CLOSE,
-        )
-    ids, mask, _ = padded_rows()
-    logits, _ = through.runner.forward_eagle3(ids, mask)
-    expected = model(input_ids=ids, attention_mask=mask).logits
-    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
-
-
 def test_a_layer_too_early_is_noticed(engines: Any) -> None:
     """The control: with ids off by one the comparison above fails."""
     local = HFEagle3TargetModel(engine_target("llama"), [0, 2, 3], supervision="hidden")
@@ -56,46 +34,6 @@ def test_a_layer_too_early_is_noticed(engines: Any) -> None:
     ours, theirs = (t.generate_batch(*padded_rows()) for t in (through, local))
     with pytest.raises(AssertionError):
         assert_close(ours, theirs, real=padded_rows()[1].bool())
-
-
-def test_smollm2(smollm2: Any, engines: Any) -> None:
-    """A real model; a few channels of its states reach 27,000, hence the relative tolerance."""
-    close = {"rtol": 1e-3, "atol": 1e-3}
-    rows = real_rows(49_000)
-    real, supervised = rows[1].bool(), rows[2][:, 1:].bool()
-    model = fledge.load_model(str(smollm2), dtype=torch.float32)
-    for aux in ([1, 14, 26], [29, 14, 0]):  # the default, and the last layer
-        local = HFEagle3TargetModel(model, aux, supervision="hidden")
-        through = VLLMEagle3TargetModel(engines.runner(smollm2), aux, supervision="hidden")
-        theirs, ours = local.generate_batch(*rows), through.generate_batch(*rows)
-        torch.testing.assert_close(
-            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **close
-        )
-        for batch in (ours, theirs):
-            assert batch.last_hidden_states is not None
-        torch.testing.assert_close(
-            ours.last_hidden_states[:, :-1][supervised],
-            theirs.last_hidden_states[:, :-1][supervised],
-            **close,
-        )
-        our_logits = ours.with_logits(through.info().head).logits
-        their_logits = theirs.with_logits(local.info().head).logits
-        torch.testing.assert_close(
-            our_logits[:, :-1][supervised], their_logits[:, :-1][supervised], **close
-        )
-
-
-def test_training_takes_the_same_course(engines: Any) -> None:
-    batches = [padded_rows(0), packed_rows(some_documents(1), 14), padded_rows(2)] * 4
-    model = engine_target("qwen3")
-    local = HFEagle3TargetModel(model, supervision="hidden")
-    expected = loss_curve(local, batches)
-    with VLLMEagle3TargetModel(engines.runner("qwen3"), supervision="hidden") as through:
-        curve = loss_curve(through, batches)
-    assert curve == pytest.approx(expected, abs=1e-3)
-    assert expected[-1] < expected[0] - 0.5
-    with VLLMEagle3TargetModel(engines.runner("qwen3"), [0, 2, 3], supervision="hidden") as early:
-        assert loss_curve(early, batches) != pytest.approx(expected, abs=1e-3)
 
 
 def test_the_head_runs_on_one_position_of_a_row(engines: Any) -> None:
@@ -133,16 +71,13 @@ def test_nothing_is_kept_between_batches(engines: Any) -> None:
 
 
 def test_an_interrupted_batch_disturbs_nobody(engines: Any) -> None:
-    class Interrupted(Exception):
-        pass
-
     def interrupt(row: int, states: torch.Tensor) -> None:
-        raise Interrupted
+        raise KeyboardInterrupt
 
     runner = engines.runner("llama")
     target = VLLMEagle3TargetModel(runner, supervision="hidden")
     before = target.generate_batch(*padded_rows())
-    with pytest.raises(Interrupted):
+    with pytest.raises(KeyboardInterrupt):
         runner._run([[5, 6, 7], [8] * 40], interrupt)
     after = target.generate_batch(*padded_rows())
     assert torch.equal(before.aux_hidden_states, after.aux_hidden_states)
@@ -153,7 +88,7 @@ def test_rows_are_checked_before_the_engine_sees_them(engines: Any) -> None:
     runner = engines.runner("llama")
     target = VLLMEagle3TargetModel(runner, supervision="hidden")
     long = torch.ones((1, 256), dtype=torch.long)
-    with pytest.raises(fledge.BadInput, match="256 tokens is longer.*255.*max_model_len"):
+    with pytest.raises(fledge.BadInput, match=r"256 tokens is longer.*255.*max_model_len"):
         target.generate_batch(long, long, long)
     left = torch.tensor([[0, 1, 1]])
     with pytest.raises(ValueError, match="ones followed by zeros"):
@@ -164,6 +99,72 @@ def test_rows_are_checked_before_the_engine_sees_them(engines: Any) -> None:
     batch = target.generate_batch(empty + 4, empty, empty)
     assert batch.aux_hidden_states[0].abs().sum() > 0
     assert batch.aux_hidden_states[1].abs().sum() == 0
+
+
+@pytest.mark.parametrize("aux", [[1, 3, 4], [6, 0, 3], [2, 7, 5]], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "granite", "qwen3"])
+def test_states_and_logits_equal_transformers(name: str, aux: list[int], engines: Any) -> None:
+    """Ids in any order, the last layer among them; heads tied, divided, with norms in front."""
+    model = engine_target(name)
+    local = HFEagle3TargetModel(model, aux, supervision="hidden")
+    through = VLLMEagle3TargetModel(engines.runner(name), aux, supervision="hidden")
+    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
+        ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)
+        assert_close(ours, theirs, real=rows[1].bool())
+        head = through.info().head
+        torch.testing.assert_close(
+            ours.with_logits(head).logits[ours.loss_mask.bool()],
+            theirs.with_logits(local.info().head).logits[ours.loss_mask.bool()],
+            **CLOSE,
+        )
+    ids, mask, _ = padded_rows()
+    logits, _ = through.runner.forward_eagle3(ids, mask)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_training_takes_the_same_course(engines: Any) -> None:
+    model = engine_target("qwen3")
+    batches = [padded_rows(0), packed_rows(some_documents(1), 14), padded_rows(2)] * 8
+
+    def curve(target: Any) -> list[float]:
+        return train(make_draft(model, target.aux_layer_ids), target, batches)
+
+    def through(*aux: int) -> VLLMEagle3TargetModel:
+        ids = list(aux) or None
+        return VLLMEagle3TargetModel(engines.runner("qwen3"), ids, supervision="hidden")
+
+    expected = curve(HFEagle3TargetModel(model, supervision="hidden"))
+    assert expected[-1] < expected[2] - 0.5
+    assert curve(through()) == pytest.approx(expected, abs=1e-3)
+    assert curve(through(0, 2, 3)) != pytest.approx(expected, abs=1e-3)  # a layer too early
+
+
+def test_smollm2(smollm2: Any, engines: Any) -> None:
+    """A real model; a few channels of its states reach 27,000, hence the relative tolerance."""
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    rows = real_rows(49_000)
+    real, supervised = rows[1].bool(), rows[2][:, 1:].bool()
+    model = fledge.load_model(str(smollm2), dtype=torch.float32)
+    for aux in ([1, 14, 26], [29, 14, 0]):  # the default, and the last layer
+        local = HFEagle3TargetModel(model, aux, supervision="hidden")
+        through = VLLMEagle3TargetModel(engines.runner(smollm2), aux, supervision="hidden")
+        theirs, ours = local.generate_batch(*rows), through.generate_batch(*rows)
+        torch.testing.assert_close(
+            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **close
+        )
+        for batch in (ours, theirs):
+            assert batch.last_hidden_states is not None
+        torch.testing.assert_close(
+            ours.last_hidden_states[:, :-1][supervised],
+            theirs.last_hidden_states[:, :-1][supervised],
+            **close,
+        )
+        our_logits = ours.with_logits(through.info().head).logits
+        their_logits = theirs.with_logits(local.info().head).logits
+        torch.testing.assert_close(
+            our_logits[:, :-1][supervised], their_logits[:, :-1][supervised], **close
+        )
 
 
 def test_long_rows_run_in_pieces(engines: Any) -> None:
@@ -205,7 +206,7 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any) -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"no_such_option": 1}, "no_such_option"),
         ({"max_model_len": 10**6}, "max_model_len"),
-        ({"kv_cache_memory_bytes": 4096}, "KV cache"),
+        ({"kv_cache_memory_bytes": 4096}, "memory for the cache"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
