@@ -135,7 +135,7 @@ def test_training_takes_the_same_course(engines: Any) -> None:
         return VLLMEagle3TargetModel(engines.runner("qwen3"), ids, supervision="hidden")
 
     expected = curve(HFEagle3TargetModel(model, supervision="hidden"))
-    assert expected[-1] < expected[2] - 0.5
+    assert expected[-1] < expected[2] - 0.2
     assert curve(through()) == pytest.approx(expected, abs=1e-3)
     assert curve(through(0, 2, 3)) != pytest.approx(expected, abs=1e-3)  # a layer too early
 
