@@ -4,8 +4,9 @@ Every row or packed document is one request of a prompt and one token, so rows o
 together and padding is never computed. Which states a request leaves, and how they get out of the
 engine, is in `vllm_worker`; here are the engine's life, and the way from requests back to rows.
 
-vLLM is imported when a runner is built and not before. The engine lives in this process: one at a
-time, on one device, in eager mode (the layers to capture are chosen after the model is loaded).
+vLLM is imported when a runner is built and not before. The engine lives in this process, one at a
+time, in eager mode (the layers to capture are chosen after the model is loaded). With tensor
+parallelism its workers are processes of their own, and states come to this one's CPU memory.
 
 Layer ids: ours name the layer whose *output* is meant; vLLM's count the layers that have run, so
 our layer i is vLLM's i + 1, and the last layer needs no special case.
@@ -14,17 +15,16 @@ our layer i is vLLM's i + 1, and the last layer needs no special case.
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from fledge.errors import BadInput
-from fledge.target.base import TargetInfo
 from fledge.target.batch import Supervision
 from fledge.target.head import TargetHead
 from fledge.target.layers import FinalNorm
@@ -41,7 +41,6 @@ _FIXED: dict[str, Any] = {
     "enable_prefix_caching": False,  # would answer from states of other layers
     "async_scheduling": False,
     "skip_tokenizer_init": True,
-    "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "worker_extension_cls": f"{_WORKER}.StatesExtension",
@@ -62,6 +61,7 @@ _FIXED: dict[str, Any] = {
 _CPU_CACHE_BYTES = 2**30  # vLLM would take nearly all memory
 _OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _MAX_IDLE_STEPS = 8
+_REFUSALS = (ValueError, TypeError, RuntimeError, OSError, NotImplementedError)
 
 
 class VLLMTargetRunner:
@@ -74,7 +74,7 @@ class VLLMTargetRunner:
         self._engine = engine
         self.directory = directory
         self._order: list[int] = []  # where each wanted layer stands among those that arrive
-        self.model: Any = self._ask("fledge_model")
+        self.model: Any = self._model()
         VLLMTargetRunner._open = self
 
     @classmethod
@@ -153,6 +153,19 @@ class VLLMTargetRunner:
         norm: FinalNorm | None = self._ask("fledge_final_norm")
         return norm
 
+    def describe_weights(self) -> str:
+        """The dtypes that hold the weights."""
+        dtypes: str = self._ask("fledge_weights")[1]
+        return dtypes
+
+    def weights_fingerprint(self) -> str:
+        """Of all ranks' weights and of the files: vLLM hides weights that it has repacked."""
+        from fledge.target.cache_job import files_fingerprint
+
+        parts = [prints for prints, _ in self._engine.collective_rpc("fledge_weights")]
+        parts.append(files_fingerprint(self.directory))
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
     def close(self) -> None:
         """Stop the engine and free what it holds; vLLM's process groups go with it."""
         if self._engine is None:
@@ -165,9 +178,14 @@ class VLLMTargetRunner:
         cleanup_dist_env_and_memory()
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """What the engine's one worker answers."""
-        (answer,) = self._engine.collective_rpc(method, args=args)
-        return answer
+        """What the engine's first worker answers; all are asked."""
+        return self._engine.collective_rpc(method, args=args)[0]
+
+    def _model(self) -> Any:
+        """The module, or what can be said of it where workers have processes of their own."""
+        if self._engine.vllm_config.parallel_config.world_size == 1:
+            return self._ask("fledge_model")
+        return SimpleNamespace(config=self._engine.model_config.hf_config, parameters=list)
 
     def _run(self, rows: Sequence[list[int]], place: Callable[[int, Tensor], None]) -> None:
         """Call `place(row, states [N, 4, D])` for every row that is not empty, as they come."""
@@ -198,6 +216,8 @@ class VLLMTargetRunner:
 class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
     """EAGLE-3 target backend on a vLLM engine of its own."""
 
+    runner: VLLMTargetRunner
+
     def __init__(
         self,
         runner: VLLMTargetRunner,
@@ -207,7 +227,6 @@ class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
         tokenizer: Any = None,
     ) -> None:
         super().__init__(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
-        self._directory = runner.directory
         self.overhead_tokens = 2**40  # padding is never run: as few calls as memory allows
         if supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
@@ -232,16 +251,11 @@ class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
             runner.close()
             raise
 
-    def info(self) -> TargetInfo:
-        """As for every runner; the files enter the fingerprint, for vLLM hides repacked weights."""
-        from fledge.target.cache_job import files_fingerprint
+    def _describe_weights(self) -> str:
+        return self.runner.describe_weights()
 
-        known, info = self._info, super().info()
-        if known is None:
-            parts = [info.weights_fingerprint, files_fingerprint(self._directory)]
-            digest = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
-            self._info = info = replace(info, weights_fingerprint=digest)
-        return info
+    def _fingerprint_weights(self) -> str:
+        return self.runner.weights_fingerprint()
 
 
 def check_version(version: str) -> None:
@@ -296,12 +310,14 @@ def _start(directory: Path, **engine_args: Any) -> Any:
     try:
         config = EngineArgs(model=str(directory), **engine_args).create_engine_config()
         return LLMEngine(config, Executor.get_class(config), log_stats=False)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except BaseException as error:
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        raise BadInput(
-            f"vLLM could not be started ({error})", where=str(directory), fix="see docs/target.md"
-        ) from error
+        if isinstance(error, _REFUSALS):
+            raise BadInput(
+                f"vLLM does not start ({error})", where=str(directory), fix="see docs/target.md"
+            ) from error
+        raise
     finally:
         torch.set_num_threads = set_num_threads  # its CPU worker puts a refusal in its place
         del os.environ[_OWN_PROCESS]

@@ -16,11 +16,17 @@ Two classes hook in there:
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
@@ -35,6 +41,7 @@ from vllm.platforms import current_platform
 from fledge.target.head import TargetHead
 from fledge.target.layers import FinalNorm, describe_final_norm
 from fledge.target.probe import find_head_module, learn_head
+from fledge.target.weights import describe_weights, weights_fingerprint
 
 
 class _Gathered:
@@ -78,14 +85,17 @@ class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
 
 class StatesExtension:
-    """Methods of the worker, called by name through `LLM.collective_rpc`."""
+    """Methods of the worker, called by name through `collective_rpc`, on every rank at once.
+
+    Ranks above 0 take part in what needs all of them, and answer None.
+    """
 
     model_runner: Any  # the worker's own
 
     def fledge_capture(self, layer_ids: Sequence[int]) -> None:
         """From now on return these layers (vLLM's ids) and, after them, the head's input."""
-        model = self.model_runner.get_model()
-        model.set_aux_hidden_state_layers(tuple(layer_ids))
+        model = self.fledge_model()
+        model.set_aux_hidden_state_layers(tuple(layer_ids))  # type: ignore[operator]
         if "forward" not in model.__dict__:
             model.forward = _with_head_input(model)
 
@@ -94,35 +104,65 @@ class StatesExtension:
         connector = get_kv_transfer_group()
         arrived: dict[str, Tensor] = connector.gathered
         connector.gathered = {}
-        return arrived
+        return {request_id: _portable(states_NKD) for request_id, states_NKD in arrived.items()}
 
     def fledge_model(self) -> nn.Module:
+        """The model itself; only for a worker in the caller's process."""
         model: nn.Module = self.model_runner.get_model()
         return model
 
-    def fledge_embedding(self) -> Tensor:
-        """The input embedding [V, D]; vLLM pads its rows."""
+    def fledge_weights(self) -> tuple[str, str]:
+        """A fingerprint of the weights on this rank, and the dtypes that hold them."""
+        model = self.fledge_model()
+        return weights_fingerprint(model), describe_weights(model)
+
+    def fledge_embedding(self) -> Tensor | None:
+        """The input embedding [V, D]."""
         embedding = next(
             module
             for module in text_model(self.fledge_model()).modules()
             if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
         )
-        weight_VD: Tensor = embedding.weight.detach()[: embedding.org_vocab_size]
-        return weight_VD
+        weight_VD = _whole(embedding.weight.detach(), 0)[: embedding.org_vocab_size]
+        return _portable(weight_VD) if _answers() else None
 
-    def fledge_head(self) -> TargetHead:
-        return learn_engine_head(self.fledge_model())
+    def fledge_head(self) -> TargetHead | None:
+        head = learn_engine_head(self.fledge_model())
+        if not _answers():
+            return None
+        bias_V = None if head.bias_V is None else _portable(head.bias_V)
+        return replace(head, weight_VD=_portable(head.weight_VD), bias_V=bias_V)
 
-    def fledge_logits(self, input_ND: Tensor) -> Tensor:
+    def fledge_logits(self, input_ND: Tensor) -> Tensor | None:
         """Logits [N, V] of the head's inputs, with all that vLLM does to them afterwards."""
         model: Any = self.fledge_model()
         head = EngineHead(text_model(model))
-        with _head_answers(model, lambda _: head(input_ND).clone()):
-            logits_NV: Tensor = model.compute_logits(input_ND)
-        return logits_NV
+        input_ND = input_ND.to(head.weight.device)
+        product_NV = head(input_ND)
+        with _head_answers(model, lambda _: product_NV):
+            logits_NV = model.compute_logits(input_ND)
+        return _portable(logits_NV) if _answers() else None
 
     def fledge_final_norm(self) -> FinalNorm | None:
-        return describe_final_norm(self.fledge_model())
+        norm = describe_final_norm(self.fledge_model())
+        if norm is None or norm.weight_D is None:
+            return norm
+        return replace(norm, weight_D=_portable(norm.weight_D))
+
+
+def _answers() -> bool:
+    return bool(get_tensor_model_parallel_rank() == 0)
+
+
+def _whole(shard: Tensor, axis: int) -> Tensor:
+    """A tensor that is split over the ranks, put together on each of them."""
+    whole: Tensor = tensor_model_parallel_all_gather(shard, axis)
+    return whole
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """As it is, or on the CPU where it must go to the caller's process."""
+    return tensor.cpu() if get_tensor_model_parallel_world_size() > 1 else tensor
 
 
 def _with_head_input(model: nn.Module) -> Callable[..., Any]:
@@ -161,6 +201,7 @@ def learn_engine_head(model: nn.Module) -> TargetHead:
     few_ND = few_ND.to(head.weight)
 
     def logits() -> Tensor:
+        # cloned: vLLM scales what it is given in place
         with _head_answers(model, lambda input_ND: head(input_ND).clone()):
             found: Tensor = model.compute_logits(few_ND)  # type: ignore[operator]
         return found[None]
@@ -169,19 +210,18 @@ def learn_engine_head(model: nn.Module) -> TargetHead:
 
 
 class EngineHead(nn.Module):
-    """vLLM's output head as a plain module: its rows are padded, and it has no forward."""
+    """vLLM's output head as a plain module: it has no forward, its rows are split and padded."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         head: Any = find_head_module(model)
         rows, bias = head.org_vocab_size, getattr(head, "bias", None)
-        self.weight = head.weight.detach()[:rows]
-        self.bias = None if bias is None else bias.detach()[:rows]
+        self.weight = _whole(head.weight.detach(), 0)[:rows]
+        self.bias = None if bias is None else _whole(bias.detach(), 0)[:rows]
         self._product = partial(head.quant_method.apply, head, bias=bias)
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        logits_NV: Tensor = self._product(hidden_ND)
-        return logits_NV[..., : len(self.weight)]
+        return _whole(self._product(hidden_ND), -1)[..., : len(self.weight)]
 
 
 class _Stand:
@@ -198,12 +238,12 @@ class _Stand:
 def _head_answers(model: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While open, the head does no work: `answer` gets its input and stands in for it."""
     head: Any = find_head_module(text_model(model))
-    method = head.quant_method
-    head.quant_method = _Stand(answer)
+    method, ranks = head.quant_method, head.tp_size
+    head.quant_method, head.tp_size = _Stand(answer), 1  # an answer is whole: nothing to gather
     try:
         yield
     finally:
-        head.quant_method = method
+        head.quant_method, head.tp_size = method, ranks
 
 
 def text_model(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """A real vLLM as the target: the contract, equality with transformers, nothing left behind."""
 
 import gc
+import multiprocessing
 import weakref
 from typing import Any, get_args
 
@@ -199,11 +200,35 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any) -> None:
         assert target.info().tokenizer_fingerprint is not None
 
 
+def test_a_target_split_over_two_ranks(engines: Any, monkeypatch: Any) -> None:
+    """Workers in processes of their own; 97 rows of embedding and head are split 64 and 33."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model = engine_target("llama")
+    local = HFEagle3TargetModel(model, [6, 0, 3], supervision="hidden")
+    runner = engines.runner("llama", tensor_parallel_size=2)
+    through = VLLMEagle3TargetModel(runner, [6, 0, 3], supervision="hidden")
+    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
+        ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)
+        assert_close(ours, theirs, real=rows[1].bool())
+    ids, mask, _ = padded_rows()
+    logits, _ = runner.forward_eagle3(ids, mask)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
+    info = through.info()
+    assert torch.equal(info.head.weight_VD, model.lm_head.weight)
+    assert torch.equal(runner.input_embedding_weight(), model.model.embed_tokens.weight)
+    assert info.final_norm is not None
+    assert torch.equal(info.final_norm.weight_D, model.model.norm.weight)
+    assert (info.depth, info.weight_dtypes) == (8, "float32 100.0%")
+    engines.close()
+    assert not multiprocessing.active_children()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"enforce_eager": False}, "enforce_eager=False.*leave it out"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"no_such_option": 1}, "no_such_option"),
         ({"max_model_len": 10**6}, "max_model_len"),
         ({"kv_cache_memory_bytes": 4096}, "memory for the cache"),
