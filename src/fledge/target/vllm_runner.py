@@ -14,7 +14,9 @@ our layer i is vLLM's i + 1, and the last layer needs no special case.
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -88,11 +90,13 @@ class VLLMTargetRunner:
         """Load a target by any name that `fledge.local_model` knows.
 
         `dtype` None keeps the checkpoint's own. `engine_kwargs` go to vLLM's `EngineArgs` by their
-        own names (`max_model_len`, `gpu_memory_utilization`, `quantization`, ...).
+        own names (`max_model_len`, `gpu_memory_utilization`, `quantization`, ...). Rows may be as
+        long as the model and the engine's memory allow, unless `max_model_len` says less.
         """
         _check_installed()
         _check_alone(cls._open)
-        for name, wanted in _FIXED.items():
+        engine_kwargs.setdefault("max_model_len", -1)
+        for name, wanted in deepcopy(_FIXED).items():  # vLLM may change what it is given
             if engine_kwargs.setdefault(name, wanted) != wanted:
                 raise BadInput(
                     f"{name}={engine_kwargs[name]!r} does not go together with capturing states",
@@ -124,22 +128,25 @@ class VLLMTargetRunner:
         longest = self._engine.model_config.max_model_len - 1  # one token is generated
         if max(map(len, rows)) > longest:
             raise BadInput(
-                f"a row of {max(map(len, rows))} tokens is longer than vLLM was built for "
-                f"({longest})",
-                fix="give engine argument max_model_len, or shorten the rows",
+                f"a row of {max(map(len, rows))} tokens is longer than this vLLM takes ({longest})",
+                fix="give it more memory or another max_model_len, or shorten the rows",
             )
-        states_BTKD: Tensor | None = None
+        hidden_BTD: Tensor | None = None
+        aux_BTD: Tensor | None = None
 
         def place(row: int, states_NKD: Tensor) -> None:
-            nonlocal states_BTKD
-            if states_BTKD is None:
-                states_BTKD = states_NKD.new_zeros((*input_ids.shape, *states_NKD.shape[1:]))
-            states_BTKD[row, : len(states_NKD)] = states_NKD[:, [*self._order, -1]]
+            nonlocal hidden_BTD, aux_BTD
+            if hidden_BTD is None or aux_BTD is None:
+                width = states_NKD.shape[-1]
+                hidden_BTD = states_NKD.new_zeros((*input_ids.shape, width))
+                aux_BTD = states_NKD.new_zeros((*input_ids.shape, width * len(self._order)))
+            hidden_BTD[row, : len(states_NKD)] = states_NKD[:, -1]
+            aux_BTD[row, : len(states_NKD)] = states_NKD[:, self._order].flatten(1)
 
         self._run(rows, place)
-        if states_BTKD is None:
+        if hidden_BTD is None or aux_BTD is None:
             raise ValueError("attention_mask marks no token at all")
-        return states_BTKD[:, :, -1], states_BTKD[:, :, :-1].flatten(2)
+        return hidden_BTD, aux_BTD
 
     def input_embedding_weight(self) -> Tensor:
         weight_VD: Tensor = self._ask("fledge_embedding")
@@ -155,15 +162,15 @@ class VLLMTargetRunner:
 
     def describe_weights(self) -> str:
         """The dtypes that hold the weights."""
-        dtypes: str = self._ask("fledge_weights")[1]
+        dtypes: str = self._ask("fledge_dtypes")
         return dtypes
 
     def weights_fingerprint(self) -> str:
         """Of all ranks' weights and of the files: vLLM hides weights that it has repacked."""
         from fledge.target.cache_job import files_fingerprint
 
-        parts = [prints for prints, _ in self._engine.collective_rpc("fledge_weights")]
-        parts.append(files_fingerprint(self.directory))
+        parts = self._engine.collective_rpc("fledge_fingerprint")
+        parts = [*parts, files_fingerprint(self.directory)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     def close(self) -> None:
@@ -190,6 +197,7 @@ class VLLMTargetRunner:
     def _run(self, rows: Sequence[list[int]], place: Callable[[int, Tensor], None]) -> None:
         """Call `place(row, states [N, 4, D])` for every row that is not empty, as they come."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
 
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
         waiting: dict[str, int] = {}
@@ -197,8 +205,8 @@ class VLLMTargetRunner:
         try:
             for row, tokens in enumerate(rows):
                 if tokens:
-                    prompt = {"prompt_token_ids": tokens}
-                    waiting[self._engine.add_request(str(row), prompt, params)] = row
+                    request_id = self._engine.add_request(str(row), tokens_input(tokens), params)
+                    waiting[request_id] = row
             while waiting:
                 # a request's states are handed over in a step after the one that finished it
                 idle = 0 if self._engine.has_unfinished_requests() else idle + 1
@@ -268,7 +276,7 @@ def check_version(version: str) -> None:
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str:
-    """How vLLM spells a dtype; it compares strings, and takes no torch.dtype from some callers."""
+    """How vLLM spells a dtype."""
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -304,12 +312,10 @@ def _start(directory: Path, **engine_args: Any) -> Any:
 
     if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         engine_args.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
-    set_num_threads = torch.set_num_threads
-    elsewhere = os.environ.get(_OWN_PROCESS)
-    os.environ[_OWN_PROCESS] = "0"  # read while engines are configured and made
     try:
-        config = EngineArgs(model=str(directory), **engine_args).create_engine_config()
-        return LLMEngine(config, Executor.get_class(config), log_stats=False)
+        with _in_this_process():
+            config = EngineArgs(model=str(directory), **engine_args).create_engine_config()
+            return LLMEngine(config, Executor.get_class(config), log_stats=False)
     except BaseException as error:
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
@@ -318,10 +324,21 @@ def _start(directory: Path, **engine_args: Any) -> Any:
                 f"vLLM does not start ({error})", where=str(directory), fix="see docs/target.md"
             ) from error
         raise
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Engines that are made here have no process of their own; what they changed is put back."""
+    set_num_threads, before = torch.set_num_threads, os.environ.get(_OWN_PROCESS)
+    os.environ[_OWN_PROCESS] = "0"
+    try:
+        yield
     finally:
-        torch.set_num_threads = set_num_threads  # its CPU worker puts a refusal in its place
-        del os.environ[_OWN_PROCESS]
-        os.environ |= {} if elsewhere is None else {_OWN_PROCESS: elsewhere}
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts a refusal in its place
+        if before is None:
+            del os.environ[_OWN_PROCESS]
+        else:
+            os.environ[_OWN_PROCESS] = before
 
 
 def _real_tokens(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:

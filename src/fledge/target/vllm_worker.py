@@ -111,10 +111,12 @@ class StatesExtension:
         model: nn.Module = self.model_runner.get_model()
         return model
 
-    def fledge_weights(self) -> tuple[str, str]:
-        """A fingerprint of the weights on this rank, and the dtypes that hold them."""
-        model = self.fledge_model()
-        return weights_fingerprint(model), describe_weights(model)
+    def fledge_fingerprint(self) -> str:
+        """Of the weights on this rank."""
+        return weights_fingerprint(self.fledge_model())
+
+    def fledge_dtypes(self) -> str:
+        return describe_weights(self.fledge_model())
 
     def fledge_embedding(self) -> Tensor | None:
         """The input embedding [V, D]."""

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import weakref
 from typing import Any, get_args
 
@@ -89,7 +90,7 @@ def test_rows_are_checked_before_the_engine_sees_them(engines: Any) -> None:
     runner = engines.runner("llama")
     target = VLLMEagle3TargetModel(runner, supervision="hidden")
     long = torch.ones((1, 256), dtype=torch.long)
-    with pytest.raises(fledge.BadInput, match=r"256 tokens is longer.*255.*max_model_len"):
+    with pytest.raises(fledge.BadInput, match=r"256 tokens is longer.*\(255\).*max_model_len"):
         target.generate_batch(long, long, long)
     left = torch.tensor([[0, 1, 1]])
     with pytest.raises(ValueError, match="ones followed by zeros"):
@@ -168,6 +169,16 @@ def test_smollm2(smollm2: Any, engines: Any) -> None:
         )
 
 
+def test_little_memory_makes_rows_shorter_and_says_so(engines: Any) -> None:
+    runner = engines.runner("llama", kv_cache_memory_bytes=2**20)
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    ids = torch.full((1, 255), 5)
+    with pytest.raises(fledge.BadInput, match=r"255 tokens is longer.*more memory"):
+        target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+    ids = ids[:, :20]
+    target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+
+
 def test_long_rows_run_in_pieces(engines: Any) -> None:
     """vLLM splits prompts over steps; more rows wait than run at once."""
     generator = torch.Generator().manual_seed(3)
@@ -181,7 +192,9 @@ def test_long_rows_run_in_pieces(engines: Any) -> None:
     assert_close(ours, theirs, real=mask.bool())
 
 
-def test_from_pretrained_and_close(engines: Any, smollm2: Any) -> None:
+def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM's default, not ours
+    set_num_threads = torch.set_num_threads
     engines.close()
     directory = engines.saved("qwen3")
     with VLLMEagle3TargetModel.from_pretrained(str(directory), dtype=torch.bfloat16) as target:
@@ -193,6 +206,8 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any) -> None:
             VLLMTargetRunner.build(directory)
     gc.collect()
     assert model() is None
+    assert torch.set_num_threads is set_num_threads
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
     assert not torch.distributed.is_initialized()
     with VLLMEagle3TargetModel.from_pretrained(smollm2, aux_layer_ids=[3, 2, 1]) as target:
         assert target.aux_layer_ids == [3, 2, 1]
@@ -240,6 +255,17 @@ def test_engine_arguments_that_do_not_work(options: Any, message: str, engines: 
     with pytest.raises(fledge.BadInput, match=message):
         VLLMTargetRunner.build(engines.saved("llama"), dtype="float32", **options)
     assert not torch.distributed.is_initialized()
+
+
+def test_one_of_several_ranks_is_told_to_use_a_server(tmp_path: Any, engines: Any) -> None:
+    engines.close()
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(fledge.BadInput, match=r"several ranks.*serve-target --engine vllm"):
+            VLLMTargetRunner.build(engines.saved("llama"))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_an_architecture_without_aux_states_is_refused(tmp_path: Any, engines: Any) -> None:
