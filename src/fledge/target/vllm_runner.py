@@ -215,7 +215,9 @@ class VLLMTargetRunner:
                 self._engine.step()
                 for request_id, states_NKD in self._ask("fledge_take").items():
                     if request_id in waiting:  # else of a call that was interrupted
-                        place(waiting.pop(request_id), states_NKD)
+                        row = waiting.pop(request_id)
+                        assert len(states_NKD) == len(rows[row]), "vLLM lost states of a row"
+                        place(row, states_NKD)
         finally:
             if waiting:
                 self._engine.abort_request(list(waiting), internal=True)

@@ -66,8 +66,9 @@ class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
             return
         cache = self._kv_cache  # [blocks, states, block size, D]
         assert cache is not None
-        place_N = torch.arange(len(pending.token_ids), device=cache.device)
         block_M = torch.tensor(pending.block_ids, device=cache.device)
+        held = len(block_M) * self._block_size  # an aborted request has fewer than its tokens
+        place_N = torch.arange(min(len(pending.token_ids), held), device=cache.device)
         block_N = block_M[place_N // self._block_size]
         self.gathered[pending.req_id] = cache[block_N, :, place_N % self._block_size]
         self._req_copy_events[pending.req_id] = _Gathered()

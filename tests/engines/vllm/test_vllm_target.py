@@ -63,27 +63,12 @@ def test_nothing_is_kept_between_batches(engines: Any) -> None:
 
     runner = engines.runner("llama")
     target = VLLMEagle3TargetModel(runner, supervision="hidden")
-    pool = runner._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     target.generate_batch(*padded_rows())
-    free = pool.get_num_free_blocks()
+    free = free_pages(runner)
     for seed in range(20):
         target.generate_batch(*padded_rows(seed))
         assert get_kv_transfer_group().gathered == {}
-    assert pool.get_num_free_blocks() == free
-
-
-def test_an_interrupted_batch_disturbs_nobody(engines: Any) -> None:
-    def interrupt(row: int, states: torch.Tensor) -> None:
-        raise KeyboardInterrupt
-
-    runner = engines.runner("llama")
-    target = VLLMEagle3TargetModel(runner, supervision="hidden")
-    before = target.generate_batch(*padded_rows())
-    with pytest.raises(KeyboardInterrupt):
-        runner._run([[5, 6, 7], [8] * 40], interrupt)
-    after = target.generate_batch(*padded_rows())
-    assert torch.equal(before.aux_hidden_states, after.aux_hidden_states)
-    assert torch.equal(before.last_hidden_states, after.last_hidden_states)
+    assert free_pages(runner) == free
 
 
 def test_rows_are_checked_before_the_engine_sees_them(engines: Any) -> None:
@@ -179,17 +164,34 @@ def test_little_memory_makes_rows_shorter_and_says_so(engines: Any) -> None:
     target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
 
 
+# vLLM splits prompts over steps, and more rows wait than run at once
+PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 2**23}
+
+
 def test_long_rows_run_in_pieces(engines: Any) -> None:
-    """vLLM splits prompts over steps; more rows wait than run at once."""
     generator = torch.Generator().manual_seed(3)
-    lengths = torch.tensor([[200], [7], [90], [33], [1]])
-    mask = (torch.arange(200) < lengths).long()
+    mask = (torch.arange(200) < torch.tensor([[200], [7], [90], [33], [1]])).long()
     ids = torch.randint(3, 90, mask.shape, generator=generator) * mask
     local = HFEagle3TargetModel(engine_target("llama"), supervision="hidden")
-    options = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 2**23}
-    through = VLLMEagle3TargetModel(engines.runner("llama", **options), supervision="hidden")
+    through = VLLMEagle3TargetModel(engines.runner("llama", **PIECES), supervision="hidden")
     ours, theirs = (t.generate_batch(ids, mask, mask) for t in (through, local))
     assert_close(ours, theirs, real=mask.bool())
+
+
+def test_an_interrupted_batch_disturbs_nobody(engines: Any) -> None:
+    def interrupt(row: int, states: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    runner = engines.runner("llama", **PIECES)
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    before, free = target.generate_batch(*padded_rows()), free_pages(runner)
+    with pytest.raises(KeyboardInterrupt):  # while the longer row and the last one are not done
+        runner._run([[5, 6, 7], [8] * 200, [9] * 20], interrupt)
+    assert not runner._engine.has_unfinished_requests()
+    after = target.generate_batch(*padded_rows())
+    assert torch.equal(before.aux_hidden_states, after.aux_hidden_states)
+    assert torch.equal(before.last_hidden_states, after.last_hidden_states)
+    assert free_pages(runner) == free
 
 
 def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any) -> None:
@@ -287,6 +289,12 @@ def assert_close(ours: Any, theirs: Any, *, real: torch.Tensor) -> None:
     torch.testing.assert_close(
         ours.last_hidden_states[supervised], theirs.last_hidden_states[supervised], **CLOSE
     )
+
+
+def free_pages(runner: VLLMTargetRunner) -> int:
+    scheduler = runner._engine.engine_core.engine_core.scheduler
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free
 
 
 def real_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
