@@ -31,18 +31,20 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**_SMALL),
-    "llama-tied": lambda: transformers.LlamaConfig(**_SMALL, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**_SMALL),
-    "granite": lambda: transformers.GraniteConfig(**_SMALL, logits_scaling=13.0),
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {}),
+    "granite": ("GraniteConfig", {"logits_scaling": 13.0}),
 }
 
 
-def engine_target(name: str = "llama", *, seed: int = 0) -> Any:
+def engine_target(name: str = "llama", *, seed: int = 0, **options: Any) -> Any:
     """A random fp32 model in eval mode whose weights are spread so that every part matters."""
+    kind, special = CONFIGS[name]
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
+    config = getattr(transformers, kind)(**_SMALL | special | options)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fledge
-from engines.cases import engine_target, make_draft, train
+from engines.cases import engine_target, make_draft, saved, train
 from fledge.target.batch import Supervision
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.vllm_runner import VLLMEagle3TargetModel, VLLMTargetRunner
@@ -125,6 +125,27 @@ def test_training_takes_the_same_course(engines: Any) -> None:
     assert expected[-1] < expected[2] - 0.2
     assert curve(through()) == pytest.approx(expected, abs=1e-3)
     assert curve(through(0, 2, 3)) != pytest.approx(expected, abs=1e-3)  # a layer too early
+
+
+def test_a_recipe_trains_through_vllm(engines: Any, tiny_chats: Any, tmp_path: Any) -> None:
+    pytest.importorskip("fledge.target.backends", reason="recipes open engines there")
+    from fledge.train.fit import fit
+    from fledge.train.setup import set_up
+    from train.tiny import Notes, make_target, recipe_for
+
+    engines.close()
+    directory = make_target(tmp_path / "target")  # its tokenizer and template, and another model
+    saved(engine_target(vocab_size=400, num_hidden_layers=4), directory)
+    curves = []
+    for backend in ("hf", "vllm"):
+        overrides = [f"target.backend={backend}", "training.epochs=1", "tracking.every_steps=1"]
+        training = set_up(recipe_for(directory, tiny_chats, tmp_path / backend, *overrides))
+        notes = Notes()
+        with training.parts.target:
+            assert fit(training, notes).finished
+        curves.append([line["loss"] for line in notes.lines])
+    assert len(curves[0]) >= 5
+    assert curves[1] == pytest.approx(curves[0], abs=1e-3)
 
 
 def test_smollm2(smollm2: Any, engines: Any) -> None:
