@@ -65,18 +65,27 @@ def make_draft(
     """A random draft for a target, `width` tokens of whose vocabulary it can say."""
     torch.manual_seed(seed)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=96, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, rope_theta=10_000.0,
-        draft_vocab_size=width or vocabulary, aux_layer_ids=aux_layer_ids,
-        **{"num_hidden_layers": 1} | options,
-    )  # fmt: skip
+    plain = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "draft_vocab_size": width or vocabulary,
+        "aux_layer_ids": aux_layer_ids,
+    }
+    config = transformers.LlamaConfig(**plain | options)
     draft = LlamaEagle3DraftModel(config)
     with torch.no_grad():  # norms that matter: nobody must mistake one for another
         for weight in draft.parameters():
             if weight.ndim == 1:
                 weight.add_(0.5 * torch.randn_like(weight))
-    draft.copy_embeddings_from_target(model.get_input_embeddings())
+    if config.hidden_size == hidden:
+        draft.copy_embeddings_from_target(model.get_input_embeddings())
     if width is not None:
         ids = torch.randperm(vocabulary)[:width].sort().values
         draft.set_vocab_mapping(ids, _marked(ids, vocabulary))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engines.cases import engine_target, greedy_texts, make_draft, train
+from engines.vllm.serving import Served, serve
 from fledge.decode.drafter import Drafter, TrueSlots
 from fledge.decode.propose import Chooser, propose_chain, propose_parallel
 from fledge.decode.replay import Text, replay
@@ -25,19 +26,32 @@ from fledge.export.commands import serve_command
 from fledge.export.export import export_draft, read_record
 from fledge.target.hf import HFEagle3TargetModel
 
-from serving import Served, serve  # isort: skip
-
 pytestmark = pytest.mark.engine
 PROMPT, ANSWER, DEPTHS = 6, 32, 4
 _NEWER = {"fc_norm": True, "norm_output": True}
 _PARALLEL = {"parallel_drafting": True, "mask_token_id": 2}
+_SCALED = {
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 _OTHER_ROPE = {"rope_type": "default", "rope_theta": 50.0}
+_UNSCALED = {"rope_type": "default", "rope_theta": 10_000.0}
 KINDS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "eagle3": ([1, 3, 4], {"width": 60}),
     "eagle3-chosen-layers": ([6, 0, 3], {}),  # not ascending: the export reorders fc
     "eagle3.1": ([1, 3, 4], {"width": 60, "num_hidden_layers": 2} | _NEWER),
+    "wider": ([1, 3, 4], {"width": 60, "hidden_size": 96}),
+    "llama3 rotary": ([1, 3, 4], {"rope_parameters": _SCALED | {"rope_type": "llama3"}}),
+    "yarn rotary": ([1, 3, 4], {"rope_parameters": _SCALED | {"rope_type": "yarn"}}),
+    "partial rotary": ([1, 3, 4], {"rope_parameters": _HALF}),
     "p-eagle": ([0, 4, 7], {"width": 60, "num_hidden_layers": 2} | _PARALLEL),
 }
+SERVED = [(kind, "vllm") for kind in KINDS]
+SERVED += [(k, "speculators") for k in ("eagle3", "eagle3-chosen-layers", "eagle3.1", "p-eagle")]
 
 
 @dataclass(frozen=True)
@@ -142,8 +156,7 @@ def compare(trained: Trained, served: Served) -> tuple[list[int], list[int]]:
     return total, equal
 
 
-@pytest.mark.parametrize("engine", ["vllm", "speculators"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "engine"), SERVED)
 def test_vllm_proposes_what_we_propose(kind: str, engine: str, trained: Any) -> None:
     draft: Trained = trained(kind)
     served = draft.serve(draft.export(engine))
@@ -178,6 +191,7 @@ CONTROLS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "aux layers": ("eagle3", _change(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
     "residual norm": ("eagle3", _change(norm_before_residual=True)),
     "rope": ("eagle3", _change(rope_theta=50.0, rope_parameters=_OTHER_ROPE)),
+    "rope scaling": ("llama3 rotary", _change(rope_scaling=None, rope_parameters=_UNSCALED)),
     "output norm": ("eagle3.1", _change(norm_output=False)),
     "aux layers, parallel": ("p-eagle", _change(eagle_aux_hidden_state_layer_ids=[2, 6, 7])),
 }
