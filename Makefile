@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test test-speculators lint format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -48,3 +48,16 @@ test-vllm: $(VLLM_VENV)/.ready  ## the vLLM target, and exports in a real vLLM, 
 
 clean:  ## remove the environment and every tool's cache
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+SPECULATORS := .venv-speculators
+$(SPECULATORS)/.ready: pyproject.toml constraints.txt
+	@echo "setting up $(SPECULATORS) (about two minutes) ..."
+	@test -x $(SPECULATORS)/bin/python || $(PYTHON) -m venv $(SPECULATORS)
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout \
+		aiohttp httpx loguru openai protobuf pydantic-settings
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0  # their pins of torch and datasets are wider or older than ours
+	@touch $@
+
+test-speculators: $(SPECULATORS)/.ready  ## exports in the speculators package
+	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py

@@ -49,7 +49,7 @@ from fledge.export.self_check import (
     same_embeddings,
     with_target_embeddings,
 )
-from fledge.export.source import DraftSource, read_source, target_facts
+from fledge.export.source import DraftSource, name_for_engines, read_source, target_facts
 from fledge.files import atomic_directory, save_tensors, write_json, write_text
 
 Watch = Callable[[str, float, int], None]  # what is going on, done, in all
@@ -166,7 +166,7 @@ class _Job:
         try:  # its configuration may be here although its weights are not
             return target_facts(name) if name else TargetFacts()
         except BadInput:
-            return TargetFacts(name, name)
+            return TargetFacts(name, name_for_engines(name))
 
     def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
         features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)

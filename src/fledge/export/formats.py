@@ -306,8 +306,8 @@ ENGINES: dict[EngineName, Engine] = {
         oldest="0.16.0",
         tested=("0.32.0",),
         limits=(
-            Limit("fc_norm", "0.32.0", "train without draft.fc_norm, or serve with vLLM 0.32"),
-            Limit("norm_output", "0.32.0", "train without draft.norm_output, or serve vLLM 0.32"),
+            Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
+            Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
         ),
     ),

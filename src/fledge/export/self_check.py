@@ -141,7 +141,6 @@ def check_files(
     if faults:
         raise BadInput(
             f"self-check: the files are not the draft ({'; '.join(faults[:3])})",
-            where=str(directory),
             fix="nothing was left behind; please report this",
         )
     return SelfCheck(tensors=len(found.tensors)), found
