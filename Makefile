@@ -38,8 +38,21 @@ lint: $(READY)  ## ruff and mypy --strict
 format: $(READY)  ## let ruff put things in order
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
+VLLM_VENV := .venv-vllm
+VLLM_PINS := tests/engines/vllm/requirements.txt
+
+$(VLLM_VENV)/.ready: $(VLLM_PINS)
+	@echo "setting up $(VLLM_VENV), a CPU build of vLLM (first time: about three minutes) ..."
+	@$(PYTHON) -m venv --clear $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --no-deps -r $(VLLM_PINS)
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.ready  ## the vLLM target, and exports in a real vLLM, on this CPU
+	@PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m engine tests/engines/vllm
+
 clean:  ## remove the environment and every tool's cache
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 SPECULATORS := .venv-speculators
 $(SPECULATORS)/.ready: pyproject.toml constraints.txt

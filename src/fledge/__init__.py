@@ -21,6 +21,8 @@ _PUBLIC = {
     "TargetHead": "fledge.target.head",
     "TargetInfo": "fledge.target.base",
     "TargetRunner": "fledge.target.runner",
+    "VLLMEagle3TargetModel": "fledge.target.vllm_runner",
+    "VLLMTargetRunner": "fledge.target.vllm_runner",
     "Recipe": "fledge.train.recipe",
     "load_recipe": "fledge.train.recipe",
     "load_config": "fledge.models.resolve",

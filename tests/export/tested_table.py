@@ -44,9 +44,14 @@ TESTED = [
         _versions("vllm"), f"{_PROPOSALS}; output is plain greedy's; its counters equal our replay",
     ),
     Tested(
+        f"{_VLLM}::test_vllm_proposes_what_unusual_drafts_propose", "plain-vllm",
+        _versions("vllm"), "the same",
+        kinds=("wider than the target", "llama3 rotary", "yarn rotary", "partial rotary"),
+    ),
+    Tested(
         f"{_VLLM}::test_a_wrong_config_is_noticed", "plain-vllm", _versions("vllm"),
-        "controls: wrong aux layers, norm flags and rotary base do not pass",
-        kinds=("eagle3", "eagle3.1", "p-eagle"),
+        "controls: wrong aux layers, norm flags, rotary base and scaling do not pass",
+        kinds=("eagle3", "llama3 rotary", "eagle3.1", "p-eagle"),
     ),
     Tested(
         f"{_SGLANG}::test_every_parameter_comes_from_the_files", "plain-sglang",
