@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from target.contract import CHECKS, Case
-from target.tiny_models import tiny_model
 
 import fledge
 from fledge.target.batch import Supervision
+from target.contract import CHECKS, Case
+from target.tiny_models import tiny_model
 
 
 @cache
