@@ -17,7 +17,7 @@ _PUBLIC = {
     "Eagle3TargetBatch": "fledge.target.batch",
     "HFEagle3TargetModel": "fledge.target.hf",
     "RunnerEagle3TargetModel": "fledge.target.runner",
-    "SGLangEagle3TargetModel": "fledge.target.sglang_target",
+    "SGLangEagle3TargetModel": "fledge.target.sglang_runner",
     "SGLangTargetRunner": "fledge.target.sglang_runner",
     "TargetHead": "fledge.target.head",
     "TargetInfo": "fledge.target.base",

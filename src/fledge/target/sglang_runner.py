@@ -13,28 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.errors import BadInput, nearest
+from fledge.errors import BadInput
+from fledge.target.batch import Supervision
 from fledge.target.head import TargetHead
 from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
+from fledge.target.loading import tokenizer_in
+from fledge.target.packing import Documents, Group
+from fledge.target.runner import RunnerEagle3TargetModel
 from fledge.target.sglang_engine import Captured, Room, engine_class, installed_version
+from fledge.target.sglang_options import server_options, sglang_dtype
 from fledge.target.sglang_ranks import SGLangRanks
-
-# Capture depends on these; any other value is refused.
-_FIXED: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "enable_return_hidden_states": True,
-    "disable_cuda_graph": True,
-    "disable_radix_cache": True,
-    "disable_overlap_schedule": True,
-    "speculative_algorithm": None,
-    "pp_size": 1,
-    "dp_size": 1,
-}
-# SGLang would fill the whole GPU with its KV pool; a target needs room for one batch, and a larger
-# batch is run in parts.
-_DEFAULTS: dict[str, Any] = {"max_total_tokens": 65536, "tp_size": 1, "log_level": "error"}
-_ON_CPU: dict[str, Any] = {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class SGLangTargetRunner:
@@ -62,8 +50,8 @@ class SGLangTargetRunner:
 
         `sglang_kwargs` go to `ServerArgs` under their own names (`page_size`, `tp_size`,
         `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).
-        `max_total_tokens` (default 65,536) is the most that runs at once, and what the KV pool is
-        sized for.
+        `max_total_tokens` (default 65,536, on a CPU 8,192) is the most that runs at once, and what
+        the KV pool is sized for.
         """
         from fledge.models.resolve import local_model
 
@@ -80,7 +68,7 @@ class SGLangTargetRunner:
         except BadInput:
             raise
         except (OSError, ValueError, RuntimeError, ImportError, AssertionError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise BadInput(
                 f"SGLang {version} could not load the target ({reason})",
                 where=str(model),
@@ -206,6 +194,49 @@ class SGLangTargetRunner:
             yield first, len(lengths)
 
 
+class SGLangEagle3TargetModel(RunnerEagle3TargetModel):
+    """A target that SGLang runs in this process; `fledge serve-target` gives it one of its own."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PathLike[str],
+        *,
+        aux_layer_ids: Sequence[int] | None = None,
+        dtype: torch.dtype | str | None = None,
+        supervision: Supervision = "hidden",
+        trust_remote_code: bool = False,
+        **sglang_kwargs: Any,
+    ) -> "SGLangEagle3TargetModel":
+        """Load a model by name into SGLang; `sglang_kwargs` as in `SGLangTargetRunner.build`."""
+        from fledge.models.resolve import local_model
+
+        runner = SGLangTargetRunner.build(
+            model, dtype=dtype, trust_remote_code=trust_remote_code, **sglang_kwargs
+        )
+        try:
+            tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
+            return cls(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+        except BaseException:
+            runner.close()
+            raise
+
+    def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
+        """All documents end to end in one row: SGLang needs no padding to keep them apart."""
+        if not documents.lengths:
+            return []
+        lengths = torch.tensor(documents.lengths)
+        slots_N = torch.cat(
+            [
+                torch.arange(begin, begin + length)
+                for begin, length in zip(documents.starts, documents.lengths, strict=True)
+            ]
+        ).to(ids_BT.device)
+        numbers_N = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)
+        cells_N = torch.arange(len(slots_N), device=ids_BT.device)
+        return [Group(slots_N[None], numbers_N[None], cells=cells_N, slots=slots_N)]
+
+
 @dataclass(frozen=True)
 class _Row:
     """One request: the slots [begin, end) of a flattened batch."""
@@ -235,41 +266,3 @@ def find_rows(mask_BT: Tensor) -> list[_Row]:
         seen.add(name)
         rows.append(_Row(begin, end))
     return rows
-
-
-def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
-    """What `ServerArgs` is told: our defaults, what was asked for, and what capture depends on."""
-    for name, value in asked.items():
-        if name not in names:
-            raise BadInput(
-                f"SGLang {installed_version()} has no argument '{name}'",
-                where="engine_args",
-                fix=nearest(name, list(names)),
-            )
-        if name in _FIXED and value != _FIXED[name]:
-            raise BadInput(
-                f"{name}={value!r} does not go with hidden-state capture",
-                where="engine_args",
-                fix=f"leave it out (it is {_FIXED[name]!r})",
-            )
-    return {
-        **_DEFAULTS,
-        **(_ON_CPU if device == "cpu" else {}),
-        **asked,
-        **_FIXED,
-        "device": device,
-    }
-
-
-def sglang_dtype(dtype: torch.dtype | str | None) -> str:
-    """The word that SGLang expects; it compares strings, and would take no notice of a dtype."""
-    if dtype is None:
-        return "auto"
-    name = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name not in ("auto", *_DTYPES.values()):
-        raise BadInput(
-            f"SGLang cannot run in {dtype}",
-            where="dtype",
-            fix=f"one of auto, {', '.join(_DTYPES.values())} (fp8: engine argument quantization)",
-        )
-    return name
