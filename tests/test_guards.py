@@ -11,7 +11,18 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "fledge"
 
 # Rooms in the order in which data flows: a room imports only itself and rooms before it.
-ROOMS = ["models", "data", "target", "rollout", "draft", "objective", "decode", "train", "cli"]
+ROOMS = [
+    "models",
+    "data",
+    "target",
+    "rollout",
+    "draft",
+    "objective",
+    "decode",
+    "train",
+    "export",
+    "cli",
+]
 ENGINES = {"vllm", "sglang", "fastapi", "uvicorn", "wandb", "tensorboard", "trackio", "mlflow"}
 
 

@@ -38,6 +38,7 @@ _PUBLIC = {
     "Stops": "fledge.decode.stops",
     "TreeShape": "fledge.decode.tree",
     "replay": "fledge.decode.replay",
+    "export_draft": "fledge.export.export",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -1,15 +1,13 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import err, out, print_json, quiet_libraries, watching
 from fledge.errors import BadInput
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
@@ -55,12 +53,13 @@ def evaluate(
     from fledge.decode.answers import cached_answers
     from fledge.decode.evaluation import DraftEvaluation
     from fledge.decode.prompts import read_prompts
+    from fledge.train.runs import draft_directory
 
     quiet_libraries()
-    paths = [_draft_of(path) for path in drafts]
+    paths = [draft_directory(path) for path in drafts]
     asked = read_prompts(prompts or ["mixed"], limit=limit or None)
     options = _options(draft_tokens, method, tree, live, max_new_tokens)
-    with _watching() as watch:
+    with watching() as watch:
         watch("loading the target", 0, 1)
         backend = _load_target(paths[0], target, aux_layers, dtype, device)
         answers = cached_answers(
@@ -88,15 +87,6 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _draft_of(path: Path) -> Path:
-    """The directory of a draft: the path itself, or the best checkpoint of a run."""
-    if (path / "config.json").is_file():
-        return path
-    if (path / "best" / "config.json").is_file():
-        return path / "best"
-    raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
-
-
 def _labels(drafts: list[Path]) -> list[str]:
     """As many of the last parts of the paths as tell the drafts apart."""
     parts = [path.absolute().parts for path in drafts]
@@ -107,27 +97,18 @@ def _labels(drafts: list[Path]) -> list[str]:
     return [str(path) for path in drafts]
 
 
-def _recipe_of(path: Path) -> Any:
-    """The recipe of the run that a draft belongs to, if any."""
-    from fledge.train.recipe import RESOLVED_NAME, load_recipe
-
-    here = path.absolute()
-    places = [here, *list(here.parents)[:1], *list(path.resolve().parents)[:2]]
-    found = next((place for place in places if (place / RESOLVED_NAME).is_file()), None)
-    return None if found is None else load_recipe(found / RESOLVED_NAME)
-
-
 def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
     import torch
 
     from fledge.draft.files import CONFIG_NAME
     from fledge.target.hf import HFEagle3TargetModel
+    from fledge.train.runs import recipe_of
 
-    recipe = _recipe_of(draft)
+    recipe = recipe_of(draft)
     name = target or (recipe.target.model if recipe is not None else "")
     if not name:
         raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
-    dtype = dtype or (recipe.target.dtype if recipe is not None else "auto")
+    dtype = dtype or (getattr(recipe.target, "dtype", "auto") if recipe is not None else "auto")
     named = getattr(torch, dtype, None) if dtype != "auto" else "auto"
     if named is None or not (named == "auto" or isinstance(named, torch.dtype)):
         raise BadInput(f"'{dtype}' is not a dtype", where="--dtype", fix="for example bfloat16")
@@ -135,7 +116,7 @@ def _load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: 
     if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
         ids = json.loads((draft / CONFIG_NAME).read_bytes()).get("aux_layer_ids")
     if ids is None and recipe is not None:
-        ids = recipe.target.aux_layer_ids
+        ids = list(recipe.target.aux_layer_ids or ()) or None
     return HFEagle3TargetModel.from_pretrained(
         name, aux_layer_ids=ids, dtype=named, device=device or None
     )
@@ -166,18 +147,6 @@ def _numbers(text: str, count: int, where: str) -> list[int]:
     if len(parts) != count or not all(part.strip().isdigit() for part in parts):
         raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")
     return [int(part) for part in parts]
-
-
-@contextlib.contextmanager
-def _watching() -> Iterator[Any]:
-    """One bar that says what is going on."""
-    with progress_bar("") as bar:
-        task = bar.add_task("", total=None, note="")
-
-        def watch(what: str, done: float, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield watch
 
 
 def _as_json(reports: Any, answers: Any, backend: Any, prompts: list[str]) -> dict[str, Any]:

@@ -47,13 +47,14 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import cache, data, demo, doctor, eval, plan, precompute, recipe, train
+    from fledge.cli import cache, data, demo, doctor, eval, export, plan, precompute, recipe, train
 
     app.add_typer(cache.app, name="cache")
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
     app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
+    app.command(name="export", epilog=export.EXAMPLE)(export.export)
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
