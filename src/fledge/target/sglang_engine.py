@@ -156,8 +156,12 @@ class SGLangEngine(ABC):
         """Process groups, weights and memory pools: a `ModelRunner` ready to run."""
 
     @abstractmethod
-    def _forward(self, rows: Sequence[list[int]]) -> None:
-        """One extend over whole rows, each a request of its own."""
+    def _schedule(self, rows: Sequence[list[int]]) -> Any:
+        """Whole rows as one extend, each a request of its own: a `ScheduleBatch`."""
+
+    @abstractmethod
+    def _forward_batch(self, batch: Any) -> Any:
+        """What the model is given for a `ScheduleBatch`."""
 
     @abstractmethod
     def _leave_groups(self) -> None:
@@ -197,7 +201,7 @@ class SGLangEngine(ABC):
         for tap in self._taps:
             tap.open(logits=logits)
         try:
-            self._forward(rows)
+            self._runner.forward(self._forward_batch(self._schedule(rows)))
         finally:
             self._runner.req_to_token_pool.clear()
             self._runner.token_to_kv_pool_allocator.clear()

@@ -19,7 +19,7 @@ class SGLangRanks:
     def __init__(self, options: dict[str, Any]) -> None:
         self._pipes: list[Connection] = []
         self._peers: list[BaseProcess] = []
-        port = _free_port()
+        port = free_port()
         processes = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         for rank in range(1, int(options["tp_size"])):
             ours, theirs = processes.Pipe()
@@ -73,7 +73,7 @@ def _follow(pipe: Connection, options: dict[str, Any], rank: int, port: int) -> 
     engine.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -85,7 +85,7 @@ class Engine(SGLangEngine):
         runner.init_cuda_graphs()
         return runner
 
-    def _forward(self, rows: Sequence[list[int]]) -> None:
+    def _schedule(self, rows: Sequence[list[int]]) -> Any:
         runner = self._runner
         batch = ScheduleBatch.init_new(
             reqs=[_request(index, row) for index, row in enumerate(rows)],
@@ -104,13 +104,15 @@ class Engine(SGLangEngine):
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
             batch.prefill_input_ids_cpu = None
-        forward_batch = ForwardBatch.init_new(
+        return batch
+
+    def _forward_batch(self, batch: Any) -> Any:
+        return ForwardBatch.init_new(
             batch,
-            runner,
+            self._runner,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
         )
-        runner.forward(forward_batch)
 
     def _leave_groups(self) -> None:
         destroy_model_parallel()

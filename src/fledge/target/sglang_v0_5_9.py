@@ -62,7 +62,7 @@ class Engine(SGLangEngine):
             server_args=args,
         )
 
-    def _forward(self, rows: Sequence[list[int]]) -> None:
+    def _schedule(self, rows: Sequence[list[int]]) -> Any:
         runner = self._runner
         batch = ScheduleBatch.init_new(
             reqs=[_request(index, row) for index, row in enumerate(rows)],
@@ -78,7 +78,10 @@ class Engine(SGLangEngine):
             spec_algorithm=SpeculativeAlgorithm.NONE,
         )
         batch.prepare_for_extend()
-        runner.forward(ForwardBatch.init_new(batch.get_model_worker_batch(), runner))
+        return batch
+
+    def _forward_batch(self, batch: Any) -> Any:
+        return ForwardBatch.init_new(batch.get_model_worker_batch(), self._runner)
 
     def _leave_groups(self) -> None:
         parallel_state.destroy_model_parallel()
