@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test test-sglang lint format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -27,6 +27,24 @@ demo: $(READY)  ## the whole story on a real 135M model
 test: $(READY)  ## every test that can run on this machine
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine"
 
+# Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
+SGLANG := 059 0523
+
+.venv-sglang-%/.ready: tests/engines/sglang/requirements-%.txt
+	@echo "setting up .venv-sglang-$* (first time: a few minutes) ..."
+	@test -x .venv-sglang-$*/bin/python || $(PYTHON) -m venv .venv-sglang-$*
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+test-sglang: $(SGLANG:%=.venv-sglang-%/.ready)  ## targets and exports in real SGLang, on a CPU
+	@for version in $(SGLANG); do \
+	  echo "SGLang $$version"; \
+	  PYTHONPATH=src:tests/engines/sglang/cpu_stub .venv-sglang-$$version/bin/python \
+	    -m pytest -q -p no:cacheprovider -m engine tests/engines/sglang || exit 1; \
+	done
+
 lint: $(READY)  ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -34,4 +52,4 @@ format: $(READY)  ## let ruff put things in order
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean:  ## remove the environment and every tool's cache
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sglang-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -148,7 +148,7 @@ class SGLangTargetRunner:
         rows = [tokens[row.begin : row.end] for row in documents]
         answer_BTX: Tensor | None = None
         aux_BTD: Tensor | None = None
-        for first, last in self._extends([len(row) for row in rows]):
+        for first, last in cut_into_extends([len(row) for row in rows], self._room):
             captured = self._open().call("extend", rows[first:last], logits)
             answer_NX = captured.logits_NV if logits else captured.hidden_ND
             aux_ND = self._in_given_order(captured.aux_KND)
@@ -173,25 +173,6 @@ class SGLangTargetRunner:
                 f"SGLang returned the states of {len(aux_KND)} layers and not of {ids}"
             )
         return torch.cat([aux_KND[sorted(ids).index(i)] for i in ids], dim=-1)
-
-    def _extends(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Cut rows into as few extends as the engine's memory allows: (first, last + 1) of each."""
-        room = self._room
-        first = taken = 0
-        for index, length in enumerate(lengths):
-            needed = -(-length // room.page_size) * room.page_size
-            if length > room.context_length or needed > room.tokens:
-                raise BadInput(
-                    f"a row of {length} tokens does not fit: SGLang was built for rows of "
-                    f"{room.context_length} and {room.tokens} tokens at once",
-                    fix="shorten data.max_length, or give context_length / max_total_tokens",
-                )
-            if taken + needed > room.tokens or index - first == room.rows:
-                yield first, index
-                first, taken = index, 0
-            taken += needed
-        if lengths:
-            yield first, len(lengths)
 
 
 class SGLangEagle3TargetModel(RunnerEagle3TargetModel):
@@ -266,3 +247,22 @@ def find_rows(mask_BT: Tensor) -> list[_Row]:
         seen.add(name)
         rows.append(_Row(begin, end))
     return rows
+
+
+def cut_into_extends(lengths: Sequence[int], room: Room) -> Iterator[tuple[int, int]]:
+    """Rows in as few extends as the engine's memory allows: (first, last + 1) of each."""
+    first = taken = 0
+    for index, length in enumerate(lengths):
+        needed = -(-length // room.page_size) * room.page_size
+        if length > room.context_length or needed > room.tokens:
+            raise BadInput(
+                f"a row of {length} tokens does not fit: SGLang was built for rows of "
+                f"{room.context_length} and {room.tokens} tokens at once",
+                fix="shorten data.max_length, or give context_length / max_total_tokens",
+            )
+        if taken + needed > room.tokens or index - first == room.rows:
+            yield first, index
+            first, taken = index, 0
+        taken += needed
+    if lengths:
+        yield first, len(lengths)
