@@ -40,9 +40,9 @@ SGLANG := 059 0523
 
 test-sglang: $(SGLANG:%=.venv-sglang-%/.ready)  ## targets and exports in real SGLang, on a CPU
 	@for version in $(SGLANG); do \
-	  echo "SGLang $$version"; \
+	  .venv-sglang-$$version/bin/python -m pip list 2>/dev/null | grep '^sglang '; \
 	  PYTHONPATH=src:tests/engines/sglang/cpu_stub .venv-sglang-$$version/bin/python \
-	    -m pytest -q -p no:cacheprovider -m engine tests/engines/sglang || exit 1; \
+	    -m pytest -q -W ignore -p no:cacheprovider -m engine tests/engines/sglang || exit 1; \
 	done
 
 lint: $(READY)  ## ruff and mypy --strict

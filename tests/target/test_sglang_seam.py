@@ -88,6 +88,8 @@ def test_options_go_through_and_capture_keeps_its_own() -> None:
     assert options["disable_radix_cache"]
     assert options["device"] == "cuda"
     assert "attention_backend" not in options
+    second = server_options({"device": "cuda:1"}, NAMES, device="cuda:1")
+    assert (second["device"], second["base_gpu_id"]) == ("cuda", 1)
     on_cpu = server_options({"max_total_tokens": 77}, NAMES, device="cpu")
     assert on_cpu["attention_backend"] == "torch_native"
     assert on_cpu["max_total_tokens"] == 77

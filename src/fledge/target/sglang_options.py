@@ -45,12 +45,14 @@ def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) 
                 where="engine_args",
                 fix=f"leave it out (it is {_FIXED[name]!r})",
             )
+    kind, _, index = device.partition(":")
     return {
         **_DEFAULTS,
-        **(_ON_CPU if device == "cpu" else {}),
+        **(_ON_CPU if kind == "cpu" else {}),
+        **({"base_gpu_id": int(index)} if index else {}),
         **asked,
         **_FIXED,
-        "device": device,
+        "device": kind,
     }
 
 

@@ -56,7 +56,8 @@ class SGLangTargetRunner:
         from fledge.models.resolve import local_model
 
         version = installed_version()
-        device = sglang_kwargs.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = torch.cuda.is_available()
+        device = str(sglang_kwargs.get("device") or ("cuda" if gpu else "cpu"))
         options = server_options(sglang_kwargs, engine_class(device).option_names(), device=device)
         options |= {
             "model_path": str(local_model(str(model))),

@@ -156,6 +156,27 @@ def test_hidden_supervision_never_runs_the_head(
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
+def test_two_ranks_answer_as_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants a core for each rank
+    rows = padded_rows()
+    with engine(directory, supervision="logits", tp_size=2) as target:
+        ours = target.generate_batch(*rows)
+        head, embedding = target.info().head, target.get_input_embeddings().weight
+        (peer,) = target.runner._ranks._peers
+        assert peer.is_alive()
+    assert not peer.is_alive()
+    theirs = transformers_says(directory, "logits", target.aux_layer_ids, rows)
+    real = ours.attention_mask.bool()
+    torch.testing.assert_close(
+        ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+    )
+    torch.testing.assert_close(answer(ours), answer(theirs), **CLOSE)
+    model = tiny_model("llama")
+    assert torch.equal(embedding, model.get_input_embeddings().weight)
+    assert torch.equal(head.weight_VD, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
 def test_what_sglang_cannot_do_is_refused(directory: Path, sglang_version: str) -> None:
     with pytest.raises(fledge.BadInput, match="layer 7 is the last"):
         engine(directory, 1, 3, 7)
