@@ -5,6 +5,7 @@ goes to the other ranks through pipes and is then made here; only this rank's an
 """
 
 import multiprocessing
+import signal
 import socket
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -63,6 +64,7 @@ class SGLangRanks:
 
 def _follow(pipe: Connection, options: dict[str, Any], rank: int, port: int) -> None:
     """The life of another rank: make rank 0's calls until its pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too, and rank 0 decides
     engine = engine_class(options["device"])(options, rank=rank, port=port)
     while True:
         try:
