@@ -164,8 +164,8 @@ class SGLangEngine(ABC):
         """What the model is given for a `ScheduleBatch`."""
 
     @abstractmethod
-    def _leave_groups(self) -> None:
-        """Destroy the process groups that `_start` made."""
+    def _forget(self) -> None:
+        """Destroy the process groups that `_start` made, and what else would hinder the next."""
 
     @property
     def model(self) -> nn.Module:
@@ -218,11 +218,13 @@ class SGLangEngine(ABC):
             VocabParallelEmbedding,
         )
 
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding) and not isinstance(
-                module, ParallelLMHead
-            ):
+        for name, module in self.model.named_modules():
+            if isinstance(module, ParallelLMHead):
+                continue
+            if isinstance(module, VocabParallelEmbedding):
                 return self._whole(module.weight)
+            if isinstance(module, nn.Embedding) and name.endswith("embed_tokens"):
+                return module.weight.detach()  # not split over the ranks (Gemma 3)
         raise BadInput(f"{type(self.model).__name__} has no input embedding that could be found")
 
     @torch.no_grad()
@@ -243,7 +245,7 @@ class SGLangEngine(ABC):
         self._closed = True
         self.__dict__.pop("_taps", None)
         self.__dict__.pop("_runner", None)
-        self._leave_groups()
+        self._forget()
         SGLangEngine._in_use = False
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -24,6 +24,18 @@ from fledge.target.sglang_engine import Captured, Room, engine_class, installed_
 from fledge.target.sglang_options import server_options, sglang_dtype
 from fledge.target.sglang_ranks import SGLangRanks
 
+# Whatever SGLang trips over in a model or an argument that it does not support.
+_ENGINE_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+    AttributeError,
+    TypeError,
+    KeyError,
+)
+
 
 class SGLangTargetRunner:
     """A standalone SGLang `ModelRunner` that returns EAGLE-3 supervision; see `HiddenTargetRunner`.
@@ -64,17 +76,20 @@ class SGLangTargetRunner:
             "dtype": sglang_dtype(dtype),
             "trust_remote_code": trust_remote_code,
         }
+        random_state = torch.get_rng_state()
         try:
             return cls(SGLangRanks(options))
         except BadInput:
             raise
-        except (OSError, ValueError, RuntimeError, ImportError, AssertionError) as error:
+        except _ENGINE_ERRORS as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise BadInput(
                 f"SGLang {version} could not load the target ({reason})",
                 where=str(model),
                 fix="check the files and the engine's arguments; target.backend=hf runs any model",
             ) from error
+        finally:
+            torch.set_rng_state(random_state)  # some models draw: the draft's start must not change
 
     @property
     def model(self) -> nn.Module:

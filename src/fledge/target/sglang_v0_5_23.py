@@ -13,6 +13,7 @@ from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
+from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
 from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
@@ -114,9 +115,10 @@ class Engine(SGLangEngine):
             return_hidden_states_before_norm=False,
         )
 
-    def _leave_groups(self) -> None:
+    def _forget(self) -> None:
         destroy_model_parallel()
         destroy_distributed_environment()
+        set_global_expert_location_metadata(None, allow_overwrite=True)
 
 
 def _request(index: int, row: list[int]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.eplb import expert_location
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
 from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
@@ -83,10 +84,11 @@ class Engine(SGLangEngine):
     def _forward_batch(self, batch: Any) -> Any:
         return ForwardBatch.init_new(batch.get_model_worker_batch(), self._runner)
 
-    def _leave_groups(self) -> None:
+    def _forget(self) -> None:
         parallel_state.destroy_model_parallel()
         parallel_state._ATTN_TP = None  # the one group that 0.5.9 forgets (it is the TP group)
         parallel_state.destroy_distributed_environment()
+        expert_location._global_expert_location_metadata = None  # it may be set only once
 
 
 def _request(index: int, row: list[int]) -> Any:

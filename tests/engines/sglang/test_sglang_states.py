@@ -17,7 +17,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
-    for name in ("llama", "qwen3"):
+    for name in ("llama", "qwen3", "qwen3-moe", "cohere"):
         made[name] = tmp_path_factory.mktemp(name)
         tiny_model(name).save_pretrained(made[name])
     return made
@@ -153,6 +153,25 @@ def test_hidden_supervision_never_runs_the_head(
         assert calls == []
         target.runner.forward_eagle3(*padded_rows()[:2])
         assert calls == [(20, 32)]  # and with logits on every position
+
+
+def test_an_expert_model_stands_in_nobodys_way(directories: dict[str, Path]) -> None:
+    """SGLang keeps what it knows of experts in a global that it sets only once."""
+    rows = padded_rows()
+    for name in ("qwen3-moe", "llama"):
+        with engine(directories[name], 1, 3, 4) as target:
+            ours = target.generate_batch(*rows)
+        theirs = transformers_says(directories[name], "hidden", [1, 3, 4], rows)
+        real = ours.attention_mask.bool()
+        torch.testing.assert_close(
+            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+        )
+
+
+@pytest.mark.parametrize("directory", ["cohere"], indirect=True)
+def test_a_model_that_shows_no_layers_is_refused(directory: Path) -> None:
+    with pytest.raises(fledge.BadInput, match="cannot show the inner layers of CohereForCausalLM"):
+        engine(directory)
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
