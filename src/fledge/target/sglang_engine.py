@@ -1,12 +1,13 @@
 """SGLang from inside, as little of it as possible: load a model, run one extend, catch the states.
 
 What differs between SGLang versions (how a `ModelRunner` is built, how a batch becomes a forward)
-is in one small file per version; this one holds what they share. Nothing here is imported before
-`SGLangTargetRunner.build`, and SGLang itself only when an engine is opened.
+is in one small file per version; this one holds what they share. SGLang itself is imported when
+an engine is opened.
 """
 
 import importlib
 import importlib.metadata
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -138,6 +139,7 @@ class SGLangEngine(ABC):
                 "of its own",
                 fix="run the target in another process: fledge serve-target --engine sglang",
             )
+        logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
         SGLangEngine._in_use, self._closed = True, False
         try:
             self._runner = self._start(options, rank=rank, port=port)

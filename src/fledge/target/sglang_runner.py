@@ -163,23 +163,26 @@ class SGLangTargetRunner:
         tokens = ids_BT.flatten().tolist()
         rows = [tokens[row.begin : row.end] for row in documents]
         answer_BTX: Tensor | None = None
-        aux_BTD: Tensor | None = None
+        aux_BTKD: Tensor | None = None
         for first, last in cut_into_extends([len(row) for row in rows], self._room):
-            captured = self._open().call("extend", rows[first:last], logits)
+            captured: Captured = self._open().call("extend", rows[first:last], logits)
             answer_NX = captured.logits_NV if logits else captured.hidden_ND
-            aux_ND = self._in_given_order(captured.aux_KND)
-            if answer_BTX is None or aux_BTD is None:
+            assert answer_NX is not None
+            layers = self._in_given_order(captured.aux_KND)
+            if answer_BTX is None or aux_BTKD is None:
                 answer_BTX = answer_NX.new_zeros((*ids_BT.shape, answer_NX.shape[-1]))
-                aux_BTD = aux_ND.new_zeros((*ids_BT.shape, aux_ND.shape[-1]))
+                width = layers[0].shape[-1]
+                aux_BTKD = layers[0].new_zeros((*ids_BT.shape, len(layers), width))
             slots_N = torch.cat([torch.arange(row.begin, row.end) for row in documents[first:last]])
             slots_N = slots_N.to(answer_NX.device)
             answer_BTX.flatten(0, 1)[slots_N] = answer_NX
-            aux_BTD.flatten(0, 1)[slots_N] = aux_ND
-        if answer_BTX is None or aux_BTD is None:
+            for place, states_ND in enumerate(layers):
+                aux_BTKD.flatten(0, 1)[slots_N, place] = states_ND
+        if answer_BTX is None or aux_BTKD is None:
             raise ValueError("attention_mask marks no token at all")
-        return answer_BTX, aux_BTD
+        return answer_BTX, aux_BTKD.flatten(2)
 
-    def _in_given_order(self, aux_KND: list[Tensor]) -> Tensor:
+    def _in_given_order(self, aux_KND: list[Tensor]) -> list[Tensor]:
         """SGLang shows layers in its own order, and drops some that it has no place for."""
         ids = self._aux_layer_ids
         if ids is None:
@@ -188,7 +191,7 @@ class SGLangTargetRunner:
             raise RuntimeError(
                 f"SGLang returned the states of {len(aux_KND)} layers and not of {ids}"
             )
-        return torch.cat([aux_KND[sorted(ids).index(i)] for i in ids], dim=-1)
+        return [aux_KND[sorted(ids).index(i)] for i in ids]
 
 
 class SGLangEagle3TargetModel(RunnerEagle3TargetModel):
