@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-sglang lint format bench clean
+.PHONY: help demo test test-speculators lint format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -27,8 +27,31 @@ demo: $(READY)  ## the whole story on a real 135M model
 test: $(READY)  ## every test that can run on this machine
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine"
 
+lint: $(READY)  ## ruff and mypy --strict
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: $(READY)  ## let ruff put things in order
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean:  ## remove the environment and every tool's cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+SPECULATORS := .venv-speculators
+$(SPECULATORS)/.ready: pyproject.toml constraints.txt
+	@echo "setting up $(SPECULATORS) (about two minutes) ..."
+	@test -x $(SPECULATORS)/bin/python || $(PYTHON) -m venv $(SPECULATORS)
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout \
+		aiohttp httpx loguru openai protobuf pydantic-settings
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0  # their pins of torch and datasets are wider or older than ours
+	@touch $@
+
+test-speculators: $(SPECULATORS)/.ready  ## exports in the speculators package
+	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py
+
 # Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
 SGLANG := 059 0523
+.PHONY: test-sglang
 
 .venv-sglang-%/.ready: tests/engines/sglang/requirements-%.txt
 	@echo "setting up .venv-sglang-$* (first time: a few minutes) ..."
@@ -44,12 +67,3 @@ test-sglang: $(SGLANG:%=.venv-sglang-%/.ready)  ## targets and exports in real S
 	  PYTHONPATH=src:tests/engines/sglang/cpu_stub .venv-sglang-$$version/bin/python \
 	    -m pytest -q -W ignore -p no:cacheprovider -m engine tests/engines/sglang || exit 1; \
 	done
-
-lint: $(READY)  ## ruff and mypy --strict
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-
-format: $(READY)  ## let ruff put things in order
-	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-
-clean:  ## remove the environment and every tool's cache
-	rm -rf $(VENV) .venv-sglang-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -47,8 +47,22 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import cache, data, demo, doctor, eval, export, plan, precompute, recipe, train
+    from fledge.cli import (
+        bench_server,
+        cache,
+        data,
+        demo,
+        doctor,
+        eval,
+        export,
+        plan,
+        precompute,
+        recipe,
+        serve,
+        train,
+    )
 
+    app.command(name="bench", epilog=bench_server.EXAMPLE)(bench_server.bench)
     app.add_typer(cache.app, name="cache")
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
@@ -58,6 +72,7 @@ def _attach_verbs() -> None:
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
+    app.command(name="serve", epilog=serve.EXAMPLE)(serve.serve)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 
 
