@@ -66,3 +66,22 @@ $(SPECULATORS)/.ready: pyproject.toml constraints.txt
 
 test-speculators: $(SPECULATORS)/.ready  ## exports in the speculators package
 	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py
+
+# Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
+SGLANG := 059 0523
+.PHONY: test-sglang
+
+.venv-sglang-%/.ready: tests/engines/sglang/requirements-%.txt
+	@echo "setting up .venv-sglang-$* (first time: a few minutes) ..."
+	@test -x .venv-sglang-$*/bin/python || $(PYTHON) -m venv .venv-sglang-$*
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+test-sglang: $(SGLANG:%=.venv-sglang-%/.ready)  ## targets and exports in real SGLang, on a CPU
+	@for version in $(SGLANG); do \
+	  .venv-sglang-$$version/bin/python -m pip list 2>/dev/null | grep '^sglang '; \
+	  PYTHONPATH=src:tests/engines/sglang/cpu_stub .venv-sglang-$$version/bin/python \
+	    -m pytest -q -W ignore -p no:cacheprovider -m engine tests/engines/sglang || exit 1; \
+	done

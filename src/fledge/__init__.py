@@ -18,6 +18,8 @@ _PUBLIC = {
     "HFEagle3TargetModel": "fledge.target.hf",
     "RemoteEagle3TargetModel": "fledge.target.remote",
     "RunnerEagle3TargetModel": "fledge.target.runner",
+    "SGLangEagle3TargetModel": "fledge.target.sglang_runner",
+    "SGLangTargetRunner": "fledge.target.sglang_runner",
     "TargetHead": "fledge.target.head",
     "TargetInfo": "fledge.target.base",
     "TargetRunner": "fledge.target.runner",

@@ -128,7 +128,6 @@ def test_training_takes_the_same_course(engines: Any) -> None:
 
 
 def test_a_recipe_trains_through_vllm(engines: Any, tiny_chats: Any, tmp_path: Any) -> None:
-    pytest.importorskip("fledge.target.backends", reason="recipes open engines there")
     from fledge.train.fit import fit
     from fledge.train.setup import set_up
     from train.tiny import Notes, make_target, recipe_for
