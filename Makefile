@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-speculators browser lint format bench clean
+.PHONY: help demo test test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -47,12 +47,11 @@ $(VLLM_VENV)/.ready: $(VLLM_PINS)
 	@$(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --no-deps -r $(VLLM_PINS)
 	@touch $@
 
-.PHONY: test-vllm
 test-vllm: $(VLLM_VENV)/.ready  ## the vLLM target, and exports in a real vLLM, on this CPU
 	@PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m engine tests/engines/vllm
 
 clean:  ## remove the environment and every tool's cache
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 SPECULATORS := .venv-speculators
 $(SPECULATORS)/.ready: pyproject.toml constraints.txt
@@ -69,7 +68,6 @@ test-speculators: $(SPECULATORS)/.ready  ## exports in the speculators package
 
 # Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
 SGLANG := 059 0523
-.PHONY: test-sglang
 
 .venv-sglang-%/.ready: tests/engines/sglang/requirements-%.txt
 	@echo "setting up .venv-sglang-$* (first time: a few minutes) ..."
