@@ -290,6 +290,28 @@ def test_refusals_leave_nothing(tmp_path, drafts, tiny_target):
     attempt("oldest", engine="sglang", engine_version="0.4.0", target=target)
 
 
+def test_what_is_refused_is_refused_before_the_target_is_loaded(tmp_path, drafts, deep_target):
+    with pytest.raises(BadInput, match="serves P-EAGLE"):  # this target has no weights to load
+        export_draft(drafts["peagle"], tmp_path / "out", engine="sglang", target=str(deep_target))
+
+
+def test_a_draft_that_is_not_what_its_config_says(tmp_path):
+    common = {"engine": "vllm", "without_target": True}
+    draft = make_draft(tmp_path / "draft")
+    rewrite(draft, config=put("intermediate_size", 49))
+    with pytest.raises(BadInput, match=r"shape \(48, 32\), its config says \(49, 32\)"):
+        export_draft(draft, tmp_path / "out", **common)
+    rewrite(draft, config=put("intermediate_size", 48))
+    rewrite(draft, tensors=lambda state: state.update(bias=torch.zeros(1)))
+    with pytest.raises(BadInput, match=r"no rule of plain-vllm knows: bias"):
+        export_draft(draft, tmp_path / "out", **common)
+    rewrite(draft, tensors=drop("bias"))
+    rewrite(draft, tensors=drop("norm.weight"))
+    with pytest.raises(BadInput, match=r"no tensor norm\.weight"):
+        export_draft(draft, tmp_path / "out", **common)
+    assert not (tmp_path / "out").exists()
+
+
 def test_sglang_cannot_capture_the_last_layer(tmp_path, tiny_target):
     draft = make_draft(tmp_path / "draft", tiny_target, aux_layer_ids=AUX)
     with pytest.raises(BadInput, match="last layer"):

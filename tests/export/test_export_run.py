@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 from fledge import export_draft
 from fledge.cli.main import app
 from fledge.cli.main import run as main
+from fledge.decode.figures import Sample
+from fledge.decode.rounds import Round
+from fledge.decode.speculative import Generation
 from fledge.errors import BadInput
 from fledge.export import export as export_module
 from fledge.export.export import read_record
@@ -143,6 +146,37 @@ def test_decoding_that_falls_short_of_the_estimate(reached, fine):
     else:
         with pytest.raises(BadInput, match="--shortfall"):
             guard._agree_on_gain(check)
+
+
+@pytest.mark.parametrize("what", ["token_ids", "rounds"])
+def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypatch, what):
+    real, calls = DecodingCheck._live, []
+
+    def live(self, *args):
+        found = real(self, *args)
+        calls.append(found)
+        if len(calls) == 2:  # the checkpoint's turn
+            getattr(found[0], what).pop()
+        return found
+
+    monkeypatch.setattr(DecodingCheck, "_live", live)
+    with pytest.raises(BadInput, match="other tokens or rounds than the checkpoint"):
+        export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    assert len(calls) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_replay_that_does_not_foresee_live_rounds():
+    rounds = [Round(4 + i, 0, 1) for i in range(20)]
+    text = Generation([0] * 3, [1] * 21, rounds=rounds)
+    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [text])
+    wrong = [*rounds[:-2], Round(22, 1, 2)]
+    with pytest.raises(BadInput, match="of 20 rounds decoded live only 18"):
+        DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, wrong)], [text])
+    other = Generation(
+        [0] * 3, [2] * 21, rounds=wrong
+    )  # another text (a near tie): nothing to compare
+    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [other])
 
 
 # --- the command --------------------------------------------------------------------------------
