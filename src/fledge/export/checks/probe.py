@@ -78,13 +78,17 @@ class Score:
         return float((self.accepted_S > 0).mean()) if len(self.accepted_S) else 0.0
 
     def clearly_below(self, other: "Score", enough: Enough) -> bool:
-        """Whether the other accepts enough more, and by more than chance: four standard errors,
-        paired over the slots."""
-        own_S, other_S = (np.minimum(x.accepted_S, enough.depths) for x in (self, other))
+        """Whether the other accepts enough more, and by more than chance."""
+        own, theirs = (np.minimum(x.accepted_S, enough.depths).mean() for x in (self, other))
+        sure = self.errors_below(other, depths=enough.depths) > 4
+        return bool(theirs > (1 + enough.share) * own) and sure and other.first > _SOME
+
+    def errors_below(self, other: "Score", *, depths: int = DEPTHS) -> float:
+        """How much more the other accepts, in standard errors: paired over the slots."""
+        own_S, other_S = (np.minimum(x.accepted_S, depths) for x in (self, other))
         gain_S = other_S - own_S
-        mean, error = float(gain_S.mean()), float(gain_S.std()) / len(gain_S) ** 0.5
-        wanted = max(enough.share * float(own_S.mean()), 4 * error)
-        return mean > wanted and other.first > _SOME
+        error = float(gain_S.std()) / len(gain_S) ** 0.5
+        return float(gain_S.mean()) / error if error else 0.0
 
     def __str__(self) -> str:
         return f"{self.first:.1%} of first tokens, length {self.acceptance.length:.2f}"
@@ -265,6 +269,14 @@ class Probe:
             if found is None or self.score(found[1]).clearly_below(score, Enough(0.05)):
                 found = (name, other)
         return found
+
+    def leaning(self, name: str) -> tuple[Reading, float] | None:
+        """A reading of this kind that may be the right one, and by how many standard errors."""
+        own = self.score(self.as_written)
+        others = [one for found, one in self._others(self.as_written) if found == name]
+        above = [(one, own.errors_below(self.score(one))) for one in others]
+        best = max(above, key=lambda pair: pair[1], default=None)
+        return best if best is not None and best[1] > 2.5 else None
 
     @property
     def best(self) -> Score:
