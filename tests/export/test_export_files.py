@@ -1,5 +1,7 @@
 """Exports of every kind to every engine: what is in the files, and what the self-check catches."""
 
+import shutil
+
 import pytest
 import torch
 from export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrite, tensors_of
@@ -219,16 +221,33 @@ def test_aux_layers_in_another_order_are_put_in_order(tmp_path, tiny_target):
     assert config_of(made)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
 
 
-def test_another_dtype(tmp_path, drafts, tiny_target):
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+def test_another_dtype(tmp_path, drafts, tiny_target, engine):
     made = export_draft(
-        drafts["eagle3"], tmp_path / "out", engine="vllm", target=str(tiny_target),
+        drafts["eagle3"], tmp_path / "out", engine=engine, target=str(tiny_target),
         dtype=torch.bfloat16, check=CHECK,
     )  # fmt: skip
     state = tensors_of(made)
     assert state["fc.weight"].dtype == torch.bfloat16
     assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)
     assert config_of(made)["torch_dtype"] == "bfloat16"
+    assert config_of(made).get("transformer_layer_config", {}).get("torch_dtype") in (
+        None,
+        "bfloat16",
+    )
     assert read_record(made)["self_check"]["decoded"]["same_as_checkpoint"]
+
+
+def test_a_draft_that_does_not_say_its_layers(deep_target, tmp_path):
+    """Drafts from before they did, and foreign ones: the default layers of the target named."""
+    draft = make_draft(tmp_path / "draft")
+    rewrite(draft, config=lambda values: values.pop("aux_layer_ids"))
+    common = {"engine": "vllm", "without_target": True}
+    with pytest.raises(BadInput, match=r"which layers.*--target"):
+        export_draft(draft, tmp_path / "out", **common)
+    made = export_draft(draft, tmp_path / "out", target=str(deep_target), **common)
+    assert read_record(made)["aux_layer_ids"] == [1, 3, 4]
+    assert config_of(made)["aux_layer_ids"] == [1, 3, 4]
 
 
 # --- embeddings ---------------------------------------------------------------------------------
@@ -269,6 +288,28 @@ def test_refusals_leave_nothing(tmp_path, drafts, tiny_target):
     attempt("the format names it", engine="speculators", without_target=True)
     attempt("no such model", engine="vllm", target="nowhere")
     attempt("oldest", engine="sglang", engine_version="0.4.0", target=target)
+
+
+def test_what_is_refused_is_refused_before_the_target_is_loaded(tmp_path, drafts, deep_target):
+    with pytest.raises(BadInput, match="serves P-EAGLE"):  # this target has no weights to load
+        export_draft(drafts["peagle"], tmp_path / "out", engine="sglang", target=str(deep_target))
+
+
+def test_a_draft_that_is_not_what_its_config_says(tmp_path):
+    common = {"engine": "vllm", "without_target": True}
+    draft = make_draft(tmp_path / "draft")
+    rewrite(draft, config=put("intermediate_size", 49))
+    with pytest.raises(BadInput, match=r"shape \(48, 32\), its config says \(49, 32\)"):
+        export_draft(draft, tmp_path / "out", **common)
+    rewrite(draft, config=put("intermediate_size", 48))
+    rewrite(draft, tensors=lambda state: state.update(bias=torch.zeros(1)))
+    with pytest.raises(BadInput, match=r"no rule of plain-vllm knows: bias"):
+        export_draft(draft, tmp_path / "out", **common)
+    rewrite(draft, tensors=drop("bias"))
+    rewrite(draft, tensors=drop("norm.weight"))
+    with pytest.raises(BadInput, match=r"no tensor norm\.weight"):
+        export_draft(draft, tmp_path / "out", **common)
+    assert not (tmp_path / "out").exists()
 
 
 def test_sglang_cannot_capture_the_last_layer(tmp_path, tiny_target):
@@ -362,8 +403,6 @@ BROKEN = [
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, what, change, named):
-    import shutil
-
     broken = tmp_path / "export"
     shutil.copytree(exports[kind, engine], broken)
     model = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
@@ -372,6 +411,16 @@ def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, w
     rewrite(broken, **{what: change})
     with pytest.raises(BadInput, match=named):
         check_files(broken, engine, draft, side)
+
+
+def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, tmp_path):
+    broken = shutil.copytree(exports["eagle3", "vllm"], tmp_path / "broken")
+    rewrite(broken, tensors=drop("embed_tokens.weight"))
+    model = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"])
+    draft = in_layer_order(model.config, model.state_dict())
+    with pytest.raises(BadInput, match=r"embed_tokens\.weight: missing"):
+        check_files(broken, "vllm", draft, TargetSide(4))
+    check_files(exports["eagle3", "sglang"], "sglang", draft, TargetSide(4))
 
 
 def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):

@@ -1,5 +1,7 @@
 """The tables: complete for every draft we can make, and honest about versions."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,6 +167,16 @@ def test_rotary_that_sglang_would_drop(rope, feature):
     assert any(one.startswith(feature) for one in check("vllm", "0.32.0", options))
     with pytest.raises(BadInput, match=feature):
         check("sglang", "0.5.23", options)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_the_original_length_is_spelled_out(kind):
+    """transformers 5 fills it in by itself, older ones leave it to whoever reads."""
+    draft = plain()
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    config = SimpleNamespace(**draft.config.to_dict() | {"rope_parameters": rope})
+    facts = draft_facts(PlainDraft(config, draft.tensors), TargetFacts(), num_draft_tokens=1)
+    assert facts["rope_scaling"] == rope | {"original_max_position_embeddings": 64}
 
 
 def test_versions():

@@ -12,11 +12,15 @@ from typer.testing import CliRunner
 from fledge import export_draft
 from fledge.cli.main import app
 from fledge.cli.main import run as main
+from fledge.decode.figures import Sample
+from fledge.decode.rounds import Round
+from fledge.decode.speculative import Generation
 from fledge.errors import BadInput
 from fledge.export import export as export_module
 from fledge.export.export import read_record
 from fledge.export.self_check import CheckOptions, DecodingCheck, SelfCheck
 from fledge.train.fit import fit
+from fledge.train.recipe import load_recipe
 from fledge.train.setup import set_up
 from train.tiny import Notes, make_chats, recipe_for
 
@@ -79,6 +83,31 @@ def test_a_peagle_run(tiny_target, place, tmp_path):
     assert record["mask_token_id"] is not None
 
 
+def test_layers_in_another_order_and_another_backend(tiny_target, place, tmp_path):
+    recipe = recipe_for(
+        tiny_target, place / "chats.jsonl", tmp_path / "run", "target.aux_layer_ids=2,0,1",
+        "training.steps=4", "evaluation.every_steps=4",
+    )  # fmt: skip
+    fit(set_up(recipe), Notes())
+    resolved = tmp_path / "run" / "recipe.yaml"
+    remote = ["target.backend=remote", "target.urls=http://127.0.0.1:9"]
+    load_recipe(resolved, remote).write_resolved(tmp_path / "run")  # as if somebody else answered
+    made = export_draft(
+        tmp_path / "run", tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
+    check = read_record(made)["self_check"]
+    assert read_record(made)["aux_layer_ids"] == [0, 1, 2]
+    assert check["same_rows"] == pytest.approx(check["estimate"], rel=1e-6)
+    assert check["decoded"]["same_as_checkpoint"]
+
+
+def test_a_rollout_of_another_depth_is_compared_at_the_trained_one(run, tmp_path):
+    made = export_draft(run, tmp_path / "out", engine="vllm", num_draft_tokens=1, check=CHECK)
+    record = read_record(made)
+    assert record["num_draft_tokens"] == 1
+    assert len(record["self_check"]["decoded"]["joint"]) == 3
+
+
 def test_an_estimate_that_the_files_do_not_reach_is_refused(run, tmp_path):
     state = state_of(run)
     state["last"]["tau"] *= 1.05
@@ -101,6 +130,7 @@ def test_other_data_is_noticed_and_not_compared(run, tmp_path):
     assert check["same_rows"] is None
     assert "gone.jsonl" in check["notes"][0]
     assert check["decoded"]["prompts"] == 3  # from the set that ships with fledge
+    assert "not compared with its estimate" in check["notes"][1]
 
 
 @pytest.mark.parametrize(("reached", "fine"), [(1.29, False), (1.31, True), (2.0, True)])
@@ -116,6 +146,37 @@ def test_decoding_that_falls_short_of_the_estimate(reached, fine):
     else:
         with pytest.raises(BadInput, match="--shortfall"):
             guard._agree_on_gain(check)
+
+
+@pytest.mark.parametrize("what", ["token_ids", "rounds"])
+def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypatch, what):
+    real, calls = DecodingCheck._live, []
+
+    def live(self, *args):
+        found = real(self, *args)
+        calls.append(found)
+        if len(calls) == 2:  # the checkpoint's turn
+            getattr(found[0], what).pop()
+        return found
+
+    monkeypatch.setattr(DecodingCheck, "_live", live)
+    with pytest.raises(BadInput, match="other tokens or rounds than the checkpoint"):
+        export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    assert len(calls) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_replay_that_does_not_foresee_live_rounds():
+    rounds = [Round(4 + i, 0, 1) for i in range(20)]
+    text = Generation([0] * 3, [1] * 21, rounds=rounds)
+    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [text])
+    wrong = [*rounds[:-2], Round(22, 1, 2)]
+    with pytest.raises(BadInput, match="of 20 rounds decoded live only 18"):
+        DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, wrong)], [text])
+    other = Generation(
+        [0] * 3, [2] * 21, rounds=wrong
+    )  # another text (a near tie): nothing to compare
+    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [other])
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -175,7 +175,10 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(json.dumps({"data": [{"id": "tiny"}]}))
         elif self.path == "/metrics" and self.server.metrics():
             self._reply(self.server.metrics(), "text/plain")
-        elif self.path == "/get_server_info" and kind == "sglang":
+        elif (self.path, kind) in (
+            ("/get_server_info", "sglang 0.5.9"),
+            ("/server_info", "sglang"),
+        ):
             self._reply(json.dumps({"internal_states": [{"avg_spec_accept_length": 2.75}]}))
         else:
             self._reply("{}", code=404)
@@ -253,7 +256,8 @@ def test_as_many_requests_at_a_time_as_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("kind", "length"), [("sglang", 2.75), ("sglang gauge", 2.5), ("plain", None)]
+    ("kind", "length"),
+    [("sglang", 2.75), ("sglang 0.5.9", 2.75), ("sglang gauge", 2.5), ("plain", None)],
 )
 def test_acceptance_of_others(kind, length):
     with serving(kind) as server:

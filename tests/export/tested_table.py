@@ -50,7 +50,7 @@ TESTED = [
     ),
     Tested(
         f"{_SGLANG}::test_every_parameter_comes_from_the_files", "plain-sglang",
-        _versions("sglang"), "its draft class and loader: no parameter is left as it was initialised",
+        _versions("sglang"), "its draft class and loader: no parameter stays as initialised",
     ),
     Tested(
         f"{_SGLANG}::test_every_proposal_is_ours", "plain-sglang", _versions("sglang"),

@@ -36,8 +36,13 @@ def bench(
     the first token, per token after it, and of the whole request.
     """
     from fledge.decode.prompts import read_prompts
-    from fledge.export.bench import Load, measure
 
+    try:
+        from fledge.export.bench import Load, measure
+    except ModuleNotFoundError as error:
+        raise BadInput(
+            f"{error.name} is not installed", fix="pip install 'fledge[serve]'"
+        ) from None
     asked = [dict_messages(prompt.messages) for prompt in read_prompts(prompts or ["mixed"])]
     servers = [("baseline", baseline)] * bool(baseline) + [("draft", url)]
     levels = concurrency or [1]

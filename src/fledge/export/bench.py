@@ -170,7 +170,9 @@ async def _ask(
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
     total = time.perf_counter() - begin
     if not tokens:
-        raise BadInput("the server does not say how many tokens it made (usage)", where=str(body))
+        raise BadInput(
+            "the server does not say how many tokens it made (usage)", where=str(client.base_url)
+        )
     return Answer(tokens, first or total, total)
 
 
@@ -234,11 +236,11 @@ async def _acceptance(
             drafts=int(drafts),
             source="vLLM's counters over the measured requests",
         )
-    response = await client.get("/get_server_info")
-    states = response.json().get("internal_states") if response.status_code == 200 else None
-    length = states[0].get("avg_spec_accept_length") if states else None
-    source = "SGLang's average since its start"
-    if length is None:
-        length = after.get("sglang:spec_accept_length")
-        source = "SGLang's gauge, of its latest batches"
-    return ServerAcceptance(float(length), source=source) if length else None
+    for path in ("/server_info", "/get_server_info"):  # 0.5.9 knows the second only
+        response = await client.get(path)
+        states = response.json().get("internal_states") if response.status_code == 200 else None
+        if states and (length := states[0].get("avg_spec_accept_length")):
+            return ServerAcceptance(length, source="SGLang's average since its start")
+    if length := after.get("sglang:spec_accept_length"):
+        return ServerAcceptance(length, source="SGLang's gauge, of its latest batches")
+    return None

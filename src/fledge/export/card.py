@@ -25,10 +25,10 @@ def model_card(record: Mapping[str, Any], command: Sequence[str], recipe: Recipe
 
 
 def _front_matter(record: Mapping[str, Any]) -> str:
-    target = record["target"]["name"]
+    served_as = record["target"]["served_as"]
     lines = ["---", "library_name: fledge", "tags: [speculative-decoding, eagle3, draft]"]
-    if target.count("/") == 1 and not target.startswith((".", "/", "~")):  # a hub id
-        lines.insert(1, f"base_model: {target.partition('@')[0]}")
+    if served_as.count("/") == 1 and not served_as.startswith("/"):  # a hub id
+        lines.insert(1, f"base_model: {served_as}")
     return "\n".join([*lines, "---", ""])
 
 

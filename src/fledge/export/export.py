@@ -103,7 +103,10 @@ def export_draft(
     job = _Job(
         read_source(Path(source)), _engine(engine), options, watch or (lambda what, at, of: None)
     )
-    return job.write(out)
+    try:
+        return job.write(out)
+    finally:
+        job.close()
 
 
 def read_record(directory: str | Path) -> dict[str, Any]:
@@ -181,10 +184,11 @@ class _Job:
             recipe = self.source.recipe
             frozen = recipe is not None and recipe.draft.freeze_embeddings
             return "the target's" if frozen else "trained"
-        same = same_embeddings(self.draft, self.side)
-        if not same and not self.options.target_embeddings:
+        asked = self.options.target_embeddings
+        if not asked and not same_embeddings(self.draft, self.side):
             return "trained"
-        self.draft = with_target_embeddings(self.draft, self.side)
+        if asked or "embed_tokens.weight" in self.layout.ignored:
+            self.draft = with_target_embeddings(self.draft, self.side)
         return "the target's"
 
     def write(self, out: Path) -> Path:
@@ -200,6 +204,12 @@ class _Job:
             write_json(directory / RECORD_NAME, record)
         return out
 
+    def close(self) -> None:
+        """Let go of the target."""
+        if self.in_use is not None:
+            self.in_use.target.close()
+            self.in_use = None
+
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
         check, found = check_files(directory, self.engine.name, self.draft, self.side)
@@ -207,9 +217,11 @@ class _Job:
             check.notes.append("exported without the target: nothing was decoded")
             return check
         unchanged = not self.reordered and self._embeddings_untouched()
-        decoding = DecodingCheck(
-            self.source, self.in_use, self.options.check, self.num_draft_tokens, self.watch
+        # with an estimate: as many tokens as it was made for, or the figures are not comparable
+        depth = (
+            self.num_draft_tokens if self.source.estimate is None else self.source.num_draft_tokens
         )
+        decoding = DecodingCheck(self.source, self.in_use, self.options.check, depth, self.watch)
         decoding.run(check, found, unchanged=unchanged)
         return check
 

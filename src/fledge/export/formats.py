@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
+from fledge.errors import BadInput
+
 FormatName = Literal["plain-vllm", "plain-sglang", "speculators-eagle3", "speculators-peagle"]
 EngineName = Literal["vllm", "sglang", "speculators"]
 # required: without it the engine fails or, worse, serves noise. optional: not needed; read by the
@@ -202,6 +204,11 @@ class Format:
     aux_id_offset: int  # the id in the file = number of the layer whose output it is + this
     always_aux_ids: bool = False  # even when they are the engine's default
 
+    @property
+    def ignored(self) -> set[str]:
+        """Our tensors for which the engine takes the target's."""
+        return {rule.ours for rule in self.tensors if rule.need == "ignored"}
+
 
 _PLAIN_VLLM = Format(
     "plain-vllm",
@@ -265,8 +272,6 @@ class Engine:
 
     def check_version(self, version: str | None) -> str:
         """The version asked for, or the newest tested one."""
-        from fledge.errors import BadInput
-
         if version is None:
             return self.tested[-1]
         try:
@@ -306,8 +311,8 @@ ENGINES: dict[EngineName, Engine] = {
         oldest="0.16.0",
         tested=("0.32.0",),
         limits=(
-            Limit("fc_norm", "0.32.0", "train without draft.fc_norm, or serve with vLLM 0.32"),
-            Limit("norm_output", "0.32.0", "train without draft.norm_output, or serve with vLLM 0.32"),
+            Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
+            Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
         ),
     ),

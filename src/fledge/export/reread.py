@@ -73,8 +73,8 @@ def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetS
     found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     if "mask_hidden" in found:
         found["mask_hidden"] = found["mask_hidden"].reshape(1, 1, -1)
-    if "embed_tokens.weight" not in found and target.embeddings_VE is not None:
-        found["embed_tokens.weight"] = target.embeddings_VE
+    if "embed_tokens.weight" not in found:
+        found |= _target_embeddings(target, found)
     config = _config(
         values,
         values,
@@ -102,8 +102,7 @@ def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: Targe
             found[name.replace("midlayer.", "layers.0.")] = tensor
         else:
             unread.append(name)
-    if target.embeddings_VE is not None:
-        found["embed_tokens.weight"] = target.embeddings_VE
+    found |= _target_embeddings(target, found)
     return Reread(_config(values, values, aux_layer_ids=ids), found, unread)
 
 
@@ -114,6 +113,9 @@ def _as_speculators(
     _require(kind in ("eagle3", "peagle"), "speculators_model_type")
     _require(values["speculators_config"]["algorithm"] == kind, "speculators_config.algorithm")
     _require("model_type" not in values, "model_type")
+    [proposal] = values["speculators_config"]["proposal_methods"]
+    _require(proposal["speculative_tokens"] > 0, "speculative_tokens")
+    _require(bool(values["speculators_config"]["verifier"]["name_or_path"]), "verifier")
     absent = kind == "eagle3"  # what it means where the file does not say
     _require(not values.get("norm_before_residual", absent), "norm_before_residual")
     ids = values.get("eagle_aux_hidden_state_layer_ids")
@@ -125,6 +127,13 @@ def _as_speculators(
         mask_token_id=values["mask_token_id"] if kind == "peagle" else None,
     )
     return Reread(config, dict(tensors), [])
+
+
+def _target_embeddings(target: TargetSide, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Shared by the engine, which runs all weights in one dtype."""
+    if target.embeddings_VE is None:
+        return {}
+    return {"embed_tokens.weight": target.embeddings_VE.to(found["fc.weight"].dtype)}
 
 
 def _require(holds: bool, key: str) -> None:

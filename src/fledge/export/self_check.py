@@ -4,9 +4,10 @@
 2. The acceptance that training estimated on its held-out rows is measured again, on the same rows,
    from the files: both must agree to within `SAME_ROWS`.
 3. The files decode held-out prompts live, beside the checkpoint they came from: same texts, same
-   rounds. Replay of the target's answers gives the acceptance, and that must not fall short of the
-   estimate by more than half of its gain (`CheckOptions.shortfall`): other texts, so the bound is
-   wide, but a draft that lost its layers, map or norms on the way does not come near it.
+   rounds. Replay of the target's answers gives the acceptance. Where the prompts are the run's own,
+   it must not fall short of the estimate by more than half of its gain (`CheckOptions.shortfall`):
+   other texts, so the bound is wide, but a draft that lost its layers, map or norms on the way does
+   not come near it.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,21 +96,26 @@ class TargetInUse:
 def open_target(
     source: DraftSource, name: str, *, aux_layer_ids: Sequence[int], device: str | None
 ) -> TargetInUse:
-    """Load the target once: through the run's own recipe where its data is here, else by name."""
+    """Load the target once: through the run's own recipe where its data is here, else by name.
+
+    `aux_layer_ids` are ascending, as the files are, whatever order training had.
+    """
     notes: list[str] = []
     training = None
     if source.recipe is not None and source.run is not None and source.estimate is not None:
         overrides = [f"run.output_dir={source.run}"]
         overrides += [f"training.device={device}"] if device else []
-        if source.recipe.target.backend != "cache":
-            overrides.append(f"target.model={name}")
+        if source.recipe.target.backend != "cache":  # whoever answered in training: here it is us
+            layers = ",".join(map(str, aux_layer_ids))
+            overrides += ["target.backend=hf", f"target.model={name}"]
+            overrides += [f"target.aux_layer_ids={layers}"]
         try:
             training = set_up(load_recipe(source.run / RESOLVED_NAME, overrides))
         except BadInput as error:
             notes.append(f"the run's held-out rows were not measured again ({error})")
     inner = None if training is None else training.parts.target
     inner = getattr(inner, "inner", inner)
-    if training is not None and not _same_data(source, training):
+    if training is not None and not _comparable(source, training, aux_layer_ids):
         notes.append("the run's held-out rows were not measured again (its data has changed)")
         training = None
     if not isinstance(inner, HFEagle3TargetModel):
@@ -119,9 +125,11 @@ def open_target(
     return TargetInUse(inner, training, notes)
 
 
-def _same_data(source: DraftSource, training: Training) -> bool:
+def _comparable(source: DraftSource, training: Training, aux_layer_ids: Sequence[int]) -> bool:
+    """Same rows, and states in the order in which the files read them."""
     assert source.state is not None
-    return bool(source.state["fingerprints"]["data"] == training.fingerprints["data"])
+    same = source.state["fingerprints"]["data"] == training.fingerprints["data"]
+    return bool(same) and list(training.parts.target.aux_layer_ids) == list(aux_layer_ids)
 
 
 def check_files(
@@ -133,7 +141,7 @@ def check_files(
     """The static half: names, values, flags."""
     found = reread(directory, engine, side)
     ours = dict(draft.tensors)
-    if "embed_tokens.weight" not in found.tensors:  # the engine's own, and no target to ask
+    if engine == "sglang" and side.embeddings_VE is None:  # the target's, and none to ask
         ours.pop("embed_tokens.weight")
     faults = [f"{name}: the engine skips it" for name in found.unread]
     faults += differing_tensors(ours, found.tensors)
@@ -141,7 +149,6 @@ def check_files(
     if faults:
         raise BadInput(
             f"self-check: the files are not the draft ({'; '.join(faults[:3])})",
-            where=str(directory),
             fix="nothing was left behind; please report this",
         )
     return SelfCheck(tensors=len(found.tensors)), found
@@ -173,7 +180,10 @@ class DecodingCheck:
             check.same_rows = self._same_rows(files)
         self._agree_on_rows(check)
         check.decoded = self._decode(files, unchanged=unchanged)
-        self._agree_on_gain(check)
+        if self._own_prompts:
+            self._agree_on_gain(check)
+        elif check.estimate is not None:
+            check.notes.append("the prompts are not the run's: not compared with its estimate")
 
     # --- the rows that training measured --------------------------------------------------------
 
@@ -199,10 +209,17 @@ class DecodingCheck:
 
     # --- held-out prompts, decoded --------------------------------------------------------------
 
+    @property
+    def _own_prompts(self) -> bool:
+        """Whether the run's held-out rows are asked: only then is the estimate a promise."""
+        training = self._in_use.training
+        return not self._options.prompts and training is not None and bool(training.held_out)
+
     def _prompts(self) -> list[list[int]]:
         """Token ids up to where the assistant speaks."""
         training, options = self._in_use.training, self._options
-        if not options.prompts and training is not None and training.held_out:
+        if self._own_prompts:
+            assert training is not None
             rows = [ids for batch in training.held_out for ids in _prompts_of(batch)]
             count = min(options.limit, len(rows))
             return [rows[i * len(rows) // count] for i in range(count)]

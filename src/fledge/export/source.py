@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fledge.draft.config import check_draft_config
-from fledge.draft.files import read_draft
+from fledge.draft.files import check_tensor_names, read_draft
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
 from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
@@ -71,7 +71,12 @@ class DraftSource:
         return in_layer_order(self.config, self.tensors)
 
     def model(self) -> LlamaEagle3DraftModel:
-        return LlamaEagle3DraftModel.from_pretrained(self.directory)
+        """The checkpoint as it is, nothing put in order."""
+        model = LlamaEagle3DraftModel(self.config)
+        check_tensor_names(self.directory, want=model.state_dict(), have=self.tensors)
+        model.to(self.tensors["fc.weight"].dtype)
+        model.load_state_dict(self.tensors)
+        return model
 
 
 def read_source(path: Path) -> DraftSource:
