@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from drafts import (
@@ -15,8 +16,10 @@ from drafts import (
 from layouts import write_as
 from test_diagnose_faults import assert_same_files, broken_copy, errors_and_warnings, put
 
-from fledge.decode.figures import every_slot_length
-from fledge.export.checks.probe import Reading
+from fledge.decode.figures import Sample, every_slot_length
+from fledge.decode.replay import replay
+from fledge.draft.rotary import Rotary
+from fledge.export.checks import probe
 from fledge.export.diagnose import diagnose, write_repaired
 from fledge.target.hf import HFEagle3TargetModel
 
@@ -63,6 +66,22 @@ def test_a_norm_flag_against_the_training(place, tmp_path, look):
     assert_same_files(write_repaired(found, tmp_path / "repaired"), place / "eagle31")
 
 
+def test_too_little_to_tell_is_a_note(place, tmp_path, look, monkeypatch):
+    monkeypatch.setitem(probe._ENOUGH, "aux-shifted", probe.Enough(100.0))
+    wrong = [layer + 1 for layer in AUX]
+    found = look(broken_copy(place / "eagle3", tmp_path / "broken", put(aux_layer_ids=wrong)))
+    assert found.healthy
+    [said] = [one for one in found.findings if one.check == "aux-shifted"]
+    assert f"the outputs of {AUX} accept more" in said.evidence
+
+
+def test_standard_errors_by_hand():
+    one, two = (probe.Score(np.array(x), None) for x in ([0, 0, 1, 2], [1, 0, 3, 2]))
+    assert one.errors_below(two) == pytest.approx(0.75 / (np.std([1, 0, 2, 0]) / 2))
+    assert one.errors_below(two, depths=1) == pytest.approx(0.25 / (np.std([1, 0, 0, 0]) / 2))
+    assert one.errors_below(one) == 0.0
+
+
 def test_a_normed_residual_that_the_file_does_not_say(place, tmp_path, look):
     draft = make_draft(place / "target", norm_before_residual=True, fc_scale=4)
     draft.save_pretrained(tmp_path / "healthy")
@@ -98,8 +117,6 @@ def test_dropped_rotary_scaling_of_others_is_measured(place, tmp_path, look):
 def test_other_rotary_settings_that_were_trained_are_left_alone(place, tmp_path, look):
     """A foreign draft that really learnt without the scaling: a warning, and no repair."""
     draft = make_draft(place / "target", fit=0)
-    from fledge.draft.rotary import Rotary
-
     draft.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
     draft.config.rope_scaling = None
     draft.rotary = Rotary(draft.config)
@@ -131,10 +148,8 @@ def test_states_captured_behind_the_norm(place, tmp_path, look):
     ids = [1, 3, 7]
     draft = make_draft(place / "target", aux=ids, fit=0)
     inner = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=ids, device="cpu")
-    from fledge.export.checks.probe import _LastNormed
-
     rows = answered_rows(inner)
-    fit_draft(draft, _LastNormed(inner), rows, draft.selected_token_ids, draft.t2d, steps=40)
+    fit_draft(draft, probe._LastNormed(inner), rows, draft.selected_token_ids, draft.t2d, steps=40)
     draft.save_pretrained(tmp_path / "draft")
     found = look(tmp_path / "draft")
     assert errors_and_warnings(found) == {"capture-point": "warning", "capture-measured": "error"}
@@ -182,9 +197,6 @@ def test_a_score_counts_every_slot_of_the_answers(place, answering):
     loaded = answering(None)
     draft = make_draft(place / "target", fit=5)
     score = loaded.score(draft, AUX)
-    from fledge.decode.figures import Sample
-    from fledge.decode.replay import replay
-
     replays = replay(loaded.backend(AUX), draft, loaded.texts, num_draft_tokens=4)
     samples = [
         Sample(one.prompt_ids, one.answer_ids, found.rounds, "", found.accepted_T)
@@ -194,4 +206,3 @@ def test_a_score_counts_every_slot_of_the_answers(place, answering):
     assert 1 + score.first == pytest.approx(every_slot_length(samples, 1))
     assert len(loaded.texts) == PROMPTS
     assert all(len(one.answer_ids) == NEW_TOKENS for one in loaded.texts)
-    assert Reading((1, 2, 3), True) == Reading((1, 2, 3), norm_output=True)

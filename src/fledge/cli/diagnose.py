@@ -29,7 +29,7 @@ def diagnose(
     engine: Annotated[
         str, typer.Option(help="vllm or sglang: what it cannot load becomes an error.")
     ] = "",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts to decode, of 32 shipped.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to decode, of 32 shipped.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=4, help="Length limit of answers.")] = 64,
     dtype: Annotated[str, typer.Option(help="The target's: float32, ...; auto: as stored.")] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
@@ -46,6 +46,8 @@ def diagnose(
     from fledge.export.diagnose import write_repaired
 
     quiet_libraries()
+    if fix is not None and fix.exists():
+        raise BadInput("exists already", where=str(fix), fix="name a new directory for --fix")
     directory, name = _places(draft, target)
     with watching() as watch:
 
@@ -81,12 +83,13 @@ def diagnose(
 def _places(draft: str, target: str) -> tuple[Path, str]:
     """The draft's directory and the target's name; a run knows its own target."""
     from fledge.models.resolve import local_model
+    from fledge.train.cached import model_name
     from fledge.train.runs import draft_directory, recipe_of
 
     path = Path(draft).expanduser()
     directory = draft_directory(path) if path.is_dir() else local_model(draft)
     recipe = None if target else recipe_of(directory)
-    name = target or ("" if recipe is None else str(getattr(recipe.target, "model", "") or ""))
+    name = target or ("" if recipe is None else model_name(recipe))
     if not name:
         raise BadInput("which target?", where=draft, fix="give --target MODEL")
     return directory, name

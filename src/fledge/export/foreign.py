@@ -28,7 +28,6 @@ class Layout:
 
     name: str
     made_by: str
-    layer_zero: str  # what layer 0 is called
     prefix: str = ""  # before every tensor of the backbone
     nested: bool = False  # the Llama keys live in `transformer_layer_config`
 
@@ -36,12 +35,12 @@ class Layout:
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("fledge", "fledge, and its exports for vLLM", "layers.0."),
-        Layout("eagle", "SafeAILab EAGLE", "midlayer."),
-        Layout("specforge", "SpecForge, TorchSpec, and our exports for SGLang", "midlayer."),
-        Layout("speculators", "speculators", "layers.0.", nested=True),
-        Layout("automodel", "NeMo AutoModel", "layers.0.", prefix="model."),
-        Layout("modelopt", "NVIDIA ModelOpt", "layers.0."),
+        Layout("fledge", "fledge, and its exports for vLLM"),
+        Layout("eagle", "SafeAILab EAGLE"),
+        Layout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
+        Layout("speculators", "speculators", nested=True),
+        Layout("automodel", "NeMo AutoModel", prefix="model."),
+        Layout("modelopt", "NVIDIA ModelOpt"),
     )
 }
 
@@ -73,7 +72,7 @@ NESTED_KEY = "transformer_layer_config"
 SPECULATORS_KEY = "speculators_model_type"
 # Where an engine looks for the mask token, in this order.
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-# Wrappers that trainers leave around the draft; longest first.
+# Wrappers that trainers leave around the draft.
 _WRAPPERS = ("_orig_mod.", "module.", "draft_model.", "eagle_module.", "model.")
 # Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")

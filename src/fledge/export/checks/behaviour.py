@@ -31,6 +31,12 @@ def _measured(
 def aux_shifted(subject: Subject) -> Iterator[Finding]:
     step = _probe(subject).steps.get("aux-shifted")
     if step is None:
+        if lean := _probe(subject).leaning("aux-shifted"):
+            yield note(
+                f"the outputs of {list(lean[0].aux_layer_ids)} accept more, but only by "
+                f"{lean[1]:.1f} standard errors",
+                fix="--prompts 32 --max-new-tokens 128 tells",
+            )
         return
     before, after = list(step[0].aux_layer_ids), list(step[2].aux_layer_ids)
     yield from _measured(

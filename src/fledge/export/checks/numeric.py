@@ -16,7 +16,8 @@ from fledge.export.checks.vocabulary import set_map, sound_ids
 from fledge.export.foreign import DraftFiles
 
 _UNRELATED = 0.1  # mean cosine below which rows have nothing to do with each other
-_SAMPLE = 512
+_SAMPLE = 256  # rows that are compared with all of the target's
+_PIECE = 8192
 
 
 @check("embeddings", "numeric", "embed_tokens that are random, rotated, or another tokenizer's",
@@ -135,13 +136,17 @@ def _sample(count: int) -> Tensor:
 
 
 def _nearest(rows_SM: Tensor, table_VM: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the most similar one of the table, and their cosine."""
-    table = F.normalize(table_VM.float(), dim=-1)
-    best = [
-        (F.normalize(part.float(), dim=-1) @ table.t()).max(dim=-1)
-        for part in torch.split(rows_SM, _SAMPLE)
-    ]
-    return torch.cat([one.indices for one in best]), torch.cat([one.values for one in best])
+    """For each row the most similar one of the table, and their cosine; the table in pieces."""
+    best_S = torch.full((len(rows_SM),), -2.0)
+    place_S = torch.zeros(len(rows_SM), dtype=torch.long)
+    rows_SM = F.normalize(rows_SM.float(), dim=-1)
+    for begin in range(0, len(table_VM), _PIECE):
+        piece = F.normalize(table_VM[begin : begin + _PIECE].float(), dim=-1)
+        found = (rows_SM @ piece.t()).max(dim=-1)
+        closer_S = found.values > best_S
+        best_S = torch.where(closer_S, found.values, best_S)
+        place_S = torch.where(closer_S, found.indices + begin, place_S)
+    return place_S, best_S
 
 
 def _same_gram(own_SM: Tensor, theirs_SM: Tensor) -> bool:

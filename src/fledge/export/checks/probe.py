@@ -44,13 +44,13 @@ class Enough:
 
 
 _ENOUGH = {
-    "aux-shifted": Enough(0.2),
+    "aux-shifted": Enough(0.03),  # neighbouring layers resemble each other
     # a draft that is hardly trained may gain a little from a normed state
     "norm-output": Enough(0.5),
     # from the second token on it does what norm_output does: the first must tell
     "norm-residual": Enough(0.1, depths=1),
-    "rope-measured": Enough(0.2),
-    "capture-measured": Enough(0.2),
+    "rope-measured": Enough(0.03),
+    "capture-measured": Enough(0.03),
 }
 
 
@@ -78,13 +78,17 @@ class Score:
         return float((self.accepted_S > 0).mean()) if len(self.accepted_S) else 0.0
 
     def clearly_below(self, other: "Score", enough: Enough) -> bool:
-        """Whether the other accepts enough more, and by more than chance: four standard errors,
-        paired over the slots."""
-        own_S, other_S = (np.minimum(x.accepted_S, enough.depths) for x in (self, other))
+        """Whether the other accepts enough more, and by more than chance."""
+        own, theirs = (np.minimum(x.accepted_S, enough.depths).mean() for x in (self, other))
+        sure = self.errors_below(other, depths=enough.depths) > 4
+        return bool(theirs > (1 + enough.share) * own) and sure and other.first > _SOME
+
+    def errors_below(self, other: "Score", *, depths: int = DEPTHS) -> float:
+        """How much more the other accepts, in standard errors: paired over the slots."""
+        own_S, other_S = (np.minimum(x.accepted_S, depths) for x in (self, other))
         gain_S = other_S - own_S
-        mean, error = float(gain_S.mean()), float(gain_S.std()) / len(gain_S) ** 0.5
-        wanted = max(0.05, enough.share * float(own_S.mean()), 4 * error)
-        return mean > wanted and other.first > _SOME
+        error = float(gain_S.std()) / len(gain_S) ** 0.5
+        return float(gain_S.mean()) / error if error else 0.0
 
     def __str__(self) -> str:
         return f"{self.first:.1%} of first tokens, length {self.acceptance.length:.2f}"
@@ -97,7 +101,7 @@ class Answering:
         self,
         target: TargetFiles,
         *,
-        prompts: int = 8,
+        prompts: int = 16,
         max_new_tokens: int = 64,
         dtype: torch.dtype | str = "auto",
         device: str | None = None,
@@ -265,6 +269,14 @@ class Probe:
             if found is None or self.score(found[1]).clearly_below(score, Enough(0.05)):
                 found = (name, other)
         return found
+
+    def leaning(self, name: str) -> tuple[Reading, float] | None:
+        """A reading of this kind that may be the right one, and by how many standard errors."""
+        own = self.score(self.as_written)
+        others = [one for found, one in self._others(self.as_written) if found == name]
+        above = [(one, own.errors_below(self.score(one))) for one in others]
+        best = max(above, key=lambda pair: pair[1], default=None)
+        return best if best is not None and best[1] > 2.5 else None
 
     @property
     def best(self) -> Score:

@@ -13,7 +13,6 @@ from torch import Tensor
 from fledge.export.checks.base import Finding, Repair, Subject, check, error, note, warning
 from fledge.export.checks.sizes import expected_shapes, fits, required_names, sizes_of
 from fledge.export.foreign import DraftFiles, own_name
-from fledge.target.weights import stored_tensors
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -226,9 +225,8 @@ def fresh_std(tensor_NM: Tensor, subject: Subject) -> float | None:
     uniform 1 / sqrt(3 * inputs)) within 2 %, and the largest eigenvalue of the covariance does not
     stand out of the Marchenko-Pastur law of independent numbers. Training leaves both behind.
     """
-    rows = tensor_NM[: 4096 if len(tensor_NM) > 4096 else None].float()
-    if len(rows) < rows.shape[1]:
-        rows = rows.t()
+    tall_NM = tensor_NM if len(tensor_NM) >= tensor_NM.shape[1] else tensor_NM.t()
+    rows = tall_NM[:4096, :1536].float()  # a block of independent numbers is one too
     count, width = rows.shape
     std = float(rows.std())
     usual = [0.02, subject.view.get("initializer_range", 0.02), (3 * tensor_NM.shape[1]) ** -0.5]
@@ -242,7 +240,7 @@ def fresh_std(tensor_NM: Tensor, subject: Subject) -> float | None:
 def _floats(subject: Subject) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in subject.view.state.items():
         if tensor.dtype in _FLOATS and tensor.numel():
-            yield name, stored_tensors(tensor)[0]
+            yield name, tensor
 
 
 def _some(items: list[str], most: int = 4) -> str:
