@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+from dataclasses import replace
 from email.utils import format_datetime
 
 import pytest
@@ -24,7 +25,8 @@ from fledge.data.regenerate_http import ChatServers, HttpOptions, endpoint, retr
 from fledge.data.regenerate_journal import Journal
 from fledge.errors import BadInput
 
-FAST = HttpOptions(concurrency=8, retries=8, timeout_s=0.4, pause_s=0.001, max_pause_s=0.01)
+FAST = HttpOptions(concurrency=8, retries=8, timeout_s=60, pause_s=0.001, max_pause_s=0.01)
+HASTY = replace(FAST, timeout_s=0.4, retries=30)  # for servers that stall
 
 
 def chat(*texts, **more):
@@ -154,7 +156,7 @@ def test_a_server_that_fails_stalls_and_truncates_at_random(tmp_path, exclude):
     data = write(tmp_path / "data.jsonl", [*rows, "{broken", chat()])
     server = ChatServer(unreliable(random.Random(1)))
     with server.serving() as url:
-        found = ask(data, tmp_path / "new.jsonl", url, exclude_truncated=exclude)
+        found = ask(data, tmp_path / "new.jsonl", url, HASTY, exclude_truncated=exclude)
     good = [row["messages"][0]["content"] for row in rows]
     good = [t for t in good if not t.startswith(("never", "filtered"))]
     kept = [t for t in good if not (exclude and t.startswith("long"))]
@@ -201,36 +203,36 @@ def test_failed_rows_are_tried_again_and_done_ones_are_not(tmp_path):
 def test_a_job_is_not_continued_with_other_settings(tmp_path):
     data, out = write(tmp_path / "data.jsonl", [chat("a"), chat("never")]), tmp_path / "new.jsonl"
     with ChatServer(unreliable(random.Random(0))).serving() as url:
-        ask(data, out, url)
+        ask(data, out, url, HASTY)
         with pytest.raises(BadInput, match=r"sampling.temperature: 0.0, not 0.5"):
-            ask(data, out, url, sampling=Sampling(temperature=0.5))
+            ask(data, out, url, HASTY, sampling=Sampling(temperature=0.5))
         write(tmp_path / "data.jsonl", [chat("b")])
         with pytest.raises(BadInput, match="fingerprint"):
-            ask(data, out, url)
+            ask(data, out, url, HASTY)
         moved = write(tmp_path / "moved.jsonl", [chat("a"), chat("never")])
-        assert ask(moved, out, url).written == 1  # the same rows, wherever they lie
+        assert ask(moved, out, url, HASTY).written == 1  # the same rows, wherever they lie
         other = tmp_path / "other.jsonl"
         other.write_text("mine")
         with pytest.raises(BadInput, match="not made by this command"):
-            ask(moved, other, url)
+            ask(moved, other, url, HASTY)
         assert other.read_text() == "mine"
         assert not (tmp_path / "other.jsonl.parts").exists()
         with (
             FileLock(tmp_path / "new.jsonl.parts" / ".lock"),
             pytest.raises(BadInput, match="another"),
         ):
-            ask(moved, out, url)
+            ask(moved, out, url, HASTY)
 
 
 def test_truncated_answers_end_their_conversation(tmp_path):
     data = write(tmp_path / "data.jsonl", [chat("long one", "old", "two", "old")])
     with ChatServer(unreliable(random.Random(3))).serving() as url:
-        ask(data, tmp_path / "new.jsonl", url)
+        ask(data, tmp_path / "new.jsonl", url, HASTY)
         [row] = lines(tmp_path / "new.jsonl")
         assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
         assert parse_conversation(row).truncated
         with pytest.raises(BadInput, match="1 truncated answers in it"):
-            ask(data, tmp_path / "new.jsonl", url, exclude_truncated=True)
+            ask(data, tmp_path / "new.jsonl", url, HASTY, exclude_truncated=True)
 
 
 def test_nobody_there_ends_the_run_and_loses_nothing(tmp_path):
