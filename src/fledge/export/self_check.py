@@ -256,7 +256,7 @@ class DecodingCheck:
         found = acceptance(samples, self._depth)
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
-        lengths = [acceptance([_sample(one) for one in before], self._depth).length]
+        taken = [Sample(one.prompt_ids, one.token_ids, one.rounds) for one in before]
         method = "parallel" if files.config.parallel_drafting else "chain"
         return Decoded(
             definition=definition(method, self._depth),
@@ -265,7 +265,7 @@ class DecodingCheck:
             acceptance_length=found.length,
             every_slot_length=every_slot,
             joint=found.joint,
-            checkpoint_acceptance_length=lengths[0],
+            checkpoint_acceptance_length=acceptance(taken, self._depth).length,
             same_as_checkpoint=same,
         )
 
@@ -332,10 +332,6 @@ def _prompts_of(batch: TokenBatch) -> list[list[int]]:
                 found.append(ids_T[begin : begin + first].tolist())
             begin += length
     return found
-
-
-def _sample(one: Generation) -> Sample:
-    return Sample(one.prompt_ids, one.token_ids, one.rounds)
 
 
 def same_embeddings(draft: PlainDraft, side: TargetSide) -> bool:
