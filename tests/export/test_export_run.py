@@ -107,6 +107,12 @@ def test_a_rollout_of_another_depth_is_compared_at_the_trained_one(run, tmp_path
     assert len(record["self_check"]["decoded"]["joint"]) == 3
 
 
+def test_answers_that_do_not_fit_into_the_target(run, tmp_path):
+    with pytest.raises(BadInput, match="leaves room"):  # it has 512 positions
+        check = CheckOptions(limit=3, max_new_tokens=510, shortfall=1.0)
+        export_draft(run, tmp_path / "out", engine="vllm", check=check)
+
+
 def test_an_estimate_that_the_files_do_not_reach_is_refused(run, tmp_path):
     state = state_of(run)
     state["last"]["tau"] *= 1.05
