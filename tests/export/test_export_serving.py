@@ -69,6 +69,9 @@ def test_speculators_name_their_target_themselves(exports):
     assert words(draft) == ["vllm", "serve", str(draft)]
     command = words(draft, "--draft-tokens", "3")  # unless k is another one
     assert json.loads(command[4])["num_speculative_tokens"] == 3
+    command = words(draft, "--target", "other/model")  # or the target
+    assert command[:3] == ["vllm", "serve", "other/model"]
+    assert json.loads(command[4])["parallel_drafting"] is True
 
 
 def test_sglang(tmp_path, tiny_target):

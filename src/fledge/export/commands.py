@@ -27,7 +27,8 @@ def serve_command(
             "--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1",
             "--speculative-num-draft-tokens", str(depth + 1), *where,
         ]  # fmt: skip
-    if record["engine"] == "speculators" and num_draft_tokens is None:
+    as_recorded = num_draft_tokens is None and target == record["target"]["served_as"]
+    if record["engine"] == "speculators" and as_recorded:
         return ["vllm", "serve", directory, *where]  # target, method and k are in the file
     speculative: dict[str, Any] = {
         "method": "eagle3",

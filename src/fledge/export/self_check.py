@@ -32,6 +32,7 @@ from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
 from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.layers import text_config
 from fledge.train.evaluate import evaluate
 from fledge.train.recipe import RESOLVED_NAME, load_recipe
 from fledge.train.setup import Training, set_up
@@ -231,8 +232,12 @@ class DecodingCheck:
         return [encode_prompt(list(one.messages), template, tokenizer) for one in asked]
 
     def _decode(self, files: LlamaEagle3DraftModel, *, unchanged: bool) -> Decoded:
-        prompts = self._prompts()
         tokenizer, model = self._target.tokenizer, self._target.model
+        longest = getattr(text_config(model.config), "max_position_embeddings", None) or 1 << 40
+        room = longest - self._options.max_new_tokens
+        prompts = [ids for ids in self._prompts() if len(ids) <= room]
+        if not prompts:
+            raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         ends = frozenset() if tokenizer is None else eos_token_ids(model, tokenizer)
         stops = Stops(self._options.max_new_tokens, ends)
         self._watch("the target answers", 0, 3)
@@ -256,7 +261,7 @@ class DecodingCheck:
         found = acceptance(samples, self._depth)
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
-        lengths = [acceptance([_sample(one) for one in before], self._depth).length]
+        taken = [Sample(one.prompt_ids, one.token_ids, one.rounds) for one in before]
         method = "parallel" if files.config.parallel_drafting else "chain"
         return Decoded(
             definition=definition(method, self._depth),
@@ -265,7 +270,7 @@ class DecodingCheck:
             acceptance_length=found.length,
             every_slot_length=every_slot,
             joint=found.joint,
-            checkpoint_acceptance_length=lengths[0],
+            checkpoint_acceptance_length=acceptance(taken, self._depth).length,
             same_as_checkpoint=same,
         )
 
@@ -332,10 +337,6 @@ def _prompts_of(batch: TokenBatch) -> list[list[int]]:
                 found.append(ids_T[begin : begin + first].tolist())
             begin += length
     return found
-
-
-def _sample(one: Generation) -> Sample:
-    return Sample(one.prompt_ids, one.token_ids, one.rounds)
 
 
 def same_embeddings(draft: PlainDraft, side: TargetSide) -> bool:
