@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test browser lint format bench clean
+.PHONY: help demo test test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -38,5 +38,48 @@ lint: $(READY)  ## ruff and mypy --strict
 format: $(READY)  ## let ruff put things in order
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
+VLLM_VENV := .venv-vllm
+VLLM_PINS := tests/engines/vllm/requirements.txt
+
+$(VLLM_VENV)/.ready: $(VLLM_PINS)
+	@echo "setting up $(VLLM_VENV), a CPU build of vLLM (first time: about three minutes) ..."
+	@$(PYTHON) -m venv --clear $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --no-deps -r $(VLLM_PINS)
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.ready  ## the vLLM target, and exports in a real vLLM, on this CPU
+	@PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m engine tests/engines/vllm
+
 clean:  ## remove the environment and every tool's cache
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+SPECULATORS := .venv-speculators
+$(SPECULATORS)/.ready: pyproject.toml constraints.txt
+	@echo "setting up $(SPECULATORS) (about two minutes) ..."
+	@test -x $(SPECULATORS)/bin/python || $(PYTHON) -m venv $(SPECULATORS)
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout \
+		aiohttp httpx loguru openai protobuf pydantic-settings
+	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0  # their pins of torch and datasets are wider or older than ours
+	@touch $@
+
+test-speculators: $(SPECULATORS)/.ready  ## exports in the speculators package
+	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py
+
+# Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
+SGLANG := 059 0523
+
+.venv-sglang-%/.ready: tests/engines/sglang/requirements-%.txt
+	@echo "setting up .venv-sglang-$* (first time: a few minutes) ..."
+	@test -x .venv-sglang-$*/bin/python || $(PYTHON) -m venv .venv-sglang-$*
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	@.venv-sglang-$*/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+test-sglang: $(SGLANG:%=.venv-sglang-%/.ready)  ## targets and exports in real SGLang, on a CPU
+	@for version in $(SGLANG); do \
+	  .venv-sglang-$$version/bin/python -m pip list 2>/dev/null | grep '^sglang '; \
+	  PYTHONPATH=src:tests/engines/sglang/cpu_stub .venv-sglang-$$version/bin/python \
+	    -m pytest -q -W ignore -p no:cacheprovider -m engine tests/engines/sglang || exit 1; \
+	done

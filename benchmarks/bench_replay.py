@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from fledge.cli.loading import draft_of, load_draft, load_target
+from fledge.cli.loading import load_draft, load_target
 from fledge.decode.answers import Answered, cached_answers, eos_token_ids
 from fledge.decode.prompts import read_prompts
 from fledge.decode.replay import Text, replay
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops
+from fledge.train.runs import draft_directory
 
 
 def clock(device: torch.device) -> float:
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    path = draft_of(options.draft)
+    path = draft_directory(options.draft)
     target = load_target(path, options.target, "", options.dtype, options.device)
     draft = load_draft(path, target)
     prompts = read_prompts(options.prompts, limit=options.limit)

@@ -18,9 +18,13 @@ _PUBLIC = {
     "HFEagle3TargetModel": "fledge.target.hf",
     "RemoteEagle3TargetModel": "fledge.target.remote",
     "RunnerEagle3TargetModel": "fledge.target.runner",
+    "SGLangEagle3TargetModel": "fledge.target.sglang_runner",
+    "SGLangTargetRunner": "fledge.target.sglang_runner",
     "TargetHead": "fledge.target.head",
     "TargetInfo": "fledge.target.base",
     "TargetRunner": "fledge.target.runner",
+    "VLLMEagle3TargetModel": "fledge.target.vllm_runner",
+    "VLLMTargetRunner": "fledge.target.vllm_runner",
     "Recipe": "fledge.train.recipe",
     "load_recipe": "fledge.train.recipe",
     "load_config": "fledge.models.resolve",
@@ -37,6 +41,9 @@ _PUBLIC = {
     "Stops": "fledge.decode.stops",
     "TreeShape": "fledge.decode.tree",
     "replay": "fledge.decode.replay",
+    "diagnose": "fledge.export.diagnose",
+    "export_draft": "fledge.export.export",
+    "import_draft": "fledge.export.import_draft",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -216,3 +216,14 @@ def test_sizes_of_an_8b_target_on_real_lengths(shared_data):
     seed = seed_layout_bytes(10, 2048, 4096, 32_000)
     assert layout_of(Shape("hidden", torch.bfloat16, 4096), full).n_bytes < 0.40 * seed
     assert layout_of(Shape("hidden-fp8", torch.bfloat16, 4096), full).n_bytes < 0.20 * seed
+
+
+def test_every_8_bit_number_is_read_as_torch_reads_it():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F]  # its NaNs are never written
+    states = codes.view(torch.float8_e4m3fn)[None].repeat(130, 1)
+    scale = torch.logspace(-20, 20, 130 * 2).view(130, 2)
+    want = states.float().view(130, 2, -1) * scale[..., None]
+    for dtype in (torch.float32, torch.bfloat16):
+        got = from_fp8(states, scale, dtype)
+        assert torch.equal(got, want.flatten(1).to(dtype))

@@ -85,6 +85,14 @@ def test_every_encoding_says_the_same(target, drafts, asked):
         picks = target_picks(batch, tokens, backend.info().head, ids)
         found = replay_held_out(batch, tokens, Rollouts(draft, 3, False), picks)
         assert found == expected, supervision
+        if supervision == "logits":
+            likeliest = picks
+        elif supervision == "probs":  # all they know of a token outside the draft vocabulary
+            outside = ~np.isin(likeliest, ids)
+            assert outside.sum() > (likeliest == -1).sum()
+            assert (picks == np.where(outside, -1, likeliest)).all()
+        else:
+            assert (picks == likeliest).all()
 
 
 def test_on_foreign_text_a_hit_is_what_the_target_would_have_said(target, drafts, asked):
@@ -131,6 +139,13 @@ def test_the_slots_of_the_worked_example():
     assert drafting_slots(tokens)[0].nonzero()[:, 0].tolist() == [2, 3, 4]
     [one] = answers_of(tokens)
     assert (one.prompt, one.total, one.slots) == (3, 7, slice(0, 7))
+
+
+def test_no_slot_drafts_a_token_of_the_next_document():
+    ones = np.ones(3, dtype=np.uint8)  # answers without a prompt: nothing else parts the two
+    rows = [TokenRow(np.arange(3, dtype=np.int32), ones, "", truncated=False) for _ in range(2)]
+    [tokens] = packs_of(rows, 6)
+    assert drafting_slots(tokens)[0].tolist() == [True, False, False] * 2
 
 
 def test_an_answer_without_a_prompt_has_no_rounds():

@@ -112,6 +112,7 @@ VARIANTS = {
     "three layers": {},
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
     "partial rotary": {"partial_rotary_factor": 0.5, "head_dim": 8},
 }
 

@@ -1,5 +1,6 @@
 """A GGUF file becomes a whole directory, once, with the tokenizer of the model's training."""
 
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,8 @@ def test_the_converted_model_computes_what_the_original_did(file: Path) -> None:
     config = load_config(str(file))
     assert config.rms_norm_eps == 1e-5
     assert config.tie_word_embeddings
+    written = json.loads((local_model(str(file)) / "config.json").read_text())
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 20_000.0
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
     generation = model.generation_config
     assert (generation.eos_token_id, generation.pad_token_id) == (2, 2)
@@ -131,7 +134,7 @@ def test_converted_once_and_found_by_content(
     assert local_model(str(file)) == first
     moved = file.rename(tmp_path / "renamed.GGUF")
     assert local_model(str(moved)) == first
-    assert first.name == f"gguf-v1-{convert_gguf._sha256_of(moved)}"
+    assert first.name == f"gguf-v2-{convert_gguf._sha256_of(moved)}"
 
 
 def test_a_changed_file_is_another_model(file: Path) -> None:

@@ -38,7 +38,7 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=128,
         rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
+        rope_theta=20_000.0,
         tie_word_embeddings=True,
     )
     return LlamaForCausalLM(config).eval()
@@ -63,7 +63,7 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_freq_base(20_000.0)
     writer.add_rope_dimension_count(8)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)

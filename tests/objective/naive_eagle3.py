@@ -206,6 +206,8 @@ def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
         left = _norm(embed, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
         right = _norm(state, p[prefix + "hidden_norm.weight"], c.rms_norm_eps)
         x = torch.cat([left, right], -1)
+        if c.norm_before_residual:
+            state = right
     else:
         x = _norm(state, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
 

@@ -72,6 +72,7 @@ VARIANTS = {
     "three layers, fc_norm": {"num_hidden_layers": 3, "fc_norm": True},
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True, "num_hidden_layers": 2},
     "both, two layers": {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2},
     "partial rotary": {"partial_rotary_factor": 0.5},
     "no GQA": {"num_key_value_heads": 4},

@@ -75,6 +75,7 @@ def test_it_says_what_the_files_say(run, page):
         assert f"{part['acceptance_length']:.2f}" in bars
     text = page.run("document.querySelector('main').innerText")
     assert found["definition"][1:] in text
+    assert len(found["joint"]) == 3  # as many as the run trained
     assert "ttt_steps" in text
     assert found["samples"][0]["prompt"] in text
 

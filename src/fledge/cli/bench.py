@@ -1,13 +1,30 @@
-"""`fledge bench`: how fast a training step runs here."""
+"""`fledge bench`: how fast a training step runs here, and what a draft gains on a server."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
+from fledge.cli import bench_server
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
 from fledge.errors import BadInput, nearest
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed: of a training step, of a server.")
+
+class _ServerByDefault(typer.core.TyperGroup):
+    """`fledge bench URL` is short for `fledge bench server URL`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and "://" in args[0]:
+            args = ["server", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ServerByDefault,
+    no_args_is_help=True,
+    help="Measure speed: of a training step (train), or of a server (server URL, or just URL).",
+)
+app.command(name="server", epilog=bench_server.EXAMPLE)(bench_server.bench)
 
 TRAIN_EXAMPLE = (
     "Example: fledge bench train --shape 8b --seq 2048 --batch 4  (or --kind peagle --batch 2, "

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from fledge.cli.console import err, out, quiet_libraries
-from fledge.cli.loading import draft_of, load_draft, load_target
+from fledge.cli.loading import load_draft, load_target
 from fledge.errors import BadInput
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
@@ -46,8 +46,10 @@ def chat(
     From a pipe every line is a question: `echo 'Why is the sky blue?' | fledge chat DRAFT`. Answers
     go to standard output, figures to standard error. /reset forgets what was said, /quit ends.
     """
+    from fledge.train.runs import draft_directory
+
     quiet_libraries()
-    path = draft_of(draft)
+    path = draft_directory(draft)
     with err.status("loading the target"):
         backend = load_target(path, target, aux_layers, dtype, device)
         talk = _Talk(

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -49,3 +49,15 @@ def progress_bar(unit: str) -> Iterator[Progress]:
     )
     with Progress(*columns, console=err, transient=True) as progress:
         yield progress
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Callable[[str, float, int], None]]:
+    """One bar that says what is going on: `watch(what, done, total)`."""
+    with progress_bar("") as bar:
+        task = bar.add_task("", total=None, note="")
+
+        def watch(what: str, done: float, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield watch

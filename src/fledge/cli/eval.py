@@ -1,7 +1,5 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import draft_of, load_draft, load_target, numbers
+from fledge.cli.console import err, out, print_json, quiet_libraries, watching
+from fledge.cli.loading import load_draft, load_target, numbers
 from fledge.errors import BadInput
 from fledge.files import write_json
 
@@ -122,11 +120,12 @@ def measure(
     from fledge.decode.answers import cached_answers
     from fledge.decode.evaluation import DraftEvaluation
     from fledge.decode.prompts import read_prompts
+    from fledge.train.runs import draft_directory
 
     quiet_libraries()
-    paths = [draft_of(path) for path in drafts]
+    paths = [draft_directory(path) for path in drafts]
     asked = read_prompts(prompts, limit=limit or None)
-    with _watching() as watch:
+    with watching() as watch:
         watch("loading the target", 0, 1)
         backend = load_target(paths[0], target, aux_layers, dtype, device)
         answers = cached_answers(
@@ -170,18 +169,6 @@ def _options(
         max_new_tokens=max_new_tokens,
         samples=samples,
     )
-
-
-@contextlib.contextmanager
-def _watching() -> Iterator[Any]:
-    """One bar that says what is going on."""
-    with progress_bar("") as bar:
-        task = bar.add_task("", total=None, note="")
-
-        def watch(what: str, done: float, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield watch
 
 
 def _as_json(reports: Any, answers: Any, backend: Any, prompts: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Drafts and targets as verbs name them: paths, runs, and what a run knows about itself."""
+"""Targets and drafts loaded as verbs name them: by path, or by what a run knows about itself."""
 
 import json
 from pathlib import Path
@@ -7,39 +7,21 @@ from typing import Any
 from fledge.errors import BadInput
 
 
-def draft_of(path: Path) -> Path:
-    """The directory of a draft: the path itself, or the best checkpoint of a run."""
-    if (path / "config.json").is_file():
-        return path
-    if (path / "best" / "config.json").is_file():
-        return path / "best"
-    raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
-
-
-def recipe_of(path: Path) -> Any:
-    """The recipe of the run that a draft belongs to, if any."""
-    from fledge.train.recipe import RESOLVED_NAME, load_recipe
-
-    here = path.absolute()
-    places = [here, *list(here.parents)[:1], *list(path.resolve().parents)[:2]]
-    found = next((place for place in places if (place / RESOLVED_NAME).is_file()), None)
-    return None if found is None else load_recipe(found / RESOLVED_NAME)
-
-
 def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
     from fledge.draft.files import CONFIG_NAME
     from fledge.target.hf import HFEagle3TargetModel
+    from fledge.train.runs import recipe_of
 
     recipe = recipe_of(draft)
     name = target or (recipe.target.model if recipe is not None else "")
     if not name:
         raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
-    dtype = dtype or (recipe.target.dtype if recipe is not None else "auto")
+    dtype = dtype or (getattr(recipe.target, "dtype", "auto") if recipe is not None else "auto")
     ids = numbers(aux_layers, 3, "--aux-layers") if aux_layers else None
     if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
         ids = json.loads((draft / CONFIG_NAME).read_bytes()).get("aux_layer_ids")
     if ids is None and recipe is not None:
-        ids = recipe.target.aux_layer_ids
+        ids = list(recipe.target.aux_layer_ids or ()) or None
     return HFEagle3TargetModel.from_pretrained(
         name, aux_layer_ids=ids, dtype=parse_dtype(dtype), device=device or None
     )

@@ -53,13 +53,17 @@ def _attach_verbs() -> None:
         chat,
         data,
         demo,
+        diagnose,
         doctor,
         eval,
+        export,
+        import_draft,
         plan,
         precompute,
         recipe,
         regenerate,
         report,
+        serve,
         serve_target,
         train,
     )
@@ -69,14 +73,18 @@ def _attach_verbs() -> None:
     app.command(name="chat", epilog=chat.EXAMPLE)(chat.chat)
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
+    app.command(name="diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
     app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
+    app.command(name="export", epilog=export.EXAMPLE)(export.export)
+    app.command(name="import", epilog=import_draft.EXAMPLE)(import_draft.import_draft)
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
     app.add_typer(recipe.app, name="recipe")
     app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
     app.command(name="report", epilog=report.EXAMPLE)(report.report)
     app.command(name="serve-target", epilog=serve_target.EXAMPLE)(serve_target.serve_target)
+    app.command(name="serve", epilog=serve.EXAMPLE)(serve.serve)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
 
 

@@ -28,6 +28,9 @@ def report(
         list[str] | None, typer.Option(help="For --measure, as in `fledge eval`; default: mixed.")
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="For --measure: prompts per file.")] = 0,
+    draft_tokens: Annotated[
+        int, typer.Option(min=0, help="For --measure: tokens per round; 0: as many as trained.")
+    ] = 0,
     samples: Annotated[int, typer.Option(min=0, help="For --measure: answers shown.")] = 6,
     device: Annotated[str, typer.Option(help="For --measure: cpu, cuda, ...")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's data.")] = False,
@@ -47,8 +50,9 @@ def report(
         from fledge.cli import eval
         from fledge.decode.evaluation import EvalOptions
 
-        gather(run)  # a directory that is no run is refused before anything is measured
-        options = EvalOptions(samples=samples)
+        objective = gather(run)["recipe"].get("objective", {})
+        trained = objective.get("ttt_steps") or objective.get("num_depths") or 7
+        options = EvalOptions(num_draft_tokens=draft_tokens or trained, samples=samples)
         found = eval.measure(
             [run], prompts or ["mixed"], options, target=target, limit=limit, device=device
         )

@@ -138,8 +138,9 @@ def accepted_lengths(
 ) -> Ints:
     """[B, T]: from each slot, how many drafted tokens in a row are the target's picks.
 
-    `pick_S` [S] is what the target picks where slot t drafts (its token t + 2). Where that is not
-    the text's token, a draft may still be right, but nothing behind it can be judged.
+    `pick_S` [S] is what the target picks where slot t drafts (its token t + 2), -1 where none
+    does. Where that is not the text's token, a draft may still be right, but nothing behind it can
+    be judged.
     """
     text_BT = tokens.input_ids
     accepted_S = np.zeros(text_BT.numel(), dtype=np.int64)
@@ -155,7 +156,7 @@ def accepted_lengths(
     ):
         slot_N = slot_T[rows.slot_N.cpu().numpy()]
         # the head is asked about these only: most rollouts are over after a token or two
-        index_M = np.flatnonzero(alive_S[slot_N] & wanted_S[slot_N + depth])
+        index_M = np.flatnonzero(alive_S[slot_N])
         slot_M, alive_S = slot_N[index_M], np.zeros_like(alive_S)
         if len(index_M) == 0:
             break

@@ -100,16 +100,16 @@ def _replay_pack(
 ) -> list[Replay]:
     tokens = as_pack(texts)
     batch = ask(target, tokens)
-    text_T = F.pad(tokens.input_ids, (0, 2))[0, 2:].numpy()
-    accepted_T = accepted_lengths(rollouts, batch, tokens, text_T)[0]
+    said_T = F.pad(tokens.input_ids, (0, 2))[0, 2:].where(drafting_slots(tokens)[0], -1).numpy()
+    accepted_T = accepted_lengths(rollouts, batch, tokens, said_T)[0]
     picks_T = target_picks(batch, tokens, target.info().head, rollouts.selected_token_ids)
-    other_T = (picks_T != text_T) & drafting_slots(tokens)[0].numpy()
     replays, begin = [], 0
     for text in texts:
         own = slice(begin, begin + len(text))
         accepted = accepted_T[own].tolist()
         rounds = walk_rounds(accepted, prompt=len(text.prompt_ids), total=len(text))
-        replays.append(Replay(accepted, rounds, int(other_T[own].sum())))
+        other = int((picks_T[own] != said_T[own]).sum())
+        replays.append(Replay(accepted, rounds, other))
         begin += len(text)
     return replays
 

@@ -9,6 +9,7 @@ _FLAGS = {
     "num_aux_hidden_states": 3,
     "fc_norm": False,
     "norm_output": False,
+    "norm_before_residual": False,
     "parallel_drafting": False,
     "mask_token_id": None,
 }

@@ -147,6 +147,8 @@ class DraftLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fused = fused
+        # some trainers of others add the normed state where EAGLE-3 adds the state itself
+        self.norm_residual = fused and bool(config.norm_before_residual)
         self.self_attn = DraftAttention(config, in_features=2 * size if fused else size)
         self.mlp = DraftMLP(config)
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
@@ -170,6 +172,7 @@ class DraftLayer(nn.Module):
             state_norm=state_norm.weight.to(dtype),
             state_qkv=qkv[:, size:] if self.fused else qkv,
             q_size=attn.q_proj.out_features,
+            norm_residual=self.norm_residual,
             o=attn.o_proj.weight.to(dtype),
             mlp_norm=self.post_attention_layernorm.weight.to(dtype),
             gate=mlp.gate_proj.weight.to(dtype),
@@ -196,7 +199,7 @@ class FusedDraftLayer(DraftLayer):
         normed = [self.input_layernorm(input_embeds), self.hidden_norm(hidden_states)]
         combined = torch.cat(normed, dim=-1)
         attended = self.self_attn.forward_peagle(combined, position_ids, block_mask)
-        return self._finish(hidden_states, attended)
+        return self._finish(normed[1] if self.norm_residual else hidden_states, attended)
 
 
 class DeepDraftLayer(DraftLayer):
@@ -222,6 +225,7 @@ class LayerWeights:
     state_norm: Tensor
     state_qkv: Tensor
     q_size: int
+    norm_residual: bool  # the residual is the normed state
     o: Tensor
     mlp_norm: Tensor
     gate: Tensor
@@ -248,6 +252,8 @@ class LayerWeights:
 
     def finish(self, residual_NE: Tensor, attended_NHC: Tensor) -> Tensor:
         """Output projection and SwiGLU, with their residuals."""
+        if self.norm_residual:
+            residual_NE = self.normed(residual_NE)
         state_NE = residual_NE + F.linear(attended_NHC.flatten(1), self.o)
         x = rms_norm(state_NE, self.mlp_norm, self.eps)
         mlp = gated_mlp(x, self.gate, self.up, self.down, recompute=self.recompute_mlp)

@@ -62,8 +62,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def directory_name(sha256: str) -> str:
-    """v1 is this file's way of converting: raise it when the output changes."""
-    return f"gguf-v1-{sha256}"
+    """v2 is this file's way of converting: raise it when the output changes."""
+    return f"gguf-v2-{sha256}"
 
 
 def directory_of(path: Path) -> Path:
@@ -95,6 +95,7 @@ def convert(path: Path, directory: Path, *, name: str) -> None:
         tokenizer.save_pretrained(directory)
         _portable_tokenizer_class(directory)
         _save_model(path, directory, tokenizer)
+        _portable_rotary(directory)
 
 
 @contextlib.contextmanager
@@ -206,6 +207,18 @@ def _portable_tokenizer_class(directory: Path) -> None:
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text())
     write_json(file, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _portable_rotary(directory: Path) -> None:
+    """transformers 5 writes `rope_parameters` alone, and 4.57 then turns at a base of 10,000."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    rotary = config.get("rope_parameters") or {}
+    if "rope_theta" in rotary:
+        config["rope_theta"] = rotary["rope_theta"]
+    if rotary.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rotary
+    write_json(file, config)
 
 
 def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ from fledge.target.head import TargetHead
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
-_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(_FP8).float().numpy()
+_SIGN_AND_NUMBER = 0x87F0 - 0x10000  # bits 15 and 4 .. 10, as an int16
 
 
 @torch.no_grad()
@@ -33,13 +33,29 @@ def to_fp8(states_ND: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
-    if states_ND.device.type == "cpu":  # a table of all 256 values is three times the cast's speed
-        wide_ND = torch.from_numpy(_FP8_VALUES[states_ND.view(torch.uint8).numpy()])
-    else:
-        wide_ND = states_ND.to(torch.float32)
     rows, chunks = scale_NC.shape
-    wide_ND.view(rows, chunks, states_ND.shape[-1] // chunks).mul_(scale_NC[..., None])
-    return wide_ND.to(dtype)
+    out_NCX = torch.empty((rows, chunks, states_ND.shape[-1] // chunks), dtype=dtype,
+                          device=states_ND.device)  # fmt: skip
+    # on a CPU a block at a time, so that what lies between stays in the processor's cache
+    block = 64 if states_ND.device.type == "cpu" else max(1, rows)
+    for begin in range(0, rows, block):
+        part = slice(begin, begin + block)
+        wide_NCX = _widened(states_ND[part]).view(-1, *out_NCX.shape[1:])
+        out_NCX[part] = wide_NCX.mul_(scale_NC[part, :, None])
+    return out_NCX.flatten(1)
+
+
+def _widened(states_ND: Tensor) -> Tensor:
+    """float8 -> float32. Torch's own cast takes a CPU five times as long.
+
+    Sign, exponent and mantissa of an e4m3 number, moved to their places in a bfloat16, say the same
+    number with the exponent off by the difference of the biases, 127 - 7. (Not its NaN, which is
+    never written.)
+    """
+    if states_ND.device.type != "cpu":
+        return states_ND.to(torch.float32)
+    bits_ND = states_ND.view(torch.int8).to(torch.int16).bitwise_left_shift_(4)
+    return bits_ND.bitwise_and_(_SIGN_AND_NUMBER).view(torch.bfloat16).float().mul_(2.0**120)
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ def load_target(
         ) from error
     if "device_map" not in options:
         model = model.to(device)
-    tokenizer = _tokenizer(directory, trust_remote_code=trust_remote_code)
+    tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
     return LoadedTarget(model, tokenizer, stored_as)
 
 
@@ -79,7 +79,8 @@ def _loader_for(config: Any) -> Any:
     return transformers.AutoModelForCausalLM  # remote code, or an error that names what is missing
 
 
-def _tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
+def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer beside a target's weights; None when there is none."""
     import transformers
 
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):

@@ -111,7 +111,6 @@ class RunnerEagle3TargetModel(InProcessTarget):
         if self._info is None:
             head = self._head_of_states()
             vocab_size, hidden_size = head.weight_VD.shape
-            model = self.runner.model
             assert isinstance(self.runner, HiddenTargetRunner)
             self._info = TargetInfo(
                 head=head,
@@ -120,8 +119,8 @@ class RunnerEagle3TargetModel(InProcessTarget):
                 vocab_size=vocab_size,
                 depth=self._depth,
                 dtype=self.runner.input_embedding_weight().dtype,
-                weight_dtypes=describe_weights(model),
-                weights_fingerprint=weights_fingerprint(model),
+                weight_dtypes=self._describe_weights(),
+                weights_fingerprint=self._fingerprint_weights(),
                 tokenizer_fingerprint=(
                     None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
                 ),
@@ -136,6 +135,12 @@ class RunnerEagle3TargetModel(InProcessTarget):
             del self.runner
             self._info = self.tokenizer = None
         super().close()
+
+    def _describe_weights(self) -> str:
+        return describe_weights(self.runner.model)
+
+    def _fingerprint_weights(self) -> str:
+        return weights_fingerprint(self.runner.model)
 
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         runner = self.runner

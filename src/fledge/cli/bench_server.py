@@ -1,0 +1,102 @@
+"""`fledge bench`: a running server with the draft, beside one without it."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fledge.cli.console import out, print_json, watching
+from fledge.errors import BadInput
+
+EXAMPLE = (
+    "Example: fledge bench http://localhost:8000 --baseline http://localhost:8001 --concurrency 1 "
+    "--concurrency 8"
+)
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server with the draft.")],
+    baseline: Annotated[str, typer.Option(help="The same target served without it.")] = "",
+    model: Annotated[str, typer.Option(help="Default: what each server names first.")] = "",
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to measure.")] = 64,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at a time; repeatable. Default: 1.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length limit of answers.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a server: tokens per second, latencies, and acceptance by the engine's own counters.
+
+    Both servers get the same requests, one server after the other. Latencies are the client's: to
+    the first token, per token after it, and of the whole request.
+    """
+    from fledge.decode.prompts import read_prompts
+
+    try:
+        from fledge.export.bench import Load, measure
+    except ModuleNotFoundError as error:
+        raise BadInput(
+            f"{error.name} is not installed", fix="pip install 'fledge[serve]'"
+        ) from None
+    asked = [dict_messages(prompt.messages) for prompt in read_prompts(prompts or ["mixed"])]
+    servers = [("baseline", baseline)] * bool(baseline) + [("draft", url)]
+    levels = concurrency or [1]
+    found: list[tuple[str, Any]] = []
+    with watching() as watch:
+        for level in levels:
+            load = Load(asked, requests, level, max_tokens, temperature)
+            for name, address in servers:
+                if not address.startswith(("http://", "https://")):
+                    raise BadInput(f"'{address}' is no address", fix="http://localhost:8000")
+                label = f"{name}, {level} at a time"
+
+                def on_answer(done: int, label: str = label) -> None:
+                    watch(label, done, requests)
+
+                on_answer(0)
+                found.append((name, measure(address, load, model=model, on_answer=on_answer)))
+    if as_json:
+        print_json([{"server": name, **one.to_json()} for name, one in found])
+    else:
+        _show(found)
+
+
+def dict_messages(messages: Any) -> list[dict[str, str]]:
+    return [{"role": one["role"], "content": one["content"]} for one in messages]
+
+
+def _show(found: list[tuple[str, Any]]) -> None:
+    table = Table(box=None)
+    columns = (
+        "server", "at a\ntime", "tokens/s", "speed-up", "first token\np50 / p99 ms",
+        "per token\np50 / p99 ms", "request\np50 / p99 ms", "acceptance\nlength",
+    )  # fmt: skip
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    plain = {one.concurrency: one.tokens_per_s for name, one in found if name == "baseline"}
+    for name, one in found:
+        base = plain.get(one.concurrency)
+        gain = f"{one.tokens_per_s / base:.2f}x" if base and name == "draft" else ""
+        times = [_pair(values) for values in (one.first_ms, one.per_token_ms, one.total_ms)]
+        length = "" if one.acceptance is None else f"{one.acceptance.length:.3f}"
+        row = (name, str(one.concurrency), f"{one.tokens_per_s:,.1f}", gain, *times, length)
+        table.add_row(*row)
+    out.print(table)
+    drafted = [one for name, one in found if name == "draft"]
+    for source in dict.fromkeys(one.acceptance.source for one in drafted if one.acceptance):
+        out.print(f"acceptance length = 1 + accepted / drafted rounds: {source}.", style="dim")
+    if not any(one.acceptance for one in drafted):
+        out.print(
+            "the server tells nothing about speculative decoding: is the draft on? SGLang needs "
+            "--enable-metrics",
+            style="yellow",
+        )
+
+
+def _pair(values: dict[str, float]) -> str:
+    return f"{values['p50']:.1f} / {values['p99']:.1f}" if values else "-"

@@ -1,0 +1,54 @@
+"""`fledge import`: a draft of another trainer becomes one of ours."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fledge.cli.console import out, print_json, quiet_libraries
+
+EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m --out drafts/mine"
+
+
+def import_draft(
+    draft: Annotated[
+        str, typer.Argument(metavar="FOREIGN", help="A directory or hub id, in any layout.")
+    ],
+    target: Annotated[str, typer.Option(help="The target it was trained for.")],
+    destination: Annotated[Path, typer.Option("--out", help="Directory to write.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a foreign draft in our own layout: for eval, as draft.init_from, for export.
+
+    SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel and ModelOpt layouts. What engines would
+    share with the target (embeddings, a full head) is copied from it; numbers are not changed.
+    """
+    from fledge.export.foreign import read_files
+    from fledge.export.import_draft import import_draft as bring_in
+    from fledge.models.resolve import local_model
+
+    quiet_libraries()
+    path = Path(draft).expanduser()
+    directory = path if path.is_dir() else local_model(draft)
+    written = bring_in(directory, destination, target=target)
+    layout, ours = read_files(directory).view.layout, read_files(written)
+    facts = {
+        "out": str(written),
+        "layout": layout.name,
+        "made_by": layout.made_by,
+        "tensors": len(ours.tensors),
+        "parallel_drafting": ours.view.parallel,
+        "draft_vocab_size": ours.view.get("draft_vocab_size"),
+        "aux_layer_ids": ours.view.aux_layer_ids,
+    }
+    if as_json:
+        print_json(facts)
+        return
+    kind = "P-EAGLE" if facts["parallel_drafting"] else "EAGLE-3"
+    out.print(
+        f"{written}: {kind} from {layout.made_by}, {facts['tensors']} tensors, draft vocabulary "
+        f"{facts['draft_vocab_size']:,}, listening to the outputs of {facts['aux_layer_ids']}",
+        soft_wrap=True,
+        markup=False,
+    )
+    out.print(f"next: fledge eval {written} --target {target}", soft_wrap=True, markup=False)

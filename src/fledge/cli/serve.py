@@ -1,0 +1,78 @@
+"""`fledge serve`: the command that serves an export; with `--run` it is started."""
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fledge.cli.console import print_json
+from fledge.errors import BadInput
+
+EXAMPLE = (
+    "Example: fledge serve runs/my_draft/exports/vllm\n\n"
+    "Example: fledge serve runs/my_draft/exports/sglang --run --port 30000 -- --dtype bfloat16"
+)
+
+
+def serve(
+    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="An export of `fledge export`.")],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAGS...]", help="Handed to the engine.", show_default=False),
+    ] = None,
+    target: Annotated[str, typer.Option(help="The target; default: what the export names.")] = "",
+    draft_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens drafted per round (k); 0: as trained.")
+    ] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on; default: the engine's.")] = "",
+    port: Annotated[int, typer.Option(min=0, help="Port; 0: the engine's default.")] = 0,
+    run: Annotated[bool, typer.Option("--run", help="Start the engine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the words as JSON.")] = False,
+) -> None:
+    """Print the engine's command for a draft: its flags decide whether the draft works at all.
+
+    A wrong method, or P-EAGLE without parallel drafting, serves at acceptance 1.0 without a word.
+    """
+    from fledge.export.commands import ENGINE_MODULES, serve_command
+    from fledge.export.export import read_record
+
+    record = read_record(draft)
+    name = target or record["target"]["served_as"]
+    if not name:
+        raise BadInput("the export does not name its target", fix="give --target MODEL")
+    command = serve_command(
+        record,
+        str(draft),
+        target=name,
+        num_draft_tokens=draft_tokens or None,
+        host=host or None,
+        port=port or None,
+    )
+    command += more or []
+    if not run:
+        print_json(command) if as_json else print(shlex.join(command))
+        return
+    module = ENGINE_MODULES[record["engine"]]
+    if importlib.util.find_spec(module) is None:
+        raise BadInput(
+            f"{module} is not installed here",
+            fix=f"pip install {module}, or run the printed command where it is",
+        )
+    words = _with_programs_here(command)
+    os.execv(words[0], words)
+
+
+def _with_programs_here(command: list[str]) -> list[str]:
+    """The same with the program as a path: beside this Python first, then wherever it is."""
+    if command[0] == "python":
+        return [sys.executable, *command[1:]]
+    beside = Path(sys.executable).with_name(command[0])
+    found = str(beside) if beside.exists() else shutil.which(command[0])
+    if found is None:
+        raise BadInput(f"no program '{command[0]}' on this machine")
+    return [found, *command[1:]]

@@ -1,0 +1,92 @@
+"""The model card: what the draft is, what it was trained on, what it reached, how to serve it."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fledge.train.recipe import Recipe
+
+
+def model_card(record: Mapping[str, Any], command: Sequence[str], recipe: Recipe | None) -> str:
+    """README.md of an export."""
+    parts = [
+        _front_matter(record),
+        f"# {record['kind']} draft for {record['target']['name'] or 'an unnamed target'}\n",
+        _summary(record),
+        "## Serve\n",
+        f"```\n{shlex.join(command)}\n```\n",
+        _versions(record),
+        "## Acceptance\n",
+        _acceptance(record["self_check"]),
+        "## Training\n",
+        _training(record, recipe),
+    ]
+    return "\n".join(parts)
+
+
+def _front_matter(record: Mapping[str, Any]) -> str:
+    served_as = record["target"]["served_as"]
+    lines = ["---", "library_name: fledge", "tags: [speculative-decoding, eagle3, draft]"]
+    if served_as.count("/") == 1 and not served_as.startswith("/"):  # a hub id
+        lines.insert(1, f"base_model: {served_as}")
+    return "\n".join([*lines, "---", ""])
+
+
+def _summary(record: Mapping[str, Any]) -> str:
+    target, shape = record["target"], record["shape"]
+    tokenizer = target["tokenizer_fingerprint"]
+    rows = {
+        "format": f"{record['format']}, {record['dtype']}",
+        "target": target["name"] or "not recorded",
+        "layers of the draft": shape["num_hidden_layers"],
+        "target layers it reads (outputs, from 0)": ", ".join(map(str, record["aux_layer_ids"])),
+        "draft vocabulary": f"{shape['draft_vocab_size']:,} of {shape['vocab_size']:,} tokens",
+        "embeddings": record["embeddings"],
+        "tokenizer": f"the target's{f' (fingerprint {tokenizer})' if tokenizer else ''}",
+        "drafting": f"{record['method']}, {record['num_draft_tokens']} tokens a round",
+    }
+    if record["mask_token_id"] is not None:
+        rows["mask token id"] = record["mask_token_id"]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"| | |\n|---|---|\n{table}\n"
+
+
+def _versions(record: Mapping[str, Any]) -> str:
+    title, oldest = record["engine_title"], record["oldest_engine_version"]
+    lines = [f"Written for {title} {record['engine_version']}; loads from {oldest} on."]
+    if record["chosen_aux_layers"]:
+        lines.append(
+            "Engines count layers differently: this file is for this engine only; for another one "
+            "export again."
+        )
+    return " ".join(lines) + "\n"
+
+
+def _acceptance(check: Mapping[str, Any]) -> str:
+    rows = []
+    if check["estimate"] is not None:
+        rows.append(("estimated in training, on its held-out rows", check["estimate"]))
+    if check["same_rows"] is not None:
+        rows.append(("measured again on the same rows, from these files", check["same_rows"]))
+    decoded = check["decoded"]
+    if decoded is not None:
+        what = f"on the target's answers to {decoded['prompts']} held-out prompts"
+        rows.append((f"{what}, from every position", decoded["every_slot_length"]))
+        rows.append((f"{what}, tokens per round", decoded["acceptance_length"]))
+    if not rows:
+        return "Not measured: exported without the target.\n"
+    table = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)
+    parts = ["| acceptance length | |\n|---|--:|", table]
+    if decoded is not None:
+        joint = ", ".join(f"{share:.1%}" for share in decoded["joint"])
+        parts.append(f"\nTokens 1..k all accepted: {joint}.\n\n{decoded['definition']}.")
+    return "\n".join([*parts, ""])
+
+
+def _training(record: Mapping[str, Any], recipe: Recipe | None) -> str:
+    if recipe is None:
+        return "The recipe is not known.\n"
+    step = record["step"]
+    data = ", ".join(recipe.data.train) or "a cache of the target's states"
+    at = "" if step is None else f" at step {step:,}"
+    return f"Data: {data}.{at and f' Checkpoint{at}.'}\n\n```yaml\n{recipe.to_yaml()}```\n"

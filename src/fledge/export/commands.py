@@ -1,0 +1,39 @@
+"""The command that serves a draft, for each engine."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
+
+
+def serve_command(
+    record: Mapping[str, Any],
+    directory: str,
+    *,
+    target: str,
+    num_draft_tokens: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+) -> list[str]:
+    """`record` is an export's own (fledge_export.json); k defaults to what it was trained for."""
+    depth = num_draft_tokens or record["num_draft_tokens"]
+    where = [] if host is None else ["--host", host]
+    where += [] if port is None else ["--port", str(port)]
+    if record["engine"] == "sglang":
+        return [
+            "python", "-m", "sglang.launch_server", "--model-path", target,
+            "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", directory,
+            "--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1",
+            "--speculative-num-draft-tokens", str(depth + 1), *where,
+        ]  # fmt: skip
+    if record["engine"] == "speculators" and num_draft_tokens is None:
+        return ["vllm", "serve", directory, *where]  # target, method and k are in the file
+    speculative: dict[str, Any] = {
+        "method": "eagle3",
+        "model": directory,
+        "num_speculative_tokens": depth,
+    }
+    if record["method"] == "parallel":
+        speculative["parallel_drafting"] = True
+    return ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *where]

@@ -1,0 +1,258 @@
+"""`export_draft`: from a run or a checkpoint to a directory that an engine serves, checked.
+
+Files are laid out (`layout.py`), written into a hidden directory, read back the way the engine
+reads them (`reread.py`) and decoded with (`self_check.py`); only then does the directory get its
+name. A failed or killed export leaves nothing that looks like one.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge import __version__
+from fledge.data.tokenise import checksum
+from fledge.errors import BadInput, nearest
+from fledge.export.card import model_card
+from fledge.export.commands import serve_command
+from fledge.export.formats import (
+    CARD_NAME,
+    CONFIG_NAME,
+    ENGINES,
+    RECORD_NAME,
+    WEIGHTS_NAME,
+    Engine,
+    Feature,
+    Format,
+    format_for,
+)
+from fledge.export.layout import (
+    TargetFacts,
+    check_representable,
+    config_values,
+    draft_facts,
+    draft_features,
+    file_tensors,
+)
+from fledge.export.reread import TargetSide
+from fledge.export.self_check import (
+    CheckOptions,
+    DecodingCheck,
+    SelfCheck,
+    TargetInUse,
+    check_files,
+    open_target,
+    same_embeddings,
+    with_target_embeddings,
+)
+from fledge.export.source import DraftSource, name_for_engines, read_source, target_facts
+from fledge.files import atomic_directory, save_tensors, write_json, write_text
+
+Watch = Callable[[str, float, int], None]  # what is going on, done, in all
+
+
+@dataclass(frozen=True)
+class _Options:
+    engine_version: str | None
+    target: str
+    dtype: torch.dtype | None
+    num_draft_tokens: int | None
+    target_embeddings: bool
+    without_target: bool
+    device: str | None
+    check: CheckOptions
+
+
+def export_draft(
+    source: str | Path,
+    out: str | Path,
+    *,
+    engine: str,
+    engine_version: str | None = None,  # None: the newest tested one
+    target: str = "",  # "": the run's own
+    dtype: torch.dtype | None = None,  # None: as stored
+    num_draft_tokens: int | None = None,  # None: as trained
+    target_embeddings: bool = False,  # give up trained embeddings for the target's
+    without_target: bool = False,  # leave out what needs the target's weights
+    device: str | None = None,
+    check: CheckOptions | None = None,
+    watch: Watch | None = None,
+) -> Path:
+    """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
+
+    Raises BadInput for what the engine cannot serve, and when the files do not do what the
+    checkpoint does; `out` is then as it was. `read_record(out)` says what was measured.
+    """
+    options = _Options(
+        engine_version,
+        target,
+        dtype,
+        num_draft_tokens,
+        target_embeddings,
+        without_target,
+        device,
+        check or CheckOptions(),
+    )
+    out = Path(out)
+    if out.exists() and not (out / RECORD_NAME).is_file() and any(out.iterdir()):
+        raise BadInput("not empty, and not an export", where=str(out), fix="give another --out")
+    job = _Job(
+        read_source(Path(source)), _engine(engine), options, watch or (lambda what, at, of: None)
+    )
+    try:
+        return job.write(out)
+    finally:
+        job.close()
+
+
+def read_record(directory: str | Path) -> dict[str, Any]:
+    """Where an export came from, for which engine it is, and what was measured on it."""
+    path = Path(directory) / RECORD_NAME
+    if not path.is_file():
+        raise BadInput(
+            f"no {RECORD_NAME} here", where=str(directory), fix="make one with `fledge export`"
+        )
+    record: dict[str, Any] = json.loads(path.read_bytes())
+    return record
+
+
+def _engine(name: str) -> Engine:
+    if name not in ENGINES:
+        raise BadInput(f"no engine '{name}'", where="--engine", fix=nearest(name, list(ENGINES)))
+    return ENGINES[name]
+
+
+class _Job:
+    """One export, decided from top to bottom in `__init__`, carried out in `write`."""
+
+    def __init__(
+        self, source: DraftSource, engine: Engine, options: _Options, watch: Watch
+    ) -> None:
+        self.source, self.engine, self.options, self.watch = source, engine, options, watch
+        self.version = engine.check_version(options.engine_version)
+        self.target = self._target_facts()
+        draft = source.draft(self.target)
+        self.reordered = list(source.config.aux_layer_ids) != draft.aux_layer_ids
+        self.draft = draft if options.dtype is None else draft.to(options.dtype)
+        self.layout: Format = format_for(engine.name, parallel=draft.config.parallel_drafting)
+        self.num_draft_tokens = options.num_draft_tokens or source.num_draft_tokens
+        self._check(trained_embeddings=False)  # before anything slow
+        watch("loading the target", 0, 1)
+        self.in_use: TargetInUse | None = None
+        if not options.without_target:
+            self.in_use = open_target(
+                source, self.target.name, aux_layer_ids=draft.aux_layer_ids, device=options.device
+            )
+            fingerprint = self.in_use.target.info().tokenizer_fingerprint
+            self.target = dataclasses.replace(self.target, tokenizer_fingerprint=fingerprint)
+        self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
+        self.embeddings = self._settle_embeddings()
+        trained = self.embeddings == "trained"
+        self.features: frozenset[Feature] = self._check(trained_embeddings=trained)
+
+    def _target_facts(self) -> TargetFacts:
+        name = self.options.target or self.source.target_name
+        if name and not self.options.without_target:
+            return target_facts(name)
+        if not self.options.without_target:
+            raise BadInput(
+                "which target?",
+                where=str(self.source.directory),
+                fix="give --target MODEL, or --without-target to skip decoding with the files",
+            )
+        if self.engine.name == "speculators" and not name:
+            raise BadInput("which target? the format names it", fix="give --target MODEL")
+        try:  # its configuration may be here although its weights are not
+            return target_facts(name) if name else TargetFacts()
+        except BadInput:
+            return TargetFacts(name, name_for_engines(name))
+
+    def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
+        features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)
+        check_representable(self.engine, self.layout, self.version, features)
+        return features
+
+    def _settle_embeddings(self) -> str:
+        """Whose embeddings the draft is served with: `the target's` or `trained`."""
+        if self.in_use is None:
+            if self.options.target_embeddings:
+                raise BadInput("--target-embeddings needs the target", fix="give --target MODEL")
+            recipe = self.source.recipe
+            frozen = recipe is not None and recipe.draft.freeze_embeddings
+            return "the target's" if frozen else "trained"
+        asked = self.options.target_embeddings
+        if not asked and not same_embeddings(self.draft, self.side):
+            return "trained"
+        if asked or "embed_tokens.weight" in self.layout.ignored:
+            self.draft = with_target_embeddings(self.draft, self.side)
+        return "the target's"
+
+    def write(self, out: Path) -> Path:
+        facts = draft_facts(self.draft, self.target, num_draft_tokens=self.num_draft_tokens)
+        self.watch("writing", 0, 1)
+        with atomic_directory(out) as directory:
+            tensors = file_tensors(self.layout, self.draft, facts, self.features)
+            save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
+            write_json(directory / CONFIG_NAME, config_values(self.layout, facts, self.features))
+            record = self._record(facts, self._self_check(directory), directory)
+            command = serve_command(record, out.name, target=self.target.served_as or "TARGET")
+            write_text(directory / CARD_NAME, model_card(record, command, self.source.recipe))
+            write_json(directory / RECORD_NAME, record)
+        return out
+
+    def close(self) -> None:
+        """Let go of the target."""
+        if self.in_use is not None:
+            self.in_use.target.close()
+            self.in_use = None
+
+    def _self_check(self, directory: Path) -> SelfCheck:
+        self.watch("reading back", 0, 1)
+        check, found = check_files(directory, self.engine.name, self.draft, self.side)
+        if self.in_use is None:
+            check.notes.append("exported without the target: nothing was decoded")
+            return check
+        unchanged = not self.reordered and self._embeddings_untouched()
+        # with an estimate: as many tokens as it was made for, or the figures are not comparable
+        depth = (
+            self.num_draft_tokens if self.source.estimate is None else self.source.num_draft_tokens
+        )
+        decoding = DecodingCheck(self.source, self.in_use, self.options.check, depth, self.watch)
+        decoding.run(check, found, unchanged=unchanged)
+        return check
+
+    def _embeddings_untouched(self) -> bool:
+        name = "embed_tokens.weight"
+        return torch.equal(self.source.tensors[name].to(self.draft.dtype), self.draft.tensors[name])
+
+    def _record(self, facts: dict[str, Any], check: SelfCheck, directory: Path) -> dict[str, Any]:
+        config = self.draft.config
+        version = "EAGLE-3.1" if config.fc_norm or config.norm_output else "EAGLE-3"
+        return {
+            "fledge_version": __version__,
+            "kind": "P-EAGLE" if config.parallel_drafting else version,
+            "method": "parallel" if config.parallel_drafting else "chain",
+            "format": self.layout.name,
+            "engine": self.engine.name,
+            "engine_title": self.engine.title,
+            "engine_version": self.version,
+            "oldest_engine_version": self.engine.oldest_for(self.features),
+            "target": dataclasses.asdict(self.target),
+            "shape": {
+                name: facts[name]
+                for name in ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
+            },
+            "aux_layer_ids": self.draft.aux_layer_ids,
+            "chosen_aux_layers": "chosen aux layers" in self.features,
+            "embeddings": self.embeddings,
+            "mask_token_id": facts["mask_token_id"],
+            "num_draft_tokens": self.num_draft_tokens,
+            "dtype": facts["torch_dtype"],
+            "step": self.source.step,
+            "self_check": check.to_json(),
+            "checksums": {file.name: checksum(file) for file in sorted(directory.iterdir())},
+        }

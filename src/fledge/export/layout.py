@@ -1,0 +1,189 @@
+"""A draft of ours in an engine's words: facts, features, tensors and config.json.
+
+The tables of `formats.py` applied to one draft; nothing is written here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.draft.rotary import rope_parameters
+from fledge.errors import BadInput
+from fledge.export.formats import (
+    SPECULATORS_PEAGLE_LIMITS,
+    Engine,
+    Feature,
+    Format,
+    default_engine_aux_ids,
+    expected_tensors,
+    set_path,
+)
+
+_YARN_ATTENTION = ("attention_factor", "mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What an export says about the target it is for."""
+
+    name: str = ""  # as the user says it
+    served_as: str = ""  # as an engine understands it
+    architectures: list[str] = field(default_factory=list)
+    layers: int | None = None  # None: not known here
+    tokenizer_fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class PlainDraft:
+    """A draft as tensors and config, its aux states in the order of the layers."""
+
+    config: Any
+    tensors: dict[str, Tensor]
+
+    @property
+    def aux_layer_ids(self) -> list[int]:
+        return list(self.config.aux_layer_ids)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors["fc.weight"].dtype
+
+    def to(self, dtype: torch.dtype) -> "PlainDraft":
+        cast = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return PlainDraft(self.config, cast)
+
+
+def in_layer_order(config: Any, tensors: Mapping[str, Tensor]) -> PlainDraft:
+    """The same draft with its aux layers ascending: engines hand their states over in that order.
+
+    What reads the concatenated states is permuted with them: the columns of fc, the placeholder of
+    P-EAGLE, and one norm a chunk.
+    """
+    ids: Sequence[int] = config.aux_layer_ids
+    order = sorted(range(len(ids)), key=lambda i: ids[i])
+    state = dict(tensors)
+    if order != list(range(len(ids))):
+        width = config.target_hidden_size
+        columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in order])
+        for name in {"fc.weight", "mask_hidden"} & state.keys():
+            state[name] = state[name][..., columns].contiguous()
+        if config.fc_norm:
+            norms = [state[f"fc_norm.{i}.weight"] for i in order]
+            state |= {f"fc_norm.{place}.weight": norm for place, norm in enumerate(norms)}
+        config = type(config)(**{**config.to_dict(), "aux_layer_ids": [ids[i] for i in order]})
+    return PlainDraft(config, state)
+
+
+def draft_features(
+    draft: PlainDraft, target: TargetFacts, *, trained_embeddings: bool
+) -> frozenset[Feature]:
+    """What an engine must be able to do to serve this draft."""
+    config, rope = draft.config, rope_parameters(draft.config)
+    ids, layers = draft.aux_layer_ids, target.layers
+    present: dict[Feature, bool] = {
+        "parallel drafting": config.parallel_drafting,
+        "several layers": config.num_hidden_layers > 1,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "small vocabulary": config.draft_vocab_size < config.vocab_size,
+        "trained embeddings": trained_embeddings,
+        "chosen aux layers": layers is None or ids != default_engine_aux_ids(layers),
+        "last layer": layers is not None and layers - 1 in ids,
+        "other width": config.target_hidden_size != config.hidden_size,
+        "scaled rotary": rope["rope_type"] != "default",
+        "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "yarn attention factor": any(rope.get(name) is not None for name in _YARN_ATTENTION),
+    }
+    return frozenset(name for name, there in present.items() if there)
+
+
+def check_representable(
+    engine: Engine, layout: Format, version: str, features: frozenset[Feature]
+) -> None:
+    """Refuse what the engine would misread, saying what would work."""
+    refused = engine.refusals(features, version)
+    if layout.name == "speculators-peagle":
+        refused += [limit for limit in SPECULATORS_PEAGLE_LIMITS if limit.feature in features]
+    if refused:
+        first = refused[0]
+        since = "" if first.since is None else f" (since {first.since})"
+        raise BadInput(
+            f"{engine.title} {version} cannot serve a draft with {first.feature}{since}",
+            where=f"--engine {engine.name}",
+            fix=first.instead,
+        )
+
+
+def draft_facts(draft: PlainDraft, target: TargetFacts, *, num_draft_tokens: int) -> dict[str, Any]:
+    """Every value that a key of a table may ask for, by name."""
+    config = draft.config
+    rope = rope_parameters(config)
+    if rope["rope_type"] in ("yarn", "llama3"):  # transformers falls back to this, engines do not
+        rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+        "vocab_size", "draft_vocab_size", "initializer_range", "target_hidden_size",
+        "num_aux_hidden_states", "fc_norm", "norm_output", "parallel_drafting", "mask_token_id",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    return {
+        **{name: getattr(config, name) for name in names},
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": rope,
+        "torch_dtype": str(draft.dtype).removeprefix("torch."),
+        "aux_layer_ids": draft.aux_layer_ids,
+        "num_draft_tokens": num_draft_tokens,
+        "target": target.served_as,
+        "target_architectures": target.architectures,
+    }
+
+
+def config_values(
+    layout: Format, facts: Mapping[str, Any], features: frozenset[Feature]
+) -> dict[str, Any]:
+    """config.json as the table says."""
+    values: dict[str, Any] = {}
+    for key in layout.keys:
+        value = facts[key.fact] if key.fact else key.value
+        if key.need == "forbidden" or (key.feature and key.feature not in features):
+            continue
+        if value is None and key.need == "optional":
+            continue
+        set_path(values, key.theirs, value)
+    if layout.always_aux_ids or "chosen aux layers" in features:
+        ids = [layer + layout.aux_id_offset for layer in facts["aux_layer_ids"]]
+        set_path(values, layout.aux_ids_key, ids)
+    return values
+
+
+def file_tensors(
+    layout: Format,
+    draft: PlainDraft,
+    facts: Mapping[str, Any],
+    features: frozenset[Feature],
+) -> dict[str, Tensor]:
+    """The tensors under their names in the file; one that is missing or misshapen is refused."""
+    found: dict[str, Tensor] = {}
+    known = set()
+    for expected in expected_tensors(layout, facts, features):
+        tensor = draft.tensors.get(expected.ours)
+        known.add(expected.ours)
+        if tensor is None:
+            raise BadInput(f"the draft has no tensor {expected.ours}")
+        if tuple(tensor.shape) != expected.shape:
+            raise BadInput(
+                f"{expected.ours}: shape {tuple(tensor.shape)}, its config says {expected.shape}"
+            )
+        if expected.need in ("required", "optional"):
+            found[expected.theirs] = tensor.detach().contiguous()
+    if unknown := sorted(draft.tensors.keys() - known):
+        raise BadInput(f"tensors that no rule of {layout.name} knows: {', '.join(unknown)}")
+    return found

@@ -1,0 +1,220 @@
+"""Reading an export back the way its engine reads it. Deliberately not the tables of `formats.py`:
+a wrong line there must not excuse itself, so this file knows the formats on its own.
+
+Each reader does what the engine's loader does, silent habits included (SGLang skips names that it
+does not know and takes the target's embeddings; vLLM and SGLang fall back to default aux layers),
+and returns a draft of ours. Whatever differs from the draft that was exported is then a fault.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.rotary import rotary_frequencies
+from fledge.errors import BadInput
+
+_LLAMA = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reread:
+    """What an engine makes of the files."""
+
+    config: LlamaConfig
+    tensors: dict[str, Tensor]  # under our names
+    unread: list[str]  # names in the file that the engine skips
+
+    def model(self) -> LlamaEagle3DraftModel:
+        draft = LlamaEagle3DraftModel(self.config)
+        draft.to(self.tensors["fc.weight"].dtype)
+        draft.load_state_dict(self.tensors)
+        return draft
+
+
+@dataclass(frozen=True)
+class TargetSide:
+    """What an engine takes from the target and not from the files."""
+
+    layers: int | None
+    embeddings_VE: Tensor | None = None
+
+
+def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
+    """The draft that `engine` would serve from these files."""
+    values = json.loads((directory / "config.json").read_bytes())
+    tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
+    readers: dict[str, Callable[[dict[str, Any], dict[str, Tensor], TargetSide], Reread]] = {
+        "vllm": _as_vllm,
+        "sglang": _as_sglang,
+        "speculators": _as_speculators,
+    }
+    return readers[engine](values, tensors, target)
+
+
+def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
+    _require(values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
+    _require(not values.get("norm_before_residual", False), "norm_before_residual")
+    nested = values.get("eagle_config") or {}
+    ids = values.get("eagle_aux_hidden_state_layer_ids") or nested.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if "mask_hidden" in found:
+        found["mask_hidden"] = found["mask_hidden"].reshape(1, 1, -1)
+    if "embed_tokens.weight" not in found:
+        found |= _target_embeddings(target, found)
+    config = _config(
+        values,
+        values,
+        aux_layer_ids=_below(ids, target.layers),
+        mask_token_id=values.get("mask_token_id"),
+        parallel="mask_hidden" in found,
+    )
+    return Reread(config, found, [])
+
+
+def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
+    _require(values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
+    _require(not values.get("tie_word_embeddings", False), "tie_word_embeddings")
+    _require(not values.get("norm_before_residual", False), "norm_before_residual")
+    ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        ids = _default_layers(target.layers)
+    known = ("fc.", "fc_norm.", "midlayer.", "norm.", "lm_head.", "d2t", "t2d")
+    found, unread = {}, []
+    for name, tensor in tensors.items():
+        if name.startswith("layers.") and not name.startswith("layers.0."):
+            # its deeper layers norm their input with hidden_norm
+            found[name.replace(".hidden_norm.", ".input_layernorm.")] = tensor
+        elif name.startswith(known):
+            found[name.replace("midlayer.", "layers.0.")] = tensor
+        else:
+            unread.append(name)
+    found |= _target_embeddings(target, found)
+    return Reread(_config(values, values, aux_layer_ids=ids), found, unread)
+
+
+def _as_speculators(
+    values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide
+) -> Reread:
+    kind = values["speculators_model_type"]
+    _require(kind in ("eagle3", "peagle"), "speculators_model_type")
+    _require(values["speculators_config"]["algorithm"] == kind, "speculators_config.algorithm")
+    _require("model_type" not in values, "model_type")
+    [proposal] = values["speculators_config"]["proposal_methods"]
+    _require(proposal["speculative_tokens"] > 0, "speculative_tokens")
+    _require(bool(values["speculators_config"]["verifier"]["name_or_path"]), "verifier")
+    absent = kind == "eagle3"  # what it means where the file does not say
+    _require(not values.get("norm_before_residual", absent), "norm_before_residual")
+    ids = values.get("eagle_aux_hidden_state_layer_ids")
+    config = _config(
+        values["transformer_layer_config"],
+        values,
+        aux_layer_ids=_below(ids, target.layers),
+        parallel=kind == "peagle",
+        mask_token_id=values["mask_token_id"] if kind == "peagle" else None,
+    )
+    return Reread(config, dict(tensors), [])
+
+
+def _target_embeddings(target: TargetSide, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Shared by the engine, which runs all weights in one dtype."""
+    if target.embeddings_VE is None:
+        return {}
+    return {"embed_tokens.weight": target.embeddings_VE.to(found["fc.weight"].dtype)}
+
+
+def _require(holds: bool, key: str) -> None:
+    if not holds:
+        raise BadInput(f"self-check: {key} is not what the engine must read", where="config.json")
+
+
+def _below(ids: list[int] | None, layers: int | None) -> list[int]:
+    """Outputs of layers, from ids that count the layers before a state; sorted, as vLLM does."""
+    return _default_layers(layers) if ids is None else sorted({i - 1 for i in ids})
+
+
+def _default_layers(layers: int | None) -> list[int]:
+    if layers is None:
+        raise BadInput("no aux layers in the exported file, and no target to derive them from")
+    return [1, layers // 2 - 1, layers - 4]
+
+
+def _config(
+    llama: Mapping[str, Any],
+    outer: Mapping[str, Any],
+    *,
+    aux_layer_ids: list[int],
+    parallel: bool = False,
+    mask_token_id: int | None = None,
+) -> LlamaConfig:
+    """The config of a draft of ours; absent flags are off, as engines take them."""
+    rope = dict(llama.get("rope_parameters") or llama.get("rope_scaling") or {})
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", llama.get("rope_theta", 10000.0))
+    hidden = llama["hidden_size"]
+    return LlamaConfig(
+        **{name: llama[name] for name in _LLAMA if name in llama},
+        rope_parameters=rope,
+        rope_theta=rope["rope_theta"],
+        tie_word_embeddings=False,
+        draft_vocab_size=outer.get("draft_vocab_size", llama["vocab_size"]),
+        target_hidden_size=outer.get("target_hidden_size") or hidden,
+        num_aux_hidden_states=len(aux_layer_ids),
+        fc_norm=bool(outer.get("fc_norm", False)),
+        norm_output=bool(outer.get("norm_output", False)),
+        parallel_drafting=parallel,
+        mask_token_id=mask_token_id,
+        aux_layer_ids=aux_layer_ids,
+    )
+
+
+def differing_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
+    """`name: what is wrong` for every tensor that is not bit for bit the same."""
+    faults = [f"{name}: missing" for name in sorted(ours.keys() - theirs.keys())]
+    faults += [f"{name}: not ours" for name in sorted(theirs.keys() - ours.keys())]
+    for name in sorted(ours.keys() & theirs.keys()):
+        one, other = ours[name], theirs[name]
+        if one.dtype != other.dtype or one.shape != other.shape:
+            faults.append(
+                f"{name}: {other.dtype} {tuple(other.shape)}, not {one.dtype} {tuple(one.shape)}"
+            )
+        elif not torch.equal(one, other):
+            faults.append(f"{name}: other values")
+    return faults
+
+
+_COMPARED = (
+    "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "max_position_embeddings", "num_aux_hidden_states", "fc_norm", "norm_output",
+    "parallel_drafting", "mask_token_id", "aux_layer_ids",
+)  # fmt: skip
+
+
+def differing_flags(ours: Any, theirs: Any) -> list[str]:
+    """`name: ours -> theirs` for every setting that decides what the draft computes.
+
+    Rotary positions are compared as the angles that come out of them.
+    """
+    faults = [
+        f"{name}: {getattr(ours, name)} -> {getattr(theirs, name)}"
+        for name in _COMPARED
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    (own, own_scale), (their, their_scale) = rotary_frequencies(ours), rotary_frequencies(theirs)
+    if own.shape != their.shape or not torch.equal(own, their) or own_scale != their_scale:
+        faults.append("rotary positions: other angles")
+    return faults

@@ -1,0 +1,353 @@
+"""Does the export do what training promised? Asked of the files, before they get their name.
+
+1. Every tensor and every flag, read back the way the engine reads them, is the draft's own.
+2. The acceptance that training estimated on its held-out rows is measured again, on the same rows,
+   from the files: both must agree to within `SAME_ROWS`.
+3. The files decode held-out prompts live, beside the checkpoint they came from: same texts, same
+   rounds. Replay of the target's answers gives the acceptance. Where the prompts are the run's own,
+   it must not fall short of the estimate by more than half of its gain (`CheckOptions.shortfall`):
+   other texts, so the bound is wide, but a draft that lost its layers, map or norms on the way does
+   not come near it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fledge.data.pack import TokenBatch
+from fledge.data.template import ChatTemplate
+from fledge.decode.answers import eos_token_ids
+from fledge.decode.evaluation import check_fits
+from fledge.decode.figures import Sample, acceptance, definition, every_slot_length
+from fledge.decode.prompts import encode_prompt, read_prompts
+from fledge.decode.replay import Text, replay
+from fledge.decode.speculative import Generation, SpeculativeDecoder
+from fledge.decode.stops import Stops
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.errors import BadInput
+from fledge.export.layout import PlainDraft
+from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
+from fledge.export.source import DraftSource
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.train.evaluate import evaluate
+from fledge.train.recipe import RESOLVED_NAME, load_recipe
+from fledge.train.setup import Training, set_up
+
+SAME_ROWS = 0.02  # of the acceptance length: what rounding on another device may change
+SLACK = 0.1  # tokens that a small sample may fall short by, besides `CheckOptions.shortfall`
+LIVE_ROUNDS = 0.95  # share of live rounds that replay must foresee (near ties round either way)
+
+Watch = Callable[[str, float, int], None]
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    prompts: tuple[str, ...] = ()  # files or sets; empty: the run's held-out rows, else `mixed`
+    limit: int = 8
+    max_new_tokens: int = 64
+    shortfall: float = 0.5  # share of the estimated gain over 1 that decoding may miss; 1: all
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What the files did on held-out prompts."""
+
+    definition: str
+    prompts: int
+    tokens: int
+    acceptance_length: float
+    every_slot_length: float  # comparable with the estimate of training
+    joint: list[float]
+    checkpoint_acceptance_length: float
+    same_as_checkpoint: bool
+
+
+@dataclass
+class SelfCheck:
+    """The findings, as they go into the record and the model card."""
+
+    tensors: int = 0
+    estimate: float | None = None  # acceptance length that training measured
+    same_rows: float | None = None  # the same from the files
+    decoded: Decoded | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TargetInUse:
+    """The real target, and the held-out rows of the run where they are at hand."""
+
+    target: HFEagle3TargetModel
+    training: Training | None
+    notes: list[str]
+
+    @property
+    def side(self) -> TargetSide:
+        weight = self.target.get_input_embeddings().weight.detach().cpu()
+        return TargetSide(self.target.info().depth, weight)
+
+
+def open_target(
+    source: DraftSource, name: str, *, aux_layer_ids: Sequence[int], device: str | None
+) -> TargetInUse:
+    """Load the target once: through the run's own recipe where its data is here, else by name.
+
+    `aux_layer_ids` are ascending, as the files are, whatever order training had.
+    """
+    notes: list[str] = []
+    training = None
+    if source.recipe is not None and source.run is not None and source.estimate is not None:
+        overrides = [f"run.output_dir={source.run}"]
+        overrides += [f"training.device={device}"] if device else []
+        if source.recipe.target.backend != "cache":  # whoever answered in training: here it is us
+            layers = ",".join(map(str, aux_layer_ids))
+            overrides += ["target.backend=hf", f"target.model={name}"]
+            overrides += [f"target.aux_layer_ids={layers}"]
+        try:
+            training = set_up(load_recipe(source.run / RESOLVED_NAME, overrides))
+        except BadInput as error:
+            notes.append(f"the run's held-out rows were not measured again ({error})")
+    inner = None if training is None else training.parts.target
+    inner = getattr(inner, "inner", inner)
+    if training is not None and not _comparable(source, training, aux_layer_ids):
+        notes.append("the run's held-out rows were not measured again (its data has changed)")
+        training = None
+    if not isinstance(inner, HFEagle3TargetModel):
+        inner = HFEagle3TargetModel.from_pretrained(
+            name, aux_layer_ids=aux_layer_ids, device=device
+        )
+    return TargetInUse(inner, training, notes)
+
+
+def _comparable(source: DraftSource, training: Training, aux_layer_ids: Sequence[int]) -> bool:
+    """Same rows, and states in the order in which the files read them."""
+    assert source.state is not None
+    same = source.state["fingerprints"]["data"] == training.fingerprints["data"]
+    return bool(same) and list(training.parts.target.aux_layer_ids) == list(aux_layer_ids)
+
+
+def check_files(
+    directory: Path,
+    engine: str,
+    draft: PlainDraft,
+    side: TargetSide,
+) -> tuple[SelfCheck, Reread]:
+    """The static half: names, values, flags."""
+    found = reread(directory, engine, side)
+    ours = dict(draft.tensors)
+    if engine == "sglang" and side.embeddings_VE is None:  # the target's, and none to ask
+        ours.pop("embed_tokens.weight")
+    faults = [f"{name}: the engine skips it" for name in found.unread]
+    faults += differing_tensors(ours, found.tensors)
+    faults += differing_flags(draft.config, found.config)
+    if faults:
+        raise BadInput(
+            f"self-check: the files are not the draft ({'; '.join(faults[:3])})",
+            fix="nothing was left behind; please report this",
+        )
+    return SelfCheck(tensors=len(found.tensors)), found
+
+
+class DecodingCheck:
+    """The half that needs the target."""
+
+    def __init__(
+        self,
+        source: DraftSource,
+        in_use: TargetInUse,
+        options: CheckOptions,
+        num_draft_tokens: int,
+        watch: Watch,
+    ) -> None:
+        self._source, self._in_use, self._options = source, in_use, options
+        self._depth, self._watch = num_draft_tokens, watch
+        self._target = in_use.target
+        self._device = in_use.target.get_input_embeddings().weight.device
+
+    def run(self, check: SelfCheck, found: Reread, *, unchanged: bool) -> None:
+        """`unchanged`: the tensors are the checkpoint's own, so that every round must agree."""
+        check.notes += self._in_use.notes
+        files = found.model().to(self._device)
+        check_fits(self._target, files, "the export")
+        if self._source.estimate is not None:
+            check.estimate = self._source.estimate
+            check.same_rows = self._same_rows(files)
+        self._agree_on_rows(check)
+        check.decoded = self._decode(files, unchanged=unchanged)
+        if self._own_prompts:
+            self._agree_on_gain(check)
+        elif check.estimate is not None:
+            check.notes.append("the prompts are not the run's: not compared with its estimate")
+
+    # --- the rows that training measured --------------------------------------------------------
+
+    def _same_rows(self, files: LlamaEagle3DraftModel) -> float | None:
+        training = self._in_use.training
+        if training is None or not training.held_out:
+            return None
+        self._watch("the run's held-out rows", 0, 1)
+        training.draft.load_state_dict(files.state_dict())
+        return float(evaluate(training.parts, training.held_out)["tau"])
+
+    @staticmethod
+    def _agree_on_rows(check: SelfCheck) -> None:
+        if check.estimate is None or check.same_rows is None:
+            return
+        if abs(check.same_rows - check.estimate) > SAME_ROWS * check.estimate:
+            raise BadInput(
+                f"self-check: training measured an acceptance length of {check.estimate:.3f} on "
+                f"its held-out rows, the exported files reach {check.same_rows:.3f} there "
+                f"(allowed: {SAME_ROWS:.0%})",
+                fix="nothing was left behind; is the data or the target another one now?",
+            )
+
+    # --- held-out prompts, decoded --------------------------------------------------------------
+
+    @property
+    def _own_prompts(self) -> bool:
+        """Whether the run's held-out rows are asked: only then is the estimate a promise."""
+        training = self._in_use.training
+        return not self._options.prompts and training is not None and bool(training.held_out)
+
+    def _prompts(self) -> list[list[int]]:
+        """Token ids up to where the assistant speaks."""
+        training, options = self._in_use.training, self._options
+        if self._own_prompts:
+            assert training is not None
+            rows = [ids for batch in training.held_out for ids in _prompts_of(batch)]
+            count = min(options.limit, len(rows))
+            return [rows[i * len(rows) // count] for i in range(count)]
+        tokenizer = self._target.tokenizer
+        if tokenizer is None:
+            raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
+        asked = read_prompts(options.prompts or ["mixed"], limit=options.limit)
+        template = ChatTemplate.of(tokenizer)
+        return [encode_prompt(list(one.messages), template, tokenizer) for one in asked]
+
+    def _decode(self, files: LlamaEagle3DraftModel, *, unchanged: bool) -> Decoded:
+        prompts = self._prompts()
+        tokenizer, model = self._target.tokenizer, self._target.model
+        ends = frozenset() if tokenizer is None else eos_token_ids(model, tokenizer)
+        stops = Stops(self._options.max_new_tokens, ends)
+        self._watch("the target answers", 0, 3)
+        answers = SpeculativeDecoder(model).generate(prompts, stops)
+        self._watch("decoding from the files", 1, 3)
+        live = self._live(files, prompts, stops)
+        self._watch("decoding from the checkpoint", 2, 3)
+        dtype = files.fc.weight.dtype
+        checkpoint = self._source.model().to(self._device, dtype)
+        before = self._live(checkpoint, prompts, stops)
+        same = [one.token_ids for one in live] == [one.token_ids for one in before]
+        same &= [one.rounds for one in live] == [one.rounds for one in before]
+        if unchanged and not same:
+            raise BadInput(
+                "self-check: the exported files decode other tokens or rounds than the checkpoint",
+                where=str(self._source.directory),
+                fix="nothing was left behind; please report this",
+            )
+        samples = self._replayed(files, answers)
+        self._foreseen(samples, live)
+        found = acceptance(samples, self._depth)
+        every_slot = every_slot_length(samples, self._depth)
+        assert every_slot is not None
+        lengths = [acceptance([_sample(one) for one in before], self._depth).length]
+        method = "parallel" if files.config.parallel_drafting else "chain"
+        return Decoded(
+            definition=definition(method, self._depth),
+            prompts=len(prompts),
+            tokens=sum(len(one.token_ids) for one in answers),
+            acceptance_length=found.length,
+            every_slot_length=every_slot,
+            joint=found.joint,
+            checkpoint_acceptance_length=lengths[0],
+            same_as_checkpoint=same,
+        )
+
+    def _live(
+        self, draft: LlamaEagle3DraftModel, prompts: list[list[int]], stops: Stops
+    ) -> list[Generation]:
+        decoder = SpeculativeDecoder(
+            self._target.model,
+            draft,
+            aux_layer_ids=draft.config.aux_layer_ids,
+            num_draft_tokens=self._depth,
+        )
+        return decoder.generate(prompts, stops)
+
+    def _replayed(
+        self, files: LlamaEagle3DraftModel, answers: Sequence[Generation]
+    ) -> list[Sample]:
+        texts = [Text(one.prompt_ids, one.token_ids) for one in answers]
+        replays = replay(self._target, files, texts, num_draft_tokens=self._depth)
+        return [
+            Sample(text.prompt_ids, text.answer_ids, one.rounds, accepted_T=one.accepted_T)
+            for text, one in zip(texts, replays, strict=True)
+        ]
+
+    @staticmethod
+    def _foreseen(samples: Sequence[Sample], live: Sequence[Generation]) -> None:
+        """Live rounds must be the replayed ones, as far as the texts are the same."""
+        rounds = same = 0
+        for sample, one in zip(samples, live, strict=True):
+            if list(sample.answer_ids) == one.token_ids:
+                rounds += len(one.rounds)
+                same += len(set(sample.rounds) & set(one.rounds))
+        if rounds and same < LIVE_ROUNDS * rounds:
+            raise BadInput(
+                f"self-check: of {rounds} rounds decoded live only {same} are as replayed",
+                fix="nothing was left behind; please report this",
+            )
+
+    def _agree_on_gain(self, check: SelfCheck) -> None:
+        promised = check.estimate if check.same_rows is None else check.same_rows
+        if promised is None or check.decoded is None:
+            return
+        reached = check.decoded.every_slot_length
+        shortfall = self._options.shortfall
+        if reached - 1 < (1 - shortfall) * (promised - 1) - SLACK:
+            raise BadInput(
+                f"self-check: training estimates an acceptance length of {promised:.3f}, decoding "
+                f"the target's own answers reaches {reached:.3f} from every slot",
+                fix="if the training data is not the target's own answers, regenerate them, or "
+                "allow more with --shortfall",
+            )
+
+
+def _prompts_of(batch: TokenBatch) -> list[list[int]]:
+    """The documents of a pack, each up to its first supervised token."""
+    found = []
+    for ids_T, mask_T, lengths in zip(
+        batch.input_ids, batch.loss_mask, batch.seq_lens, strict=True
+    ):
+        begin = 0
+        for length in lengths.tolist():
+            first = int(mask_T[begin : begin + length].int().argmax())
+            if first:  # 0: nothing is supervised here
+                found.append(ids_T[begin : begin + first].tolist())
+            begin += length
+    return found
+
+
+def _sample(one: Generation) -> Sample:
+    return Sample(one.prompt_ids, one.token_ids, one.rounds)
+
+
+def same_embeddings(draft: PlainDraft, side: TargetSide) -> bool:
+    """Whether a draft embeds tokens as its target does, up to the rounding of half precision."""
+    own, theirs = draft.tensors["embed_tokens.weight"].float(), side.embeddings_VE
+    if theirs is None or theirs.shape != own.shape:
+        return False
+    return bool(((own - theirs.float()).abs() <= 2**-7 * theirs.float().abs()).all())
+
+
+def with_target_embeddings(draft: PlainDraft, side: TargetSide) -> PlainDraft:
+    """The draft as an engine serves it that takes the target's embeddings."""
+    assert side.embeddings_VE is not None
+    weight: Tensor = side.embeddings_VE.to(draft.dtype)
+    return PlainDraft(draft.config, {**draft.tensors, "embed_tokens.weight": weight})

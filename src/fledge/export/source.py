@@ -1,0 +1,115 @@
+"""What an export starts from: a draft's files, and all that its run knows about them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fledge.draft.config import check_draft_config
+from fledge.draft.files import check_tensor_names, read_draft
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.errors import BadInput
+from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
+from fledge.models.embedded import MODELS as EMBEDDED
+from fledge.models.resolve import load_config, local_model
+from fledge.target.layers import default_aux_layer_ids, target_depth
+from fledge.train.cached import model_name
+from fledge.train.recipe import Recipe
+from fledge.train.recipe_sections import Eagle3Objective, PeagleObjective
+from fledge.train.runs import checkpoint_state, draft_directory, recipe_of, run_directory
+
+DEFAULT_DRAFT_TOKENS = 5  # where no run says how many it was trained for
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    directory: Path
+    config: Any
+    tensors: dict[str, Tensor]
+    run: Path | None
+    recipe: Recipe | None
+    state: dict[str, Any] | None  # what training wrote beside the checkpoint
+
+    @property
+    def estimate(self) -> float | None:
+        """Held-out acceptance length as training measured it at this very step, if it did."""
+        last = {} if self.state is None else self.state["last"]
+        return last["tau"] if self.state is not None and last.get("step") == self.step else None
+
+    @property
+    def step(self) -> int | None:
+        return None if self.state is None else int(self.state["step"])
+
+    @property
+    def target_name(self) -> str:
+        return "" if self.recipe is None else model_name(self.recipe)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """As many as it was trained for."""
+        objective = None if self.recipe is None else self.recipe.objective
+        if isinstance(objective, Eagle3Objective):
+            return objective.ttt_steps
+        return (
+            objective.num_depths if isinstance(objective, PeagleObjective) else DEFAULT_DRAFT_TOKENS
+        )
+
+    def draft(self, target: TargetFacts) -> PlainDraft:
+        """Checked, its aux layers known and ascending."""
+        if getattr(self.config, "aux_layer_ids", None) is None:
+            ids = list((self.recipe and self.recipe.target.aux_layer_ids) or ())
+            if not ids and target.layers is not None:
+                ids = default_aux_layer_ids(target.layers)
+            if not ids:
+                raise BadInput(
+                    "which layers of the target it listens to is not known",
+                    where=str(self.directory),
+                    fix="give --target MODEL if they are the default ones",
+                )
+            self.config.aux_layer_ids = ids
+        return in_layer_order(self.config, self.tensors)
+
+    def model(self) -> LlamaEagle3DraftModel:
+        """The checkpoint as it is, nothing put in order."""
+        model = LlamaEagle3DraftModel(self.config)
+        check_tensor_names(self.directory, want=model.state_dict(), have=self.tensors)
+        model.to(self.tensors["fc.weight"].dtype)
+        model.load_state_dict(self.tensors)
+        return model
+
+
+def read_source(path: Path) -> DraftSource:
+    directory = draft_directory(path)
+    config, tensors = read_draft(directory)
+    check_draft_config(config)
+    if config.norm_before_residual:
+        raise BadInput(
+            "it was imported with norm_before_residual, which our exports do not carry",
+            where=str(directory),
+            fix="serve the files that it was imported from",
+        )
+    if "d2t" in tensors and not bool(tensors["t2d"].any()):
+        raise BadInput("the draft has no vocabulary mapping (t2d is empty)", where=str(directory))
+    return DraftSource(
+        directory=directory,
+        config=config,
+        tensors=tensors,
+        run=run_directory(directory),
+        recipe=recipe_of(directory),
+        state=checkpoint_state(directory),
+    )
+
+
+def target_facts(name: str) -> TargetFacts:
+    """What the target's configuration says; its weights stay where they are."""
+    config = load_config(name)
+    return TargetFacts(
+        name, name_for_engines(name), list(config.architectures or []), target_depth(config)
+    )
+
+
+def name_for_engines(name: str) -> str:
+    """A hub id as it stands (engines take revisions as a flag); whatever else as its directory."""
+    is_here = name in EMBEDDED or Path(name).expanduser().exists()
+    return str(local_model(name, weights=False)) if is_here else name.partition("@")[0]

@@ -1,0 +1,43 @@
+"""Finding one's way in a run: its draft, its recipe, its state.
+
+A verb may be given a run, one of its checkpoints, its `best`, or a draft that belongs to no run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fledge.draft.files import CONFIG_NAME
+from fledge.errors import BadInput
+from fledge.train.checkpoint import STATE_NAME
+from fledge.train.recipe import RESOLVED_NAME, Recipe, load_recipe
+
+
+def draft_directory(path: Path) -> Path:
+    """The directory of a draft: the path itself, or the best checkpoint of a run."""
+    for place in (path, path / "best"):
+        if (place / CONFIG_NAME).is_file():
+            return place
+    raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
+
+
+def run_directory(path: Path) -> Path | None:
+    """The run that a draft belongs to, if any."""
+    here = path.absolute()
+    places = [here, *list(here.parents)[:1], *list(path.resolve().parents)[:2]]
+    return next((place for place in places if (place / RESOLVED_NAME).is_file()), None)
+
+
+def recipe_of(path: Path) -> Recipe | None:
+    """The recipe of the run that a draft belongs to, if any."""
+    run = run_directory(path)
+    return None if run is None else load_recipe(run / RESOLVED_NAME)
+
+
+def checkpoint_state(draft: Path) -> dict[str, Any] | None:
+    """What training wrote beside a checkpoint's draft: step, acceptance, fingerprints."""
+    try:
+        state: dict[str, Any] = json.loads((draft / STATE_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    return state

@@ -1,0 +1,140 @@
+"""Tiny targets as directories that an engine loads, and short training runs of drafts for them.
+
+Engines want head sizes that their kernels know (32 and more), so these are a little wider than the
+tiny models of tests/target; depth 8 and the vocabulary are the same, and the contract suite runs
+over them.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.objective.peagle import PEagleTrainerModule
+from fledge.target.base import Eagle3TargetBackend
+
+VOCABULARY = 97
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {}),
+    "granite": ("GraniteConfig", {"logits_scaling": 13.0}),
+}
+
+
+def engine_target(name: str = "llama", *, seed: int = 0, **options: Any) -> Any:
+    """A random fp32 model in eval mode whose weights are spread so that every part matters."""
+    kind, special = CONFIGS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**_SMALL | special | options)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+            else:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def saved(model: Any, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_draft(
+    model: Any, aux_layer_ids: list[int], *, width: int | None = None, seed: int = 1, **options: Any
+) -> LlamaEagle3DraftModel:
+    """A random draft for a target, `width` tokens of whose vocabulary it can say."""
+    torch.manual_seed(seed)
+    vocabulary, hidden = model.get_input_embeddings().weight.shape
+    plain = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "draft_vocab_size": width or vocabulary,
+        "aux_layer_ids": aux_layer_ids,
+    }
+    config = transformers.LlamaConfig(**plain | options)
+    draft = LlamaEagle3DraftModel(config)
+    with torch.no_grad():  # norms that matter: nobody must mistake one for another
+        for weight in draft.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.5 * torch.randn_like(weight))
+    if config.hidden_size == hidden:
+        draft.copy_embeddings_from_target(model.get_input_embeddings())
+    if width is not None:
+        ids = torch.randperm(vocabulary)[:width].sort().values
+        draft.set_vocab_mapping(ids, _marked(ids, vocabulary))
+    return draft
+
+
+def _marked(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    mask = torch.zeros(vocabulary, dtype=torch.bool)
+    mask[ids] = True
+    return mask
+
+
+def train(
+    draft: LlamaEagle3DraftModel,
+    target: Eagle3TargetBackend,
+    batches: Iterable[tuple[torch.Tensor, ...]],
+    *,
+    lr: float = 3e-3,
+) -> list[float]:
+    """Train the draft on what the target says about each batch; the loss of every step."""
+    ids = draft.selected_token_ids
+    assert ids is not None
+    common: dict[str, Any] = {
+        "selected_token_ids": ids,
+        "selected_token_mask": _marked(ids, draft.config.vocab_size),
+        "target_head": target.info().head,
+    }
+    module: torch.nn.Module
+    if draft.config.parallel_drafting:
+        mask_token_id = draft.config.mask_token_id
+        module = PEagleTrainerModule(draft, num_depths=4, mask_token_id=mask_token_id, **common)
+    else:
+        module = Eagle3TrainerModule(draft, ttt_steps=4, **common)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=lr)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = module(**target.generate_batch(*batch).to_trainer_inputs()).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def greedy_texts(model: Any, *, count: int, prompt: int, answer: int, seed: int = 0) -> Any:
+    """[count, prompt + answer] random prompts and the model's own greedy answers."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, VOCABULARY, (count, prompt), generator=generator)
+    return model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=answer, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""A short training run through SGLang walks down the same curve as one through transformers."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fledge
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.tiny import Notes
+
+
+def losses(recipe, target=None):
+    training = set_up(recipe)
+    if target is not None:
+        training.parts = dataclasses.replace(training.parts, target=target)
+    notes = Notes()
+    assert fit(training, notes).finished
+    return [line["loss"] for line in notes.lines]
+
+
+@pytest.mark.parametrize("padded", ["true", "false"])
+def test_the_loss_curve_is_that_of_transformers(recipe, tiny_target, padded):
+    shared = ("training.steps=12", "tracking.every_steps=1", f"packing.padded={padded}")
+    expected = losses(recipe(*shared, run="hf"))
+    with fledge.SGLangEagle3TargetModel.from_pretrained(
+        tiny_target, aux_layer_ids=[0, 1, 2], dtype=torch.float32, device="cpu"
+    ) as target:
+        found = losses(recipe(*shared, run="sglang"), target)
+    assert len(expected) == 12
+    assert expected[-1] < 0.95 * expected[0]
+    assert found == pytest.approx(expected, abs=1e-3)
+    with fledge.SGLangEagle3TargetModel.from_pretrained(  # the control: other layers, another curve
+        tiny_target, aux_layer_ids=[1, 0, 2], dtype=torch.float32, device="cpu"
+    ) as target:
+        other = losses(recipe(*shared, run="other"), target)
+    assert other != pytest.approx(expected, abs=1e-3)

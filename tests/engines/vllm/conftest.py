@@ -1,0 +1,62 @@
+"""Real vLLM engines, shared by the tests: starting one takes seconds, and only one can be open."""
+
+import os
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines here: tests look inside
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.cases import engine_target, saved
+from fledge.target.vllm_runner import VLLMTargetRunner
+
+
+class Lent(VLLMTargetRunner):
+    """An open runner that its borrower may close: it stays open."""
+
+    def __init__(self, runner: VLLMTargetRunner) -> None:
+        self.__dict__ |= runner.__dict__
+
+    def close(self) -> None:
+        """The owner closes it."""
+
+
+class Engines:
+    """One engine at a time: asking for another target closes the one that is open."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._key: Any = None
+        self._runner: VLLMTargetRunner | None = None
+
+    def runner(self, target: str | Path, **options: Any) -> Lent:
+        """`target`: the name of a tiny model of `cases`, or a directory."""
+        key = (target, sorted(options.items()))
+        if self._runner is None or self._key != key:
+            self.close()
+            self._runner = VLLMTargetRunner.build(self.saved(target), dtype="float32", **options)
+            self._key = key
+        return Lent(self._runner)
+
+    def saved(self, target: str | Path) -> Path:
+        if isinstance(target, Path):
+            return target
+        directory = self._directory / target
+        return directory if directory.is_dir() else saved(engine_target(target), directory)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(tmp_path_factory.mktemp("targets"))
+    yield engines
+    engines.close()

@@ -1,0 +1,324 @@
+"""A real vLLM as the target: the contract, equality with transformers, nothing left behind."""
+
+import gc
+import multiprocessing
+import os
+import weakref
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import fledge
+from engines.cases import engine_target, make_draft, saved, train
+from fledge.target.batch import Supervision
+from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.vllm_runner import VLLMEagle3TargetModel, VLLMTargetRunner
+from target.contract import CHECKS, Case, packed_rows, padded_rows, some_documents
+
+pytestmark = pytest.mark.engine
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("supervision", get_args(Supervision))
+def test_contract(check: Any, supervision: Supervision, engines: Any) -> None:
+    def make(supervision: Supervision) -> VLLMEagle3TargetModel:
+        return VLLMEagle3TargetModel(engines.runner("llama"), supervision=supervision)
+
+    check(Case("vllm", engine_target("llama"), make, supervision, **CLOSE))
+
+
+def test_a_layer_too_early_is_noticed(engines: Any) -> None:
+    """The control: with ids off by one the comparison above fails."""
+    local = HFEagle3TargetModel(engine_target("llama"), [0, 2, 3], supervision="hidden")
+    through = VLLMEagle3TargetModel(engines.runner("llama"), [1, 3, 4], supervision="hidden")
+    ours, theirs = (t.generate_batch(*padded_rows()) for t in (through, local))
+    with pytest.raises(AssertionError):
+        assert_close(ours, theirs, real=padded_rows()[1].bool())
+
+
+def test_the_head_runs_on_one_position_of_a_row(engines: Any) -> None:
+    """Hidden supervision never makes logits of all tokens: only vLLM's own one per request."""
+    runner = engines.runner("llama")
+    head = runner.model.lm_head
+    method, rows = head.quant_method, []
+
+    class Counting:
+        def apply(self, layer: Any, hidden: torch.Tensor, bias: Any = None) -> torch.Tensor:
+            rows.append(len(hidden))
+            return method.apply(layer, hidden, bias=bias)
+
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    head.quant_method = Counting()
+    try:
+        target.generate_batch(*padded_rows())
+    finally:
+        head.quant_method = method
+    assert sum(rows) == 3
+
+
+def test_nothing_is_kept_between_batches(engines: Any) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    runner = engines.runner("llama")
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    target.generate_batch(*padded_rows())
+    free = free_pages(runner)
+    for seed in range(20):
+        target.generate_batch(*padded_rows(seed))
+        assert get_kv_transfer_group().gathered == {}
+    assert free_pages(runner) == free
+
+
+def test_rows_are_checked_before_the_engine_sees_them(engines: Any) -> None:
+    runner = engines.runner("llama")
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    long = torch.ones((1, 256), dtype=torch.long)
+    with pytest.raises(fledge.BadInput, match=r"256 tokens is longer.*\(255\).*max_model_len"):
+        target.generate_batch(long, long, long)
+    left = torch.tensor([[0, 1, 1]])
+    with pytest.raises(ValueError, match="ones followed by zeros"):
+        target.generate_batch(left, left, left)
+    with pytest.raises(ValueError, match="no token"):
+        target.generate_batch(left, 0 * left, left)
+    empty = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    batch = target.generate_batch(empty + 4, empty, empty)
+    assert batch.aux_hidden_states[0].abs().sum() > 0
+    assert batch.aux_hidden_states[1].abs().sum() == 0
+
+
+@pytest.mark.parametrize("aux", [[1, 3, 4], [6, 0, 3], [2, 7, 5]], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "granite", "qwen3"])
+def test_states_and_logits_equal_transformers(name: str, aux: list[int], engines: Any) -> None:
+    """Ids in any order, the last layer among them; heads tied, divided, with norms in front."""
+    model = engine_target(name)
+    local = HFEagle3TargetModel(model, aux, supervision="hidden")
+    through = VLLMEagle3TargetModel(engines.runner(name), aux, supervision="hidden")
+    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
+        ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)
+        assert_close(ours, theirs, real=rows[1].bool())
+        head = through.info().head
+        torch.testing.assert_close(
+            ours.with_logits(head).logits[ours.loss_mask.bool()],
+            theirs.with_logits(local.info().head).logits[ours.loss_mask.bool()],
+            **CLOSE,
+        )
+    ids, mask, _ = padded_rows()
+    logits, _ = through.runner.forward_eagle3(ids, mask)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_training_takes_the_same_course(engines: Any) -> None:
+    model = engine_target("qwen3")
+    batches = [padded_rows(0), packed_rows(some_documents(1), 14), padded_rows(2)] * 8
+
+    def curve(target: Any) -> list[float]:
+        return train(make_draft(model, target.aux_layer_ids), target, batches)
+
+    def through(*aux: int) -> VLLMEagle3TargetModel:
+        ids = list(aux) or None
+        return VLLMEagle3TargetModel(engines.runner("qwen3"), ids, supervision="hidden")
+
+    expected = curve(HFEagle3TargetModel(model, supervision="hidden"))
+    assert expected[-1] < expected[2] - 0.2
+    assert curve(through()) == pytest.approx(expected, abs=1e-3)
+    assert curve(through(0, 2, 3)) != pytest.approx(expected, abs=1e-3)  # a layer too early
+
+
+def test_a_recipe_trains_through_vllm(engines: Any, tiny_chats: Any, tmp_path: Any) -> None:
+    from fledge.train.fit import fit
+    from fledge.train.setup import set_up
+    from train.tiny import Notes, make_target, recipe_for
+
+    engines.close()
+    directory = make_target(tmp_path / "target")  # its tokenizer and template, and another model
+    saved(engine_target(vocab_size=400, num_hidden_layers=4), directory)
+    curves = []
+    for backend in ("hf", "vllm"):
+        overrides = [f"target.backend={backend}", "training.epochs=1", "tracking.every_steps=1"]
+        training = set_up(recipe_for(directory, tiny_chats, tmp_path / backend, *overrides))
+        notes = Notes()
+        with training.parts.target:
+            assert fit(training, notes).finished
+        curves.append([line["loss"] for line in notes.lines])
+    assert len(curves[0]) >= 5
+    assert curves[1] == pytest.approx(curves[0], abs=1e-3)
+
+
+def test_smollm2(smollm2: Any, engines: Any) -> None:
+    """A real model; a few channels of its states reach 27,000, hence the relative tolerance."""
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    rows = real_rows(49_000)
+    real, supervised = rows[1].bool(), rows[2][:, 1:].bool()
+    model = fledge.load_model(str(smollm2), dtype=torch.float32)
+    for aux in ([1, 14, 26], [29, 14, 0]):  # the default, and the last layer
+        local = HFEagle3TargetModel(model, aux, supervision="hidden")
+        through = VLLMEagle3TargetModel(engines.runner(smollm2), aux, supervision="hidden")
+        theirs, ours = local.generate_batch(*rows), through.generate_batch(*rows)
+        torch.testing.assert_close(
+            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **close
+        )
+        for batch in (ours, theirs):
+            assert batch.last_hidden_states is not None
+        torch.testing.assert_close(
+            ours.last_hidden_states[:, :-1][supervised],
+            theirs.last_hidden_states[:, :-1][supervised],
+            **close,
+        )
+        our_logits = ours.with_logits(through.info().head).logits
+        their_logits = theirs.with_logits(local.info().head).logits
+        torch.testing.assert_close(
+            our_logits[:, :-1][supervised], their_logits[:, :-1][supervised], **close
+        )
+
+
+def test_little_memory_makes_rows_shorter_and_says_so(engines: Any) -> None:
+    runner = engines.runner("llama", kv_cache_memory_bytes=3 * 2**19)
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    ids = torch.full((1, 255), 5)
+    with pytest.raises(fledge.BadInput, match=r"255 tokens is longer.*\(127\).*more memory"):
+        target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+    ids = ids[:, :127]
+    target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+
+
+# vLLM splits prompts over steps, and more rows wait than run at once
+PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 2**23}
+
+
+def test_long_rows_run_in_pieces(engines: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    mask = (torch.arange(200) < torch.tensor([[200], [7], [90], [33], [1]])).long()
+    ids = torch.randint(3, 90, mask.shape, generator=generator) * mask
+    local = HFEagle3TargetModel(engine_target("llama"), supervision="hidden")
+    through = VLLMEagle3TargetModel(engines.runner("llama", **PIECES), supervision="hidden")
+    ours, theirs = (t.generate_batch(ids, mask, mask) for t in (through, local))
+    assert_close(ours, theirs, real=mask.bool())
+
+
+def test_an_interrupted_batch_disturbs_nobody(engines: Any) -> None:
+    def interrupt(row: int, states: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    runner = engines.runner("llama", **PIECES)
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    before, free = target.generate_batch(*padded_rows()), free_pages(runner)
+    with pytest.raises(KeyboardInterrupt):  # while the longer row and the last one are not done
+        runner._run([[5, 6, 7], [8] * 200, [9] * 20], interrupt)
+    assert not runner._engine.has_unfinished_requests()
+    after = target.generate_batch(*padded_rows())
+    assert torch.equal(before.aux_hidden_states, after.aux_hidden_states)
+    assert torch.equal(before.last_hidden_states, after.last_hidden_states)
+    assert free_pages(runner) == free
+
+
+def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM's default, not ours
+    set_num_threads = torch.set_num_threads
+    engines.close()
+    directory = engines.saved("qwen3")
+    with VLLMEagle3TargetModel.from_pretrained(str(directory), dtype=torch.bfloat16) as target:
+        info = target.info()
+        assert (info.depth, info.hidden_size, info.vocab_size) == (8, 64, 97)
+        assert (info.dtype, info.tokenizer_fingerprint) == (torch.bfloat16, None)
+        model = weakref.ref(target.runner.model)
+        with pytest.raises(fledge.BadInput, match=r"open in this process already.*close\(\)"):
+            VLLMTargetRunner.build(directory)
+    gc.collect()
+    assert model() is None
+    assert torch.set_num_threads is set_num_threads
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert not torch.distributed.is_initialized()
+    with VLLMEagle3TargetModel.from_pretrained(smollm2, aux_layer_ids=[3, 2, 1]) as target:
+        assert target.aux_layer_ids == [3, 2, 1]
+        assert target.info().weights_fingerprint != info.weights_fingerprint
+        assert target.info().tokenizer_fingerprint is not None
+
+
+def test_a_target_split_over_two_ranks(engines: Any, monkeypatch: Any) -> None:
+    """Workers in processes of their own; 97 rows of embedding and head are split 64 and 33."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model = engine_target("llama")
+    local = HFEagle3TargetModel(model, [6, 0, 3], supervision="hidden")
+    runner = engines.runner("llama", tensor_parallel_size=2)
+    through = VLLMEagle3TargetModel(runner, [6, 0, 3], supervision="hidden")
+    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
+        ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)
+        assert_close(ours, theirs, real=rows[1].bool())
+    ids, mask, _ = padded_rows()
+    logits, _ = runner.forward_eagle3(ids, mask)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
+    info = through.info()
+    assert torch.equal(info.head.weight_VD, model.lm_head.weight)
+    assert torch.equal(runner.input_embedding_weight(), model.model.embed_tokens.weight)
+    assert info.final_norm is not None
+    assert torch.equal(info.final_norm.weight_D, model.model.norm.weight)
+    assert (info.depth, info.weight_dtypes) == (8, "float32 100.0%")
+    engines.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enforce_eager": False}, "enforce_eager=False.*leave it out"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"no_such_option": 1}, "no_such_option"),
+        ({"max_model_len": 10**6}, "max_model_len"),
+        ({"kv_cache_memory_bytes": 4096}, "not enough GPU memory"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_engine_arguments_that_do_not_work(options: Any, message: str, engines: Any) -> None:
+    engines.close()
+    with pytest.raises(fledge.BadInput, match=message):
+        VLLMTargetRunner.build(engines.saved("llama"), dtype="float32", **options)
+    assert not torch.distributed.is_initialized()
+
+
+def test_one_of_several_ranks_is_told_to_use_a_server(tmp_path: Any, engines: Any) -> None:
+    engines.close()
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(fledge.BadInput, match=r"several ranks.*serve-target --engine vllm"):
+            VLLMTargetRunner.build(engines.saved("llama"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_architecture_without_aux_states_is_refused(tmp_path: Any, engines: Any) -> None:
+    import transformers
+
+    engines.close()
+    config = transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=8, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(fledge.BadInput, match="EAGLE3"):
+        VLLMTargetRunner.build(tmp_path / "gpt2", dtype="float32")
+    assert VLLMEagle3TargetModel(engines.runner("llama")).aux_layer_ids == [1, 3, 4]
+
+
+def assert_close(ours: Any, theirs: Any, *, real: torch.Tensor) -> None:
+    torch.testing.assert_close(
+        ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+    )
+    supervised = ours.loss_mask.bool()
+    torch.testing.assert_close(
+        ours.last_hidden_states[supervised], theirs.last_hidden_states[supervised], **CLOSE
+    )
+
+
+def free_pages(runner: VLLMTargetRunner) -> int:
+    scheduler = runner._engine.engine_core.engine_core.scheduler
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free
+
+
+def real_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    mask = (torch.arange(40) < torch.tensor([[40], [23], [9]])).long()
+    ids = torch.randint(3, vocabulary, mask.shape, generator=generator) * mask
+    return ids, mask, mask.clone()

@@ -1,0 +1,38 @@
+"""One target, healthy drafts of three kinds, and the target's answers, made once."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """Directories `target`, `eagle3`, `eagle31`, `peagle`, with a cache of their own."""
+    import os
+
+    from drafts import make_draft, make_target
+
+    root = tmp_path_factory.mktemp("drafts")
+    before = os.environ.get("FLEDGE_CACHE")
+    os.environ["FLEDGE_CACHE"] = str(root / "cache")
+    make_target(root / "target")
+    make_draft(root / "target").save_pretrained(root / "eagle3")
+    make_draft(root / "target", fc_norm=True, norm_output=True).save_pretrained(root / "eagle31")
+    make_draft(root / "target", parallel=True).save_pretrained(root / "peagle")
+    yield root
+    if before is None:
+        del os.environ["FLEDGE_CACHE"]
+    else:
+        os.environ["FLEDGE_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def answering(place):
+    """The target loaded once, whoever asks."""
+    from drafts import NEW_TOKENS, PROMPTS
+
+    from fledge.export.checks.base import TargetFiles
+    from fledge.export.checks.probe import Answering
+
+    loaded = Answering(
+        TargetFiles(str(place / "target")), prompts=PROMPTS, max_new_tokens=NEW_TOKENS, device="cpu"
+    )
+    return lambda facts: loaded

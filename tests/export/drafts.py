@@ -1,0 +1,158 @@
+"""A tiny target with a tokenizer, and drafts fitted to it that depend on what they are told.
+
+The target's layers say different things, fc reads differences between them, and the rotary base is
+small: so a wrong layer, norm or base costs acceptance, as it does with real drafts.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fledge.decode.answers import cached_answers
+from fledge.decode.prompts import read_prompts
+from fledge.draft.derive import derive_draft_config
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.objective.peagle import PEagleTrainerModule
+from fledge.target.hf import HFEagle3TargetModel
+
+AUX = [1, 3, 4]  # the default of eight layers
+WIDTH, PROMPTS, NEW_TOKENS = 200, 8, 48
+ROPE = {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0}
+TEMPLATE = (
+    "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}"
+    "{{ '<e>' }}{% endfor %}{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "<e>", "<u>", "<a>", "<|reserved_0|>", *letters]
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<e>",
+        additional_special_tokens=["<u>", "<a>", "<|reserved_0|>"],
+    )  # fmt: skip
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_target(directory: Path) -> Path:
+    """Eight random layers of which each turns the state by a fair amount."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        rope_parameters=ROPE, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60)
+        model.lm_head.weight[1] = -1.0  # never ends an answer early
+        model.model.embed_tokens.weight.mul_(30)
+        model.model.norm.weight.copy_(torch.randn(32).mul(1.2).exp())  # no mere rescaling
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(16)
+            layer.mlp.down_proj.weight.mul_(16)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_draft(
+    target: Path,
+    *,
+    parallel=False,
+    aux=AUX,
+    fit=40,
+    norm_before_residual=False,
+    fc_scale=1,
+    **flags,
+) -> LlamaEagle3DraftModel:
+    """A draft fitted to the target's own answers to the prompts that `diagnose` asks."""
+    backend = HFEagle3TargetModel.from_pretrained(target, aux_layer_ids=aux, device="cpu")
+    model = backend.model
+    torch.manual_seed(1)
+    config = derive_draft_config(
+        model.config, architecture="LlamaForCausalLM", draft_vocab_size=WIDTH,
+        parallel_drafting=parallel, mask_token_id=4 if parallel else None,
+        num_hidden_layers=2 if parallel else 1, **flags,
+    )  # fmt: skip
+    config.aux_layer_ids, config.norm_before_residual = list(aux), norm_before_residual
+    draft = LlamaEagle3DraftModel(config)
+    rows = answered_rows(backend)
+    common = torch.bincount(rows[0][rows[2] != 0], minlength=config.vocab_size)
+    common[1] += 10_000  # the end token belongs to every draft vocabulary
+    ids = common.argsort(descending=True, stable=True)[:WIDTH].sort().values
+    mask = torch.zeros(config.vocab_size, dtype=torch.bool)
+    mask[ids] = True
+    draft.set_vocab_mapping(ids, mask)
+    draft.copy_embeddings_from_target(model.model.embed_tokens)
+    draft.copy_head_from_target(model.lm_head)
+    prepare(draft, fc_scale)
+    if fit:
+        fit_draft(draft, backend, rows, ids, mask, steps=fit)
+    return draft.eval()
+
+
+@torch.no_grad()
+def prepare(draft: LlamaEagle3DraftModel, fc_scale: float) -> None:
+    """fc starts as differences of layers: what only the right layers show."""
+    size = draft.config.hidden_size
+    for name, weight in draft.named_parameters():
+        if weight.ndim == 2 and name not in ("embed_tokens.weight", "lm_head.weight"):
+            weight.mul_(6)
+    low, high = torch.randn(2, size, size) * 6 * fc_scale / size**0.5
+    draft.fc.weight.copy_(torch.cat([-low, low - high, high], dim=1))
+    draft.embed_tokens.weight.requires_grad_(False)
+
+
+def answered_rows(backend: HFEagle3TargetModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The target's answers behind their prompts: ids, attention mask, loss mask."""
+    answers = cached_answers(
+        backend, read_prompts(["mixed"], limit=PROMPTS), max_new_tokens=NEW_TOKENS
+    ).turns
+    width = max(len(one.prompt_ids) + len(one.answer_ids) for one in answers)
+    ids, real, loss = torch.zeros(3, len(answers), width, dtype=torch.long)
+    for row, one in enumerate(answers):
+        end = len(one.prompt_ids) + len(one.answer_ids)
+        ids[row, :end] = torch.tensor(one.prompt_ids + one.answer_ids)
+        real[row, :end] = 1
+        loss[row, len(one.prompt_ids) : end] = 1
+    return ids, real, loss
+
+
+def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> None:
+    common = {"selected_token_ids": ids, "selected_token_mask": mask}
+    if draft.config.parallel_drafting:
+        module = PEagleTrainerModule(
+            draft, num_depths=depths, mask_token_id=draft.config.mask_token_id,
+            target_head=backend.info().head, **common,
+        )  # fmt: skip
+    else:
+        head = backend.info().head
+        module = Eagle3TrainerModule(draft, ttt_steps=depths, target_head=head, **common)
+    given = backend.generate_batch(*rows).to_trainer_inputs()
+    if shift:
+        name = "target_last_hidden_states"
+        given[name] = given[name].roll(shift, dims=1)
+    trained = [weight for weight in draft.parameters() if weight.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=5e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(**given).loss.backward()
+        optimizer.step()
+
+
+def files_of(directory: Path):
+    """config and tensors, for comparing."""
+    from safetensors.torch import load_file
+
+    config = json.loads((directory / "config.json").read_text())
+    return config, load_file(directory / "model.safetensors")

@@ -1,0 +1,108 @@
+"""A healthy draft of ours, written as the trainers of others write theirs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from drafts import files_of
+from safetensors.torch import save_file
+
+_OURS = ("aux_layer_ids", "parallel_drafting", "num_aux_hidden_states")  # what others do not say
+
+
+def _config(ours: dict, *, drop=(), **changed) -> dict:
+    kept = {k: v for k, v in ours.items() if k not in (*_OURS, *drop)}
+    return {**kept, **changed}
+
+
+def _midlayer(tensors: dict) -> dict:
+    return {name.replace("layers.0.", "midlayer."): one for name, one in tensors.items()}
+
+
+def as_eagle(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """SafeAILab: midlayer, torch's own file, no embeddings, the target's architecture."""
+    held = {k: v for k, v in _midlayer(tensors).items() if k != "embed_tokens.weight"}
+    torch.save(held, out / "pytorch_model.bin")
+    _write(out, _config(config, architectures=["LlamaForCausalLM"]))
+
+
+def as_specforge(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """SpecForge: midlayer, no embeddings; P-EAGLE drafts are a class of their own."""
+    held = {k: v for k, v in tensors.items() if k != "embed_tokens.weight"}
+    name = "LlamaForCausalLMEagle3"
+    if "mask_hidden" in tensors:
+        name, held = "PEagleDraftModel", dict(tensors)
+    else:
+        held = _midlayer(held)
+    save_file(held, out / "model.safetensors")
+    _write(out, _config(config, architectures=[name]))
+
+
+def as_speculators(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """Everything of Llama's nested; layers counted as vLLM counts them."""
+    kind = "peagle" if "mask_hidden" in tensors else "eagle3"
+    top = ("draft_vocab_size", "fc_norm", "norm_output", "mask_token_id", "target_hidden_size")
+    outer = {key: config[key] for key in top if config.get(key) is not None}
+    outer |= {
+        "speculators_model_type": kind,
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]},
+        },
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config["aux_layer_ids"]],
+        "transformer_layer_config": _config(config, drop=top),
+    }
+    save_file(tensors, out / "model.safetensors")
+    _write(out, outer)
+
+
+def as_automodel(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """NeMo AutoModel: the backbone under `model.`, in two shards."""
+    bare = ("lm_head.weight", "d2t", "t2d", "mask_hidden")
+    names = {name: name if name in bare else f"model.{name}" for name in tensors}
+    half = len(names) // 2
+    parts = {"model-00001-of-00002.safetensors": list(names)[:half],
+             "model-00002-of-00002.safetensors": list(names)[half:]}  # fmt: skip
+    for part, held in parts.items():
+        save_file({names[name]: tensors[name] for name in held}, out / part)
+    index = {names[name]: part for part, held in parts.items() for name in held}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    extra = {"parallel_drafting": True} if "mask_hidden" in tensors else {}
+    _write(out, _config(config, architectures=["LlamaEagle3DraftModel"], **extra))
+
+
+def as_modelopt(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """ModelOpt: plain names, no embeddings, no t2d; layers in `eagle_config`, counted as ours."""
+    held = {k: v for k, v in tensors.items() if k not in ("embed_tokens.weight", "t2d")}
+    save_file(held, out / "model.safetensors")
+    eagle = {
+        "eagle_aux_hidden_state_layer_ids": config["aux_layer_ids"],
+        "use_aux_hidden_state": True,
+        "next_layer_regular": True,
+    }
+    _write(out, _config(config, eagle_config=eagle))
+
+
+def _write(out: Path, config: dict) -> None:
+    (out / "config.json").write_text(json.dumps(config))
+
+
+LAYOUTS = {
+    "eagle": as_eagle,
+    "specforge": as_specforge,
+    "speculators": as_speculators,
+    "automodel": as_automodel,
+    "modelopt": as_modelopt,
+}
+
+
+def write_as(layout: str, ours: Path, out: Path, target: Path) -> Path:
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    LAYOUTS[layout](*files_of(ours), out, target)
+    return out

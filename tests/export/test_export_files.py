@@ -1,0 +1,450 @@
+"""Exports of every kind to every engine: what is in the files, and what the self-check catches."""
+
+import shutil
+
+import pytest
+import torch
+from export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrite, tensors_of
+from transformers import LlamaConfig
+
+from fledge import export_draft
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.errors import BadInput
+from fledge.export.export import read_record
+from fledge.export.layout import in_layer_order
+from fledge.export.reread import TargetSide, reread
+from fledge.export.self_check import CheckOptions, check_files
+
+CHECK = CheckOptions(limit=2, max_new_tokens=8)
+SERVED = [
+    (kind, engine)
+    for kind in KINDS
+    for engine in ("vllm", "sglang", "speculators")
+    if (kind, engine) != ("peagle", "sglang")
+]
+
+
+@pytest.fixture(scope="module")
+def drafts(tiny_target, tmp_path_factory):
+    root = tmp_path_factory.mktemp("drafts")
+    return {kind: make_draft(root / kind, tiny_target, **KINDS[kind]) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def exports(drafts, tiny_target, tmp_path_factory):
+    """Every export that is possible, each checked by itself on the way."""
+    root = tmp_path_factory.mktemp("exports")
+    return {
+        (kind, engine): export_draft(
+            drafts[kind], root / f"{kind}-{engine}", engine=engine, target=str(tiny_target),
+            check=CHECK,
+        )
+        for kind, engine in SERVED
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def side(tiny_target):
+    from fledge.models.resolve import load_model
+
+    embeddings = load_model(str(tiny_target)).get_input_embeddings().weight.detach()
+    return TargetSide(4, embeddings)
+
+
+@pytest.mark.parametrize("case", SERVED, ids="-".join)
+def test_files_are_the_draft(exports, drafts, side, case):
+    kind, engine = case
+    draft = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
+    found = reread(exports[case], engine, side)
+    assert found.tensors.keys() == draft.state_dict().keys()
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(tensor, found.tensors[name]), name
+    assert found.unread == []
+    read = found.model()
+    aux = torch.randn(3, 96)
+    assert torch.equal(read.project_hidden_states(aux), draft.project_hidden_states(aux))
+    assert read.config.aux_layer_ids == INNER
+    check = read_record(exports[case])["self_check"]
+    assert check["tensors"] == len(draft.state_dict())
+    assert check["decoded"]["same_as_checkpoint"]
+    assert check["decoded"]["prompts"] == 2
+    assert check["decoded"]["acceptance_length"] >= 1.0
+
+
+@pytest.mark.parametrize("case", SERVED, ids="-".join)
+def test_only_what_the_engine_reads_is_written(exports, drafts, case):
+    kind, engine = case
+    names = set(tensors_of(exports[case]))
+    ours = set(LlamaEagle3DraftModel.from_pretrained(drafts[kind]).state_dict())
+    if engine != "sglang":
+        assert names == ours
+        return
+    assert "embed_tokens.weight" not in names  # it takes the target's
+    first = {name for name in ours if name.startswith("layers.0.")}
+    assert {name for name in names if name.startswith("midlayer.")} == {
+        name.replace("layers.0.", "midlayer.") for name in first
+    }
+    assert not any(name.startswith(("model.", "layers.0.")) for name in names)
+
+
+def test_plain_config(exports):
+    for engine in ("vllm", "sglang"):
+        values = config_of(exports["eagle3.1", engine])
+        assert values["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert values["model_type"] == "llama"
+        assert (values["vocab_size"], values["draft_vocab_size"]) == (400, 90)
+        assert values["num_hidden_layers"] == 2  # the draft's, not the target's
+        assert values["tie_word_embeddings"] is False
+        assert values["rope_theta"] == values["rope_parameters"]["rope_theta"] == 10000.0
+        assert values["fc_norm"] is values["norm_output"] is True
+        assert values["norm_before_residual"] is False
+        assert values["torch_dtype"] == "float32"
+    assert "mask_token_id" not in config_of(exports["eagle3", "vllm"])
+    assert config_of(exports["peagle", "vllm"])["mask_token_id"] == 0
+
+
+def test_layer_ids_by_each_convention(exports):
+    key = "eagle_aux_hidden_state_layer_ids"
+    assert config_of(exports["eagle3", "vllm"])[key] == [1, 2, 3]  # layers before the state
+    assert config_of(exports["eagle3", "speculators"])[key] == [1, 2, 3]
+    sglang = config_of(exports["eagle3", "sglang"])
+    assert key not in sglang
+    assert sglang["eagle_config"] == {key: [0, 1, 2]}  # it adds 1 itself
+
+
+@pytest.fixture(scope="module")
+def deep_target(tmp_path_factory):
+    """A configuration of eight layers: default aux layers 1, 3, 4. No weights are needed."""
+    path = tmp_path_factory.mktemp("deep")
+    config = LlamaConfig(vocab_size=400, hidden_size=32, num_hidden_layers=8)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(path)
+    return path
+
+
+def test_default_layers_are_left_out_of_plain_files(deep_target, tmp_path):
+    draft = make_draft(tmp_path / "draft", aux_layer_ids=[1, 3, 4])
+    for engine in ("vllm", "speculators"):
+        made = export_draft(
+            draft, tmp_path / engine, engine=engine, target=str(deep_target), without_target=True
+        )
+        ids = config_of(made).get("eagle_aux_hidden_state_layer_ids")
+        assert ids == (None if engine == "vllm" else [2, 4, 5])
+        record = read_record(made)
+        assert record["aux_layer_ids"] == [1, 3, 4]
+        assert record["self_check"]["decoded"] is None
+        assert "without the target" in record["self_check"]["notes"][0]
+    unknown = export_draft(draft, tmp_path / "unknown", engine="vllm", without_target=True)
+    assert config_of(unknown)["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # no L to go by
+
+
+def test_speculators_config(exports, tiny_target):
+    values = config_of(exports["peagle", "speculators"])
+    assert "model_type" not in values
+    assert values["speculators_model_type"] == values["speculators_config"]["algorithm"] == "peagle"
+    assert values["mask_token_id"] == 0
+    assert values["speculators_config"]["proposal_methods"] == [
+        {
+            "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+    ]  # fmt: skip
+    assert values["speculators_config"]["verifier"] == {
+        "name_or_path": str(tiny_target), "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+    assert values["norm_before_residual"] is False  # eagle3's default is true
+    assert config_of(exports["eagle3", "speculators"])["norm_before_residual"] is False
+    assert values["transformer_layer_config"]["num_hidden_layers"] == 2
+    assert values["transformer_layer_config"]["vocab_size"] == 400
+
+
+def test_the_vocabulary_map_is_an_offset(exports, drafts):
+    ids = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"]).selected_token_ids
+    state = tensors_of(exports["eagle3", "sglang"])
+    assert torch.equal(state["d2t"] + torch.arange(90), ids)
+    assert torch.equal(state["t2d"].nonzero().flatten(), ids)
+    assert "d2t" not in tensors_of(exports["full vocabulary", "sglang"])
+
+
+def test_an_export_for_vllm_is_a_draft_of_ours(exports, drafts):
+    one = LlamaEagle3DraftModel.from_pretrained(exports["peagle", "vllm"])
+    other = LlamaEagle3DraftModel.from_pretrained(drafts["peagle"])
+    assert one.config.aux_layer_ids == INNER
+    assert one.config.parallel_drafting
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, one.state_dict()[name]), name
+
+
+ROPES = [
+    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+     "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+def test_rotary_scaling_is_carried_in_both_spellings(tmp_path, tiny_target, engine, rope):
+    draft = make_draft(tmp_path / "draft", tiny_target, rope_parameters=rope)
+    made = export_draft(
+        draft, tmp_path / "out", engine=engine, target=str(tiny_target), check=CHECK
+    )
+    values = config_of(made)
+    values = values.get("transformer_layer_config", values)
+    assert values["rope_parameters"].items() >= rope.items()
+    assert values["rope_scaling"] == values["rope_parameters"]
+    assert values["rope_theta"] == rope["rope_theta"]
+    if rope["rope_type"] == "yarn":  # transformers would take this; engines want it said
+        assert values["rope_scaling"]["original_max_position_embeddings"] == 512
+
+
+def test_aux_layers_in_another_order_are_put_in_order(tmp_path, tiny_target):
+    draft = make_draft(
+        tmp_path / "draft", tiny_target, aux_layer_ids=[2, 0, 1], fc_norm=True,
+        parallel_drafting=True, mask_token_id=0,
+    )  # fmt: skip
+    before = LlamaEagle3DraftModel.from_pretrained(draft).double()
+    sorted_draft = in_layer_order(before.config, before.state_dict())
+    assert sorted_draft.aux_layer_ids == INNER
+    after = LlamaEagle3DraftModel(sorted_draft.config).double()
+    after.load_state_dict(sorted_draft.tensors)
+    aux = torch.randn(5, 3, 32, dtype=torch.float64)  # by layer
+    torch.testing.assert_close(
+        before.project_hidden_states(aux[:, [2, 0, 1]].flatten(1)),
+        after.project_hidden_states(aux.flatten(1)),
+    )
+    torch.testing.assert_close(before.masked_projected_hidden(), after.masked_projected_hidden())
+    made = export_draft(
+        draft, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
+    assert config_of(made)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+def test_another_dtype(tmp_path, drafts, tiny_target, engine):
+    made = export_draft(
+        drafts["eagle3"], tmp_path / "out", engine=engine, target=str(tiny_target),
+        dtype=torch.bfloat16, check=CHECK,
+    )  # fmt: skip
+    state = tensors_of(made)
+    assert state["fc.weight"].dtype == torch.bfloat16
+    assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)
+    assert config_of(made)["torch_dtype"] == "bfloat16"
+    assert config_of(made).get("transformer_layer_config", {}).get("torch_dtype") in (
+        None,
+        "bfloat16",
+    )
+    assert read_record(made)["self_check"]["decoded"]["same_as_checkpoint"]
+
+
+def test_a_draft_that_does_not_say_its_layers(deep_target, tmp_path):
+    """Drafts from before they did, and foreign ones: the default layers of the target named."""
+    draft = make_draft(tmp_path / "draft")
+    rewrite(draft, config=lambda values: values.pop("aux_layer_ids"))
+    common = {"engine": "vllm", "without_target": True}
+    with pytest.raises(BadInput, match=r"which layers.*--target"):
+        export_draft(draft, tmp_path / "out", **common)
+    made = export_draft(draft, tmp_path / "out", target=str(deep_target), **common)
+    assert read_record(made)["aux_layer_ids"] == [1, 3, 4]
+    assert config_of(made)["aux_layer_ids"] == [1, 3, 4]
+
+
+# --- embeddings ---------------------------------------------------------------------------------
+
+
+def test_trained_embeddings(tmp_path, tiny_target):
+    draft = make_draft(tmp_path / "draft")  # its embeddings are its own
+    common = {"target": str(tiny_target), "check": CHECK}
+    vllm = export_draft(draft, tmp_path / "vllm", engine="vllm", **common)
+    assert read_record(vllm)["embeddings"] == "trained"
+    with pytest.raises(BadInput, match=r"trained embeddings.*--target-embeddings"):
+        export_draft(draft, tmp_path / "sglang", engine="sglang", **common)
+    with pytest.raises(BadInput, match="trained embeddings"):  # without the target: not known
+        export_draft(draft, tmp_path / "sglang", engine="sglang", without_target=True)
+    assert not (tmp_path / "sglang").exists()
+    given_up = export_draft(
+        draft, tmp_path / "sglang", engine="sglang", target_embeddings=True, **common
+    )
+    assert read_record(given_up)["embeddings"] == "the target's"
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_refusals_leave_nothing(tmp_path, drafts, tiny_target):
+    def attempt(match, **options):
+        with pytest.raises(BadInput, match=match):
+            export_draft(drafts[options.pop("kind", "eagle3")], tmp_path / "out", **options)
+        assert list(tmp_path.iterdir()) == []
+
+    target = str(tiny_target)
+    attempt("--engine vllm serves P-EAGLE", kind="peagle", engine="sglang", target=target)
+    attempt(
+        "several layers", kind="eagle3.1", engine="sglang", engine_version="0.5.9", target=target
+    )
+    attempt("did you mean 'vllm'", engine="vlm", target=target)
+    attempt("which target.*--without-target", engine="vllm")
+    attempt("the format names it", engine="speculators", without_target=True)
+    attempt("no such model", engine="vllm", target="nowhere")
+    attempt("oldest", engine="sglang", engine_version="0.4.0", target=target)
+
+
+def test_what_is_refused_is_refused_before_the_target_is_loaded(tmp_path, drafts, deep_target):
+    with pytest.raises(BadInput, match="serves P-EAGLE"):  # this target has no weights to load
+        export_draft(drafts["peagle"], tmp_path / "out", engine="sglang", target=str(deep_target))
+
+
+def test_a_draft_that_is_not_what_its_config_says(tmp_path):
+    common = {"engine": "vllm", "without_target": True}
+    draft = make_draft(tmp_path / "draft")
+    rewrite(draft, config=put("intermediate_size", 49))
+    with pytest.raises(BadInput, match=r"shape \(48, 32\), its config says \(49, 32\)"):
+        export_draft(draft, tmp_path / "out", **common)
+    rewrite(draft, config=put("intermediate_size", 48))
+    rewrite(draft, tensors=lambda state: state.update(bias=torch.zeros(1)))
+    with pytest.raises(BadInput, match=r"no rule of plain-vllm knows: bias"):
+        export_draft(draft, tmp_path / "out", **common)
+    rewrite(draft, tensors=drop("bias"))
+    rewrite(draft, tensors=drop("norm.weight"))
+    with pytest.raises(BadInput, match=r"no tensor norm\.weight"):
+        export_draft(draft, tmp_path / "out", **common)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sglang_cannot_capture_the_last_layer(tmp_path, tiny_target):
+    draft = make_draft(tmp_path / "draft", tiny_target, aux_layer_ids=AUX)
+    with pytest.raises(BadInput, match="last layer"):
+        export_draft(draft, tmp_path / "out", engine="sglang", target=str(tiny_target))
+    made = export_draft(
+        draft, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
+    assert config_of(made)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+
+
+def test_a_draft_of_another_target(tmp_path, tiny_target):
+    draft = make_draft(tmp_path / "draft", hidden_size=16, target_hidden_size=16)
+    with pytest.raises(BadInput, match="target_hidden_size is 16"):
+        export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
+    assert not (tmp_path / "out").exists()
+
+
+def test_somebody_elses_directory_is_not_replaced(tmp_path, drafts, tiny_target):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("four years")
+    common = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
+    with pytest.raises(BadInput, match="not an export"):
+        export_draft(drafts["eagle3"], out, **common)
+    assert (out / "thesis.txt").read_text() == "four years"
+    (out / "thesis.txt").unlink()
+    export_draft(drafts["eagle3"], out, **common)
+    export_draft(drafts["peagle"], out, **common)  # an export is replaced by the next
+    assert read_record(out)["kind"] == "P-EAGLE"
+
+
+# --- what the self-check catches ----------------------------------------------------------------
+
+
+def drop(name):
+    return lambda state: state.pop(name)
+
+
+def nudge(name):
+    return lambda state: state[name].flatten()[0].add_(1)
+
+
+def put(name, value):
+    return lambda values: values.__setitem__(name, value)
+
+
+def absolute(state):
+    state["d2t"] = state["d2t"] + torch.arange(len(state["d2t"]))
+
+
+def sglang_names(state):
+    for name in [name for name in state if name.startswith("midlayer.")]:
+        state[name.replace("midlayer.", "layers.0.")] = state.pop(name)
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+BROKEN = [
+    ("eagle3", "vllm", "tensors", drop("fc.weight"), "fc.weight: missing"),
+    ("eagle3", "vllm", "tensors", drop("layers.0.self_attn.o_proj.weight"), "o_proj.weight: mis"),
+    ("eagle3", "vllm", "tensors", drop("d2t"), "d2t: missing"),
+    ("eagle3", "vllm", "tensors", nudge("norm.weight"), "norm.weight: other values"),
+    ("eagle3", "vllm", "tensors", absolute, "d2t: other values"),
+    ("eagle3", "sglang", "tensors", absolute, "d2t: other values"),
+    ("eagle3", "sglang", "tensors", sglang_names, "layers.0.*the engine skips it"),
+    ("eagle3", "vllm", "config", put(IDS, [0, 1, 2]), "aux_layer_ids"),
+    ("eagle3", "vllm", "config", lambda values: values.pop(IDS), "aux_layer_ids"),
+    ("eagle3", "sglang", "config", put("eagle_config", {IDS: [1, 2, 3]}), "aux_layer_ids"),
+    ("eagle3", "sglang", "config", put("eagle_config", {}), "aux_layer_ids"),
+    ("eagle3", "vllm", "config", put("num_hidden_layers", 4), "num_hidden_layers: 1 -> 4"),
+    ("eagle3", "vllm", "config", put("norm_before_residual", True), "norm_before_residual"),
+    ("eagle3", "sglang", "config", put("norm_before_residual", True), "norm_before_residual"),
+    ("eagle3", "speculators", "config", lambda v: v.pop("norm_before_residual"), "norm_before"),
+    ("eagle3", "speculators", "config", put("model_type", "llama"), "model_type"),
+    ("eagle3.1", "vllm", "config", put("fc_norm", False), "fc_norm: True -> False"),
+    ("eagle3.1", "sglang", "config", lambda values: values.pop("norm_output"), "norm_output"),
+    ("eagle3.1", "sglang", "tensors", drop("layers.1.hidden_norm.weight"), "input_layernorm"),
+    ("peagle", "vllm", "config", put("mask_token_id", 1), "mask_token_id: 0 -> 1"),
+    ("peagle", "vllm", "tensors", drop("mask_hidden"), "mask_hidden: missing"),
+    ("eagle3", "vllm", "config", put("rope_parameters", {"rope_theta": 5e5}), "rotary positions"),
+    ("eagle3", "vllm", "config", put("vocab_size", 90), "vocab_size: 400 -> 90"),
+    ("eagle3", "vllm", "config", put("rms_norm_eps", 1e-5), "rms_norm_eps"),
+    ("eagle3", "vllm", "config", put("architectures", ["LlamaForCausalLM"]), "architectures"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "what", "change", "named"),
+    BROKEN,
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, what, change, named):
+    broken = tmp_path / "export"
+    shutil.copytree(exports[kind, engine], broken)
+    model = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
+    draft = in_layer_order(model.config, model.state_dict())
+    check_files(broken, engine, draft, side)
+    rewrite(broken, **{what: change})
+    with pytest.raises(BadInput, match=named):
+        check_files(broken, engine, draft, side)
+
+
+def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, tmp_path):
+    broken = shutil.copytree(exports["eagle3", "vllm"], tmp_path / "broken")
+    rewrite(broken, tensors=drop("embed_tokens.weight"))
+    model = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"])
+    draft = in_layer_order(model.config, model.state_dict())
+    with pytest.raises(BadInput, match=r"embed_tokens\.weight: missing"):
+        check_files(broken, "vllm", draft, TargetSide(4))
+    check_files(exports["eagle3", "sglang"], "sglang", draft, TargetSide(4))
+
+
+def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):
+    """The reader does not share the writer's tables: a wrong line there is caught."""
+    import dataclasses
+
+    from fledge.export import export as module
+    from fledge.export.formats import FORMATS
+
+    wrong = dataclasses.replace(FORMATS["plain-sglang"], aux_id_offset=1)
+    monkeypatch.setattr(module, "format_for", lambda engine, parallel: wrong)
+    with pytest.raises(BadInput, match="aux_layer_ids"):
+        export_draft(drafts["eagle3"], tmp_path / "out", engine="sglang", target=str(tiny_target))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_by_hub_id_needs_no_files_here(tmp_path, drafts):
+    made = export_draft(
+        drafts["eagle3"], tmp_path / "out", engine="speculators", target="org/model@main",
+        without_target=True,
+    )  # fmt: skip
+    verifier = config_of(made)["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": "org/model", "architectures": []}
+    card = (made / "README.md").read_text()
+    assert "base_model: org/model\n" in card
+    assert "vllm serve out" in card
+    assert read_record(made)["target"]["name"] == "org/model@main"

@@ -1,0 +1,203 @@
+"""The tables: complete for every draft we can make, and honest about versions."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.errors import BadInput
+from fledge.export.formats import (
+    ENGINES,
+    FORMATS,
+    expected_tensors,
+    format_for,
+    get_path,
+    set_path,
+)
+from fledge.export.layout import (
+    PlainDraft,
+    TargetFacts,
+    check_representable,
+    draft_facts,
+    draft_features,
+)
+
+
+def plain(**options):
+    values = {
+        "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64,
+        "num_hidden_layers": 1, "aux_layer_ids": [1, 3, 4],
+    }  # fmt: skip
+    model = LlamaEagle3DraftModel(LlamaConfig(**values | options))
+    return PlainDraft(model.config, model.state_dict())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    fc_norm=st.booleans(),
+    norm_output=st.booleans(),
+    parallel=st.booleans(),
+    width=st.sampled_from([10, 24]),
+    target_hidden=st.sampled_from([8, 10]),
+)
+def test_every_tensor_of_every_draft_has_one_place(
+    layers, fc_norm, norm_output, parallel, width, target_hidden
+):
+    draft = plain(
+        num_hidden_layers=layers, fc_norm=fc_norm, norm_output=norm_output, draft_vocab_size=width,
+        parallel_drafting=parallel, mask_token_id=3 if parallel else None,
+        target_hidden_size=target_hidden,
+    )  # fmt: skip
+    features = draft_features(draft, TargetFacts(), trained_embeddings=False)
+    facts = draft_facts(draft, TargetFacts(), num_draft_tokens=4)
+    for layout in FORMATS.values():
+        found = expected_tensors(layout, facts, features)
+        shapes = {name: tuple(tensor.shape) for name, tensor in draft.tensors.items()}
+        assert {one.ours: one.shape for one in found} == shapes
+        assert len({one.theirs for one in found}) == len(found)
+
+
+def test_names_in_the_files():
+    draft = plain(
+        num_hidden_layers=2,
+        fc_norm=True,
+        draft_vocab_size=10,
+        parallel_drafting=True,
+        mask_token_id=3,
+    )
+    features = draft_features(draft, TargetFacts(), trained_embeddings=False)
+    facts = draft_facts(draft, TargetFacts(), num_draft_tokens=4)
+
+    def names(format_name):
+        found = expected_tensors(FORMATS[format_name], facts, features)
+        return {one.ours: (one.theirs, one.need) for one in found}
+
+    for own in ("plain-vllm", "speculators-eagle3", "speculators-peagle"):  # our own names
+        assert all(theirs == ours for ours, (theirs, _) in names(own).items())
+    sglang = names("plain-sglang")
+    assert sglang["layers.0.hidden_norm.weight"][0] == "midlayer.hidden_norm.weight"
+    assert sglang["layers.0.self_attn.q_proj.weight"][0] == "midlayer.self_attn.q_proj.weight"
+    assert sglang["layers.1.input_layernorm.weight"][0] == "layers.1.hidden_norm.weight"
+    assert sglang["layers.1.mlp.up_proj.weight"][0] == "layers.1.mlp.up_proj.weight"
+    assert sglang["embed_tokens.weight"][1] == "ignored"
+    assert sglang["mask_hidden"][1] == "forbidden"
+
+
+REFUSED = [
+    ("sglang", "0.5.9", {"parallel_drafting": True, "mask_token_id": 3}, "--engine vllm"),
+    ("sglang", "0.5.23", {"parallel_drafting": True, "mask_token_id": 3}, "--engine vllm"),
+    ("sglang", "0.5.9", {"num_hidden_layers": 2}, "0.5.23"),
+    ("sglang", "0.5.9", {"fc_norm": True}, "0.5.23"),
+    ("sglang", "0.5.22", {"norm_output": True}, "0.5.23"),
+    ("sglang", "0.5.23", {"target_hidden_size": 10}, "--engine vllm"),
+    ("sglang", "0.5.23", {"aux_layer_ids": [1, 3, 7]}, "below the last layer"),
+    ("vllm", "0.20.0", {"fc_norm": True}, "0.32"),
+    ("vllm", "0.31.0", {"norm_output": True}, "0.32"),
+    ("speculators", "0.9.0", {"target_hidden_size": 10}, "--engine vllm"),
+    (
+        "speculators",
+        "0.9.0",
+        {"parallel_drafting": True, "mask_token_id": 3, "fc_norm": True},
+        "plain format",
+    ),
+]
+ACCEPTED = [
+    ("sglang", "0.5.9", {}),
+    ("sglang", "0.5.9", {"draft_vocab_size": 10, "aux_layer_ids": [0, 2, 5]}),
+    ("sglang", "0.5.23", {"num_hidden_layers": 3, "fc_norm": True, "norm_output": True}),
+    ("vllm", "0.16.0", {"num_hidden_layers": 4, "parallel_drafting": True, "mask_token_id": 3}),
+    ("vllm", "0.32.0", {"fc_norm": True, "norm_output": True, "aux_layer_ids": [1, 3, 7]}),
+    ("speculators", "0.9.0", {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2}),
+    ("speculators", "0.9.0", {"parallel_drafting": True, "mask_token_id": 3}),
+]
+
+
+def check(engine, version, options, *, trained_embeddings=False):
+    draft = plain(**options)
+    features = draft_features(draft, TargetFacts(layers=8), trained_embeddings=trained_embeddings)
+    layout = format_for(engine, parallel=draft.config.parallel_drafting)
+    check_representable(ENGINES[engine], layout, version, features)
+    return features
+
+
+@pytest.mark.parametrize(("engine", "version", "options", "instead"), REFUSED)
+def test_what_an_engine_cannot_serve_is_refused_with_what_would_work(
+    engine, version, options, instead
+):
+    with pytest.raises(BadInput, match="cannot serve") as caught:
+        check(engine, version, options)
+    assert instead in str(caught.value)
+    assert version in str(caught.value)
+
+
+@pytest.mark.parametrize(("engine", "version", "options"), ACCEPTED)
+def test_what_an_engine_can_serve_is_not_refused(engine, version, options):
+    features = check(engine, version, options)
+    oldest = ENGINES[engine].oldest_for(features)
+    check(engine, oldest, options)
+
+
+def test_only_sglang_minds_trained_embeddings():
+    check("vllm", "0.16.0", {}, trained_embeddings=True)
+    check("speculators", "0.9.0", {}, trained_embeddings=True)
+    with pytest.raises(BadInput, match="freeze_embeddings=true"):
+        check("sglang", "0.5.23", {}, trained_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("rope", "feature"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}, "partial"),
+        (
+            {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.1,
+                "original_max_position_embeddings": 16,
+            },
+            "yarn attention factor",
+        ),
+    ],
+)  # fmt: skip
+def test_rotary_that_sglang_would_drop(rope, feature):
+    options = {"rope_parameters": rope, "head_dim": 8}
+    assert any(one.startswith(feature) for one in check("vllm", "0.32.0", options))
+    with pytest.raises(BadInput, match=feature):
+        check("sglang", "0.5.23", options)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_the_original_length_is_spelled_out(kind):
+    """transformers 5 fills it in by itself, older ones leave it to whoever reads."""
+    draft = plain()
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    config = SimpleNamespace(**draft.config.to_dict() | {"rope_parameters": rope})
+    facts = draft_facts(PlainDraft(config, draft.tensors), TargetFacts(), num_draft_tokens=1)
+    assert facts["rope_scaling"] == rope | {"original_max_position_embeddings": 64}
+
+
+def test_versions():
+    vllm = ENGINES["vllm"]
+    assert vllm.check_version(None) == vllm.tested[-1] == "0.32.0"
+    assert vllm.check_version("0.40.1.post2") == "0.40.1.post2"  # newer than any tested: their word
+    with pytest.raises(BadInput, match=r"0\.15\.9 .* 0\.16\.0 is the oldest"):
+        vllm.check_version("0.15.9")
+    with pytest.raises(BadInput, match="not a version"):
+        vllm.check_version("latest")
+    assert vllm.oldest_for(frozenset()) == "0.16.0"
+    assert vllm.oldest_for(frozenset({"fc_norm"})) == "0.32.0"
+    assert ENGINES["sglang"].oldest_for(frozenset({"small vocabulary"})) == "0.5.9"
+
+
+def test_paths_reach_into_lists():
+    values = {}
+    set_path(values, "a.b.0.c", 1)
+    set_path(values, "a.b.0.d", 2)
+    set_path(values, "e", 3)
+    assert values == {"a": {"b": [{"c": 1, "d": 2}]}, "e": 3}
+    assert get_path(values, "a.b.0.d") == 2
+    assert get_path(values, "a.b.1.d") is None
+    assert get_path(values, "a.x.y") is None

@@ -1,0 +1,260 @@
+"""From a trained run to an export: what training promised, measured on the files."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from export_cases import make_draft
+from typer.testing import CliRunner
+
+from fledge import export_draft
+from fledge.cli.main import app
+from fledge.cli.main import run as main
+from fledge.decode.figures import Sample
+from fledge.decode.rounds import Round
+from fledge.decode.speculative import Generation
+from fledge.errors import BadInput
+from fledge.export import export as export_module
+from fledge.export.export import read_record
+from fledge.export.self_check import CheckOptions, DecodingCheck, SelfCheck
+from fledge.train.fit import fit
+from fledge.train.recipe import load_recipe
+from fledge.train.setup import set_up
+from train.tiny import Notes, make_chats, recipe_for
+
+CHECK = CheckOptions(
+    limit=3, max_new_tokens=12, shortfall=1.0
+)  # trained on other texts than its own
+
+
+@pytest.fixture(scope="module")
+def place(tiny_target, tmp_path_factory):
+    """A run on the tiny target, its chats beside it."""
+    root = tmp_path_factory.mktemp("export_run")
+    chats = make_chats(root / "chats.jsonl")
+    recipe = recipe_for(tiny_target, chats, root / "run", "training.epochs=1")
+    fit(set_up(recipe), Notes())
+    return root
+
+
+@pytest.fixture
+def run(place, tmp_path):
+    """A copy that a test may break."""
+    shutil.copytree(place / "run", tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def state_of(run):
+    return json.loads((run / "best" / "state.json").read_text())
+
+
+def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
+    made = export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    record = read_record(made)
+    check = record["self_check"]
+    assert check["estimate"] == state_of(run)["last"]["tau"]
+    assert check["same_rows"] == check["estimate"]  # fp32, one machine: bit for bit
+    assert check["decoded"]["same_as_checkpoint"]
+    assert check["decoded"]["prompts"] == 3
+    assert check["decoded"]["checkpoint_acceptance_length"] >= 1.0
+    assert record["num_draft_tokens"] == 3  # ttt_steps
+    assert record["step"] == state_of(run)["step"]
+    assert record["embeddings"] == "the target's"
+    card = (made / "README.md").read_text()
+    assert f"{check['estimate']:.3f}" in card
+    assert "ttt_steps: 3" in card
+    assert str(run.parent / "chats.jsonl") not in card or "Data:" in card
+    assert "--speculative-config" in card
+    assert record["target"]["tokenizer_fingerprint"] in card
+
+
+def test_a_peagle_run(tiny_target, place, tmp_path):
+    recipe = recipe_for(
+        tiny_target, place / "chats.jsonl", tmp_path / "run", "objective.kind=peagle",
+        "objective.num_depths=3", "draft.layers=2", "training.steps=2", "evaluation.every_steps=2",
+    )  # fmt: skip
+    fit(set_up(recipe), Notes())
+    made = export_draft(tmp_path / "run", tmp_path / "out", engine="speculators", check=CHECK)
+    record = read_record(made)
+    assert record["kind"] == "P-EAGLE"
+    assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
+    assert record["mask_token_id"] is not None
+
+
+def test_layers_in_another_order_and_another_backend(tiny_target, place, tmp_path):
+    recipe = recipe_for(
+        tiny_target, place / "chats.jsonl", tmp_path / "run", "target.aux_layer_ids=2,0,1",
+        "training.steps=4", "evaluation.every_steps=4",
+    )  # fmt: skip
+    fit(set_up(recipe), Notes())
+    resolved = tmp_path / "run" / "recipe.yaml"
+    remote = ["target.backend=remote", "target.urls=http://127.0.0.1:9"]
+    load_recipe(resolved, remote).write_resolved(tmp_path / "run")  # as if somebody else answered
+    made = export_draft(
+        tmp_path / "run", tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
+    check = read_record(made)["self_check"]
+    assert read_record(made)["aux_layer_ids"] == [0, 1, 2]
+    assert check["same_rows"] == pytest.approx(check["estimate"], rel=1e-6)
+    assert check["decoded"]["same_as_checkpoint"]
+
+
+def test_a_rollout_of_another_depth_is_compared_at_the_trained_one(run, tmp_path):
+    made = export_draft(run, tmp_path / "out", engine="vllm", num_draft_tokens=1, check=CHECK)
+    record = read_record(made)
+    assert record["num_draft_tokens"] == 1
+    assert len(record["self_check"]["decoded"]["joint"]) == 3
+
+
+def test_an_estimate_that_the_files_do_not_reach_is_refused(run, tmp_path):
+    state = state_of(run)
+    state["last"]["tau"] *= 1.05
+    (run / "best" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(BadInput, match=r"held-out rows, the exported files reach.*allowed: 2%"):
+        export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_other_data_is_noticed_and_not_compared(run, tmp_path):
+    recipe = (run / "recipe.yaml").read_text()
+    make_chats(tmp_path / "other.jsonl", count=50)
+    chats = str(json.loads(json.dumps(recipe))).split("train: [")[1].split("]")[0]
+    (run / "recipe.yaml").write_text(recipe.replace(chats, str(tmp_path / "other.jsonl")))
+    check = read_record(export_draft(run, tmp_path / "a", engine="vllm", check=CHECK))["self_check"]
+    assert check["same_rows"] is None
+    assert "data has changed" in check["notes"][0]
+    (run / "recipe.yaml").write_text(recipe.replace(chats, str(tmp_path / "gone.jsonl")))
+    check = read_record(export_draft(run, tmp_path / "b", engine="vllm", check=CHECK))["self_check"]
+    assert check["same_rows"] is None
+    assert "gone.jsonl" in check["notes"][0]
+    assert check["decoded"]["prompts"] == 3  # from the set that ships with fledge
+    assert "not compared with its estimate" in check["notes"][1]
+
+
+@pytest.mark.parametrize(("reached", "fine"), [(1.29, False), (1.31, True), (2.0, True)])
+def test_decoding_that_falls_short_of_the_estimate(reached, fine):
+    from fledge.export.self_check import Decoded
+
+    decoded = Decoded("", 1, 1, reached, reached, [], reached, True)
+    check = SelfCheck(estimate=1.8, decoded=decoded)  # half of 0.8, less a tenth: 1.3
+    guard = DecodingCheck.__new__(DecodingCheck)
+    guard._options = CheckOptions()
+    if fine:
+        guard._agree_on_gain(check)
+    else:
+        with pytest.raises(BadInput, match="--shortfall"):
+            guard._agree_on_gain(check)
+
+
+@pytest.mark.parametrize("what", ["token_ids", "rounds"])
+def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypatch, what):
+    real, calls = DecodingCheck._live, []
+
+    def live(self, *args):
+        found = real(self, *args)
+        calls.append(found)
+        if len(calls) == 2:  # the checkpoint's turn
+            getattr(found[0], what).pop()
+        return found
+
+    monkeypatch.setattr(DecodingCheck, "_live", live)
+    with pytest.raises(BadInput, match="other tokens or rounds than the checkpoint"):
+        export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    assert len(calls) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_replay_that_does_not_foresee_live_rounds():
+    rounds = [Round(4 + i, 0, 1) for i in range(20)]
+    text = Generation([0] * 3, [1] * 21, rounds=rounds)
+    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [text])
+    wrong = [*rounds[:-2], Round(22, 1, 2)]
+    with pytest.raises(BadInput, match="of 20 rounds decoded live only 18"):
+        DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, wrong)], [text])
+    other = Generation(
+        [0] * 3, [2] * 21, rounds=wrong
+    )  # another text (a near tie): nothing to compare
+    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [other])
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+FEW = ["--limit", "2", "--max-new-tokens", "8", "--shortfall", "1"]
+
+
+def test_the_command_prints_figures_and_how_to_serve(run):
+    result = command(run, "--engine", "sglang", "--engine-version", "0.5.9", *FEW)
+    assert result.exit_code == 0, result.output
+    assert (run / "exports" / "sglang" / "config.json").is_file()
+    assert "estimated in training" in result.output
+    assert "the same rows, from these files" in result.output
+    assert "--speculative-algorithm EAGLE3" in result.output
+
+
+def test_the_command_as_json(run, tmp_path):
+    out = tmp_path / "out"
+    result = command(run / "best", "--engine", "vllm", "--out", out, "--json", *FEW)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["out"] == str(out)
+    assert found["self_check"]["decoded"]["prompts"] == 2
+
+
+def test_bad_input_is_one_line(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["export", "nowhere", "--engine", "vllm"])
+    assert caught.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "neither a draft nor a run" in line
+
+
+def test_a_dtype_that_is_none(tmp_path, tiny_target):
+    draft = make_draft(tmp_path / "draft", tiny_target)
+    result = command(draft, "--engine", "vllm", "--without-target", "--dtype", "int8")
+    assert isinstance(result.exception, BadInput)
+    done = command(draft, "--engine", "vllm", "--without-target", "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "draft-vllm" / "config.json").is_file()
+    assert "nothing was decoded" in done.output
+
+
+# --- killed -------------------------------------------------------------------------------------
+
+
+def killed_after(name, draft, out, target):
+    """Export in a child that kills itself once `name` has done its work."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        real = getattr(export_module, name)
+
+        def last(*args, **kwargs):
+            real(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(export_module, name, last)
+        export_draft(draft, out, engine="vllm", target=str(target), without_target=True)
+    finally:
+        os._exit(1)  # not reached when it was killed
+
+
+@pytest.mark.parametrize("after", ["save_tensors", "write_json", "check_files", "write_text"])
+def test_killed_half_way_leaves_nothing_that_looks_finished(tmp_path, tiny_target, after):
+    draft = make_draft(tmp_path / "draft", tiny_target)
+    out = tmp_path / "served" / "out"
+    assert killed_after(after, draft, out, tiny_target) == -signal.SIGKILL
+    assert not out.exists()
+    [left] = out.parent.iterdir()  # what was being written, under a hidden name
+    assert left.name.startswith(".out.")
+    assert left.name.endswith(".tmp")
+    assert not (left / "fledge_export.json").exists()  # the last file of all
+    export_draft(draft, out, engine="vllm", target=str(tiny_target), without_target=True)
+    assert read_record(out)["format"] == "plain-vllm"

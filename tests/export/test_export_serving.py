@@ -1,0 +1,315 @@
+"""`fledge serve` and `fledge bench`: the command an engine wants, and a server measured."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from export_cases import KINDS, make_draft
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fledge import export_draft
+from fledge.cli.main import app
+from fledge.errors import BadInput
+from fledge.export.bench import Answer, Load, measure, parse_counters, percentiles
+
+# --- serve --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exports(tiny_target, tmp_path_factory):
+    root = tmp_path_factory.mktemp("served")
+
+    def make(kind, engine, target):
+        draft = make_draft(root / kind, tiny_target, **KINDS[kind])
+        out = root / f"{kind}-{engine}-{bool(target)}"
+        return export_draft(draft, out, engine=engine, target=target, without_target=True)
+
+    return {
+        ("eagle3", "vllm"): make("eagle3", "vllm", "org/model"),
+        ("peagle", "vllm"): make("peagle", "vllm", "org/model"),
+        ("peagle", "speculators"): make("peagle", "speculators", "org/model"),
+        ("unnamed", "vllm"): make("eagle3", "vllm", ""),
+    }
+
+
+def serve(*arguments):
+    return CliRunner().invoke(app, ["serve", *map(str, arguments)])
+
+
+def words(*arguments):
+    result = serve(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_vllm(exports):
+    draft = exports["eagle3", "vllm"]
+    command = words(draft, "--draft-tokens", "4", "--port", "1234")
+    assert command[:4] == ["vllm", "serve", "org/model", "--speculative-config"]
+    assert json.loads(command[4]) == {
+        "method": "eagle3", "model": str(draft), "num_speculative_tokens": 4,
+    }  # fmt: skip
+    assert command[5:] == ["--port", "1234"]
+    assert "vllm serve org/model --speculative-config '{" in serve(draft).output
+
+
+def test_vllm_peagle_drafts_in_parallel(exports):
+    command = words(exports["peagle", "vllm"], "--target", "other/model")
+    assert command[2] == "other/model"
+    assert json.loads(command[4])["parallel_drafting"] is True
+    assert json.loads(command[4])["num_speculative_tokens"] == 5
+
+
+def test_speculators_name_their_target_themselves(exports):
+    draft = exports["peagle", "speculators"]
+    assert words(draft) == ["vllm", "serve", str(draft)]
+    command = words(draft, "--draft-tokens", "3")  # unless k is another one
+    assert json.loads(command[4])["num_speculative_tokens"] == 3
+
+
+def test_sglang(tmp_path, tiny_target):
+    draft = make_draft(tmp_path / "draft", tiny_target)
+    out = export_draft(draft, tmp_path / "out", engine="sglang", target=str(tiny_target))
+    result = serve(out, "--json", "--", "--dtype", "float32")
+    command = json.loads(result.stdout)
+    assert command[:5] == ["python", "-m", "sglang.launch_server", "--model-path", str(tiny_target)]
+    flags = dict(zip(command[5::2], command[6::2], strict=True))
+    assert flags == {
+        "--speculative-algorithm": "EAGLE3", "--speculative-draft-model-path": str(out),
+        "--speculative-num-steps": "5", "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "6", "--dtype": "float32",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_served(exports, tmp_path):
+    assert "no fledge_export.json" in str(serve(tmp_path).exception)
+    assert "--target" in str(serve(exports["unnamed", "vllm"]).exception)
+
+
+def test_run_wants_the_engine(exports, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "vllm is not installed here" in str(serve(exports["eagle3", "vllm"], "--run").exception)
+
+
+def test_run_becomes_the_engine(exports, tmp_path, monkeypatch):
+    """A program named vllm beside this Python is what is started, with these words."""
+    import importlib.util
+    import os
+
+    program = tmp_path / "vllm"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append((path, arguments)))
+    assert serve(exports["peagle", "speculators"], "--run").exit_code == 0
+    [(path, arguments)] = started
+    assert path == str(program)
+    assert arguments[1:] == ["serve", str(exports["peagle", "speculators"])]
+
+
+# --- bench --------------------------------------------------------------------------------------
+
+TOKENS, ROUNDS = 12, 4  # of each answer: 4 rounds of 3 tokens, 2 of them drafted
+
+
+class Server(ThreadingHTTPServer):
+    """Speaks what `fledge bench` needs of an engine, over real sockets."""
+
+    daemon_threads = True
+
+    def __init__(self, kind, meet=1):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.kind, self.lock, self.answered = kind, threading.Lock(), 7  # some before our time
+        self.bodies = []
+        self.meet = threading.Barrier(meet) if meet > 1 else None
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def metrics(self):
+        if self.kind == "vllm":
+            drafts = ROUNDS * self.answered
+            return "\n".join(
+                [
+                    "# HELP vllm:spec_decode_num_drafts_total rounds",
+                    f'vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}.0',
+                    f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {3 * drafts}.0',
+                    f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {2 * drafts}.0',
+                    *(
+                        "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+                        f'{{engine="0",position="{k}"}} {drafts if k < 2 else 0}'
+                        for k in range(3)
+                    ),
+                    f'vllm:num_requests_running{{engine="0"}} {self.answered}',
+                ]
+            )
+        return "sglang:spec_accept_length 2.5\n" if self.kind == "sglang gauge" else ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def _reply(self, body, kind="application/json", code=200):
+        data = body.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        kind = self.server.kind
+        if self.path == "/v1/models" and kind != "something else":
+            self._reply(json.dumps({"data": [{"id": "tiny"}]}))
+        elif self.path == "/metrics" and self.server.metrics():
+            self._reply(self.server.metrics(), "text/plain")
+        elif (self.path, kind) in (
+            ("/get_server_info", "sglang 0.5.9"),
+            ("/server_info", "sglang"),
+        ):
+            self._reply(json.dumps({"internal_states": [{"avg_spec_accept_length": 2.75}]}))
+        else:
+            self._reply("{}", code=404)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.kind == "broken":
+            self._reply('{"error": "out of memory"}', code=500)
+            return
+        with self.server.lock:
+            self.server.bodies.append(body)
+            count = len(self.server.bodies)
+        if self.server.meet is not None and count > 2:  # not while warming up
+            self.server.meet.wait(timeout=30)  # all of them at once, or nobody
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+        pieces = [{"choices": [{"delta": {"content": "ab "}}]}] * ROUNDS
+        usage = {"choices": [], "usage": {"completion_tokens": TOKENS}}
+        for event in (role, *pieces, usage):
+            self._chunk(f"data: {json.dumps(event)}\n\n")
+        with self.server.lock:
+            self.server.answered += 1
+        self._chunk("data: [DONE]\n\n")
+        self._chunk("")
+
+    def _chunk(self, text):
+        data = text.encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+
+@contextmanager
+def serving(kind, **options):
+    server = Server(kind, **options)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+LOAD = Load([[{"role": "user", "content": "hello"}], [{"role": "user", "content": "why"}]], 6, 1)
+
+
+def test_acceptance_is_the_growth_of_vllms_counters():
+    heard = []
+    with serving("vllm") as server:
+        found = measure(f"{server.url}/v1/", LOAD, on_answer=heard.append)
+        assert len(server.bodies) == 8  # two to warm up
+        assert {body["temperature"] for body in server.bodies} == {0.0}
+        assert [body["messages"][0]["content"] for body in server.bodies[2:]] == [
+            "hello",
+            "why",
+        ] * 3
+    assert found.acceptance.length == 3.0  # 1 + 2 accepted a round
+    assert found.acceptance.per_position == [1.0, 1.0, 0.0]
+    assert found.acceptance.drafts == 6 * ROUNDS  # of our requests alone
+    assert (found.model, found.requests, found.tokens) == ("tiny", 6, 6 * TOKENS)
+    assert found.tokens_per_s == pytest.approx(found.tokens / found.seconds)
+    assert 0 < found.first_ms["p50"] <= found.total_ms["p99"]
+    assert heard == [1, 2, 3, 4, 5, 6]
+
+
+def test_as_many_requests_at_a_time_as_asked_for():
+    with serving("vllm", meet=3) as server:  # the server answers only when three have come
+        load = Load(LOAD.messages, requests=6, concurrency=3)
+        assert measure(server.url, load, model="mine").concurrency == 3
+        assert {body["model"] for body in server.bodies} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [("sglang", 2.75), ("sglang 0.5.9", 2.75), ("sglang gauge", 2.5), ("plain", None)],
+)
+def test_acceptance_of_others(kind, length):
+    with serving(kind) as server:
+        found = measure(server.url, LOAD)
+    assert (found.acceptance.length if found.acceptance else None) == length
+
+
+def test_servers_that_do_not_answer():
+    with serving("vllm") as server:
+        gone = server.url
+    with pytest.raises(BadInput, match="is it running"):
+        measure(gone, LOAD)
+    with serving("something else") as server, pytest.raises(BadInput, match="OpenAI-compatible"):
+        measure(server.url, LOAD)
+    with serving("broken") as server, pytest.raises(BadInput, match=r"500.*out of memory"):
+        measure(server.url, LOAD)
+
+
+def test_the_command_compares_two_servers():
+    with serving("vllm") as draft, serving("plain") as plain:
+        arguments = ["bench", draft.url, "--baseline", plain.url, "--requests", "4"]
+        shown = CliRunner().invoke(app, arguments)
+        assert shown.exit_code == 0, shown.output
+        arguments += ["--concurrency", "1", "--concurrency", "2", "--max-tokens", "33", "--json"]
+        found = json.loads(CliRunner().invoke(app, arguments).stdout)
+        assert draft.bodies[-1]["max_tokens"] == 33
+    assert "3.000" in shown.output
+    assert "vLLM's counters" in shown.output
+    assert [(one["server"], one["concurrency"]) for one in found] == [
+        ("baseline", 1), ("draft", 1), ("baseline", 2), ("draft", 2),
+    ]  # fmt: skip
+    assert found[1]["acceptance"]["length"] == 3.0
+    assert found[0]["acceptance"] is None
+    assert isinstance(CliRunner().invoke(app, ["bench", "localhost"]).exception, BadInput)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
+def test_percentiles_are_nearest_rank(values):
+    found = percentiles(values)
+    for share in (50, 90, 99):
+        value = found[f"p{share}"]
+        assert value in values
+        assert sum(one <= value for one in values) >= share / 100 * len(values)
+        assert sum(one < value for one in values) < share / 100 * len(values)
+    assert percentiles([]) == {}
+
+
+def test_seconds_per_token_leave_the_first_out():
+    assert Answer(tokens=11, first_s=1.0, total_s=3.0).per_token_s == pytest.approx(0.2)
+    assert Answer(tokens=1, first_s=1.0, total_s=3.0).per_token_s is None
+
+
+def test_counters_of_several_engines_add_up():
+    text = 'vllm:spec_decode_num_drafts_total{engine="0"} 3\n' * 2 + "# comment\nother_total 9"
+    assert parse_counters(text) == {"vllm:spec_decode_num_drafts": 6.0}

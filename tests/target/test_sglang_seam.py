@@ -1,0 +1,153 @@
+"""The parts of the SGLang backend that need no SGLang: options, rows, extends, refusals."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fledge
+from fledge.target.runner import ClosableRunner, HiddenTargetRunner
+from fledge.target.sglang_engine import VERSIONS, Room, installed_version
+from fledge.target.sglang_options import server_options, sglang_dtype
+from fledge.target.sglang_runner import SGLangTargetRunner, cut_into_extends, find_rows
+
+NAMES = ["device", "page_size", "tp_size", "max_total_tokens", "disable_radix_cache"]
+
+
+@pytest.fixture
+def pretend_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A machine on which pip knows an SGLang that nobody has met."""
+    (tmp_path / "sglang-0.6.1.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n"
+    (tmp_path / "sglang-0.6.1.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "0.6.1"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is here")
+def test_a_machine_without_sglang_is_told_so() -> None:
+    with pytest.raises(fledge.BadInput, match=r"SGLang is not installed.*fledge\[sglang\]"):
+        fledge.SGLangTargetRunner.build("smollm2-135m")
+    with pytest.raises(fledge.BadInput, match="SGLang is not installed"):
+        fledge.SGLangEagle3TargetModel.from_pretrained("smollm2-135m")
+
+
+def test_an_unknown_version_is_refused_before_anything_is_loaded(pretend_sglang: str) -> None:
+    with pytest.raises(fledge.BadInput, match=r"SGLang 0\.6\.1 .* 0\.5\.9, 0\.5\.23"):
+        installed_version()
+    with pytest.raises(fledge.BadInput, match=r"0\.6\.1"):
+        fledge.SGLangTargetRunner.build("smollm2-135m")
+
+
+@pytest.mark.parametrize("module", VERSIONS.values())
+def test_every_known_version_has_its_file(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_importing_the_backend_imports_no_engine() -> None:
+    code = "import sys, fledge.target.sglang_runner as r; sys.exit('sglang' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_runner_shows_everything_the_contract_can_use() -> None:
+    wanted = {*dir(HiddenTargetRunner), *dir(ClosableRunner)}
+    public = {name for name in wanted if not name.startswith("_")}
+    assert public <= set(dir(SGLangTargetRunner))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"),
+    [
+        (None, "auto"),
+        ("auto", "auto"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float16, "float16"),
+        (torch.float32, "float32"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
+def test_dtypes_become_words(dtype: torch.dtype | str | None, word: str) -> None:
+    assert sglang_dtype(dtype) == word
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "fp8", torch.float64])
+def test_other_dtypes_are_refused(dtype: torch.dtype | str) -> None:
+    with pytest.raises(fledge.BadInput, match="SGLang cannot run in"):
+        sglang_dtype(dtype)
+
+
+def test_options_go_through_and_capture_keeps_its_own() -> None:
+    options = server_options({"page_size": 16, "tp_size": 4}, NAMES, device="cuda")
+    assert options["page_size"] == 16
+    assert options["tp_size"] == 4
+    assert options["disable_radix_cache"]
+    assert options["device"] == "cuda"
+    assert "attention_backend" not in options
+    second = server_options({"device": "cuda:1"}, NAMES, device="cuda:1")
+    assert (second["device"], second["base_gpu_id"]) == ("cuda", 1)
+    on_cpu = server_options({"max_total_tokens": 77}, NAMES, device="cpu")
+    assert on_cpu["attention_backend"] == "torch_native"
+    assert on_cpu["max_total_tokens"] == 77
+    assert server_options({"disable_radix_cache": True}, NAMES, device="cpu")
+    with pytest.raises(fledge.BadInput, match="disable_radix_cache=False does not go with"):
+        server_options({"disable_radix_cache": False}, NAMES, device="cuda")
+
+
+def test_a_mistyped_option_names_its_neighbour(pretend_sglang: str, monkeypatch) -> None:
+    monkeypatch.setitem(VERSIONS, pretend_sglang, "")
+    with pytest.raises(fledge.BadInput, match="no argument 'pagesize'; did you mean 'page_size'"):
+        server_options({"pagesize": 1}, NAMES, device="cpu")
+
+
+ROWS = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=4)
+
+
+@given(ROWS, st.integers(0, 3), st.integers(0, 3))
+def test_documents_are_found_where_they_lie(rows: list[list[int]], before: int, after: int) -> None:
+    """Each row: some padding, documents numbered 1, 2, ..., more padding."""
+    width = max(1, before + after + max(sum(lengths) for lengths in rows))
+    mask_BT = torch.zeros((len(rows), width), dtype=torch.long)
+    expected = []
+    for row, lengths in enumerate(rows):
+        begin = before
+        for number, length in enumerate(lengths, 1):
+            mask_BT[row, begin : begin + length] = number
+            expected.append((row * width + begin, row * width + begin + length))
+            begin += length
+    assert [(row.begin, row.end) for row in find_rows(mask_BT)] == expected
+
+
+def test_a_hole_is_not_taken_for_two_documents() -> None:
+    with pytest.raises(ValueError, match="row 1 has a hole"):
+        find_rows(torch.tensor([[1, 1, 0], [1, 0, 1]]))
+
+
+@given(st.lists(st.integers(1, 12)), st.integers(1, 4), st.integers(1, 4), st.integers(12, 40))
+def test_extends_hold_every_row_once_and_no_more_than_fits(
+    lengths: list[int], page_size: int, rows: int, tokens: int
+) -> None:
+    tokens -= tokens % page_size
+    room = Room(context_length=12, rows=rows, tokens=max(tokens, 12), page_size=page_size)
+
+    def pages(part: list[int]) -> int:
+        return sum(-(-length // page_size) * page_size for length in part)
+
+    cuts = list(cut_into_extends(lengths, room))
+    assert [i for first, last in cuts for i in range(first, last)] == list(range(len(lengths)))
+    for first, last in cuts:
+        assert last - first <= rows
+        assert pages(lengths[first:last]) <= room.tokens
+        if last < len(lengths):  # nothing is cut that would have fitted
+            one_more = lengths[first : last + 1]
+            assert len(one_more) > rows or pages(one_more) > room.tokens
+
+
+@pytest.mark.parametrize("room", [Room(5, 9, 99, 1), Room(99, 9, 5, 1), Room(99, 9, 7, 4)])
+def test_a_row_that_fits_nowhere_is_refused(room: Room) -> None:
+    with pytest.raises(fledge.BadInput, match="a row of 6 tokens does not fit"):
+        list(cut_into_extends([1, 6], room))

@@ -1,0 +1,44 @@
+"""The vLLM backend where there is no vLLM: what it says, and that it imports none."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fledge
+from fledge.target.vllm_runner import check_version, dtype_name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_one_line_says_what_to_install() -> None:
+    build, load = fledge.VLLMTargetRunner.build, fledge.VLLMEagle3TargetModel.from_pretrained
+    for make in (build, load):
+        with pytest.raises(fledge.BadInput, match=r"not installed.*pip install .*vllm==0\.32"):
+            make("some/model", dtype="float32")
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])
+def test_known_versions(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "0.3.2", "1.32.0", "dev"])
+def test_unknown_versions_are_refused_with_the_known_ones(version: str) -> None:
+    with pytest.raises(fledge.BadInput, match=rf"vLLM {version} is not known.*0\.32.*pip install"):
+        check_version(version)
+
+
+def test_dtypes_as_vllm_spells_them() -> None:
+    given = [None, "auto", "bfloat16", torch.float32, torch.float16]
+    assert [dtype_name(d) for d in given] == ["auto", "auto", "bfloat16", "float32", "float16"]
+
+
+def test_importing_the_backend_imports_no_engine() -> None:
+    code = (
+        "import sys, fledge.target.vllm_runner; "
+        "bad = {'sglang', 'vllm', 'pydantic', 'datasets', 'gguf', 'fastapi'} & set(sys.modules); "
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
