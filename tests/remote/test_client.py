@@ -211,6 +211,8 @@ def test_addresses_are_checked():
     for url in ("ftp://x", "127.0.0.1:80", "http://", "http://host/path"):
         with pytest.raises(BadInput):
             RemoteEagle3TargetModel(url, wait_s=0.1)
+    with pytest.raises(BadInput, match=r"ca_file nowhere\.pem: no certificates"):
+        RemoteEagle3TargetModel("https://127.0.0.1:1", ca_file="nowhere.pem", wait_s=0.1)
     with pytest.raises(BadInput, match="no server"):
         RemoteEagle3TargetModel([], wait_s=0.1)
 

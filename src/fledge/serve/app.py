@@ -46,6 +46,10 @@ class _Gone(Exception):  # noqa: N818
     """The client left."""
 
 
+class _Late(Exception):  # noqa: N818
+    """The client takes too long to say what it wants."""
+
+
 class TargetServer:
     """The routes over one target."""
 
@@ -172,7 +176,7 @@ class _Generate:
                 await self._reply(question, message, send)
         except _Gone:
             return
-        except TimeoutError:
+        except _Late:
             await send_json(send, 408, {"error": "the body did not arrive in time"})
         except QueueFull as full:
             after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # HTTP knows whole seconds
@@ -215,7 +219,7 @@ class _Generate:
             0 if question.vocabulary is None else len(question.vocabulary),
             question.top_k,
         )
-        return shapes.answer_bytes(question.rows.tokens, int(question.rows.loss_mask.sum()))
+        return shapes.answer_bytes(question.rows.tokens, int(question.rows.loss_mask.bool().sum()))
 
     async def _answer(self, question: Question, receive: Receive) -> Message:
         """Wait for the target's turn, or for the client to leave."""
@@ -246,16 +250,19 @@ class _Generate:
 async def _read_body(receive: Receive, most: int) -> bytearray | None:
     """The whole body; None when there is more of it than allowed."""
     body = bytearray()
-    async with asyncio.timeout(_BODY_TIMEOUT_S):
-        while True:
-            part = await receive()
-            if part["type"] == "http.disconnect":
-                raise _Gone
-            body += part.get("body", b"")
-            if len(body) > most:
-                return None
-            if not part.get("more_body", False):
-                return body
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            while True:
+                part = await receive()
+                if part["type"] == "http.disconnect":
+                    raise _Gone
+                body += part.get("body", b"")
+                if len(body) > most:
+                    return None
+                if not part.get("more_body", False):
+                    return body
+    except TimeoutError:
+        raise _Late from None
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -75,7 +75,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         prefetch: int = 2,
         timeout_s: float = 120.0,
         retries: int = 5,
-        wait_s: float = 600.0,
+        wait_s: float = 300.0,
         shared_memory: bool = True,
         pin_memory: bool = False,
     ) -> None:

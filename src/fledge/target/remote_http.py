@@ -100,7 +100,7 @@ class Server:
             raise BadInput("a server's address has no path", where=url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host, self._port = parts.hostname, parts.port
-        self._tls = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
+        self._tls = _trusting(ca_file) if parts.scheme == "https" else None
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._buffers = buffers or Buffers(0)
         self._idle: list[http.client.HTTPConnection] = []
@@ -246,6 +246,16 @@ class Server:
             raise ServerFault(f"HTTP {status}: {what}")
         fix = {401: "see target.token_env", 409: "all servers must hold the same weights"}
         raise Refused(what, status=status, where=self.url, fix=fix.get(status, ""))
+
+
+def _trusting(ca_file: str | None) -> ssl.SSLContext:
+    """The system's certificates, or those of a file."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # SSLError among them
+        raise BadInput(
+            f"no certificates could be read ({short(error)})", where=f"ca_file {ca_file}"
+        ) from error
 
 
 def _arm(connection: http.client.HTTPConnection, deadline: float) -> None:
