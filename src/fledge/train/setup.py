@@ -205,7 +205,8 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
         try:
             return open_target(section.backend, section.model, _options(section, device))
         except BadInput as error:  # an engine speaks of itself: say which key chose it
-            where = " ".join(filter(None, (f"target.backend={section.backend}", error.where)))
+            key = f"target.backend={section.backend}"
+            where = error.where if key in error.where else f"{key} {error.where}".strip()
             raise BadInput(error.what, where=where, fix=error.fix) from error
     target = open_target(section.backend, section.model, _options(section, device))
     if section.keep_states_gb and section.supervision == "hidden":
