@@ -84,7 +84,7 @@ def test_static_reads_no_weights_of_the_target(place, tmp_path):
         ("specforge", "eagle3", "vllm", set()),
         ("speculators", "eagle31", "vllm", set()),
         ("speculators", "eagle3", "sglang", {"serving"}),
-        ("automodel", "eagle3", "vllm", {"names"}),
+        ("automodel", "eagle3", "vllm", {"names", "architecture"}),
         ("automodel", "eagle3", "sglang", {"architecture", "serving"}),
         ("modelopt", "eagle3", "vllm", {"serving"}),
         ("eagle", "eagle3", "sglang", {"architecture"}),

@@ -129,6 +129,21 @@ def test_a_normed_residual_is_carried_but_not_exported(place, tmp_path):
         export_draft(tmp_path / "ours", tmp_path / "out", engine="vllm", without_target=True)
 
 
+def test_mixed_formats_lose_nothing_and_nothing_is_overwritten(place, tmp_path):
+    def break_(config, tensors):
+        tensors["norm.weight"] = tensors["norm.weight"].bfloat16()
+        tensors["fc.weight"] = tensors["fc.weight"].half()
+
+    mixed = broken_copy(place / "eagle3", tmp_path / "mixed", break_)
+    import_draft(mixed, tmp_path / "ours", target=str(place / "target"))
+    _, tensors = files_of(tmp_path / "ours")
+    for name, held in files_of(mixed)[1].items():
+        assert torch.equal(tensors[name], held.to(tensors[name].dtype)), name
+        assert tensors[name].dtype in (torch.float32, torch.int64, torch.bool)
+    with pytest.raises(BadInput, match="exists already"):
+        import_draft(place / "eagle3", tmp_path / "ours", target=str(place / "target"))
+
+
 def test_the_verb(place, tmp_path):
     foreign = write_as("eagle", place / "eagle3", tmp_path / "foreign", place / "target")
     arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]

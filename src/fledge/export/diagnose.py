@@ -98,9 +98,11 @@ def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
 
 def _repair_and_look_again(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
     """Findings of the files as they are, then of what certain repairs uncover."""
-    for _ in range(_ROUNDS):
-        known = {one.check for one in result.findings}
+    for number in range(_ROUNDS):
+        known = {one.check for one in result.findings if one.severity != "note"}
         new = [one for one in run_checks(subject, levels) if one.check not in known]
+        if number > 0:  # notes were made when the files were as they are
+            new = [one for one in new if one.severity != "note"]
         result.findings += new
         repairs = [one.repair for one in new if one.repair is not None]
         if not repairs:

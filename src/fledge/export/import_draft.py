@@ -6,6 +6,7 @@ left to `fledge diagnose`.
 """
 
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ def import_draft(source: Path, out: Path, *, target: str) -> Path:
     """Write `source`, in whatever layout, as a draft of ours into `out` (whole or not at all)."""
     from fledge.export.diagnose import run_checks
 
+    if out.exists():
+        raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
     subject = Subject(read_files(source), TargetFiles(target))
     faults = [one for one in run_checks(subject, ("static",)) if one.severity == "error"]
     if faults:
@@ -47,20 +50,26 @@ def import_draft(source: Path, out: Path, *, target: str) -> Path:
 
 
 def build_draft(subject: Subject) -> LlamaEagle3DraftModel:
-    """The draft in memory, as our own model, in the dtype of the files."""
+    """The draft in memory, as our own model, in the dtype of the files (the widest, if several)."""
     refusals = list(_refusals(subject))
     if refusals:
         raise BadInput(refusals[0], where=str(subject.directory))
     state = own_state(subject)
     draft = LlamaEagle3DraftModel(own_config(subject))
     check_tensor_names(subject.directory, want=draft.state_dict(), have=state)
-    draft.to(state["fc.weight"].dtype)
+    draft.to(_dtype(state))
     try:
         draft.load_state_dict(state)
     except RuntimeError as error:
         first = str(error).splitlines()[-1].strip()
         raise BadInput(first, where=str(subject.directory)) from None
     return draft.eval()
+
+
+def _dtype(state: dict[str, Tensor]) -> torch.dtype:
+    """A dtype that holds every weight exactly."""
+    dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+    return reduce(torch.promote_types, dtypes)
 
 
 def _refusals(subject: Subject) -> Iterator[str]:
