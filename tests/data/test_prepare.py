@@ -155,7 +155,10 @@ def test_interrupt_and_run_again_continues(prepare, smollm2, tmp_path):
     )
     cache = tmp_path / "cache"
     command = [sys.executable, "-c", script, str(path), str(smollm2), str(cache)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` ignores it
+    )  # fmt: skip
     assert process.stdout.readline() == b"five\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) != 0

@@ -14,7 +14,7 @@ class _ServerByDefault(typer.core.TyperGroup):
     """`fledge bench URL` is short for `fledge bench server URL`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands and "://" in args[0]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["server", *args]
         return super().resolve_command(ctx, args)
 
