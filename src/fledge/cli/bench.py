@@ -1,6 +1,6 @@
 """`fledge bench`: how fast a training step runs here, and what a draft gains on a server."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
@@ -8,6 +8,10 @@ import typer.core
 from fledge.cli import bench_server
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
 from fledge.errors import BadInput, nearest
+
+if TYPE_CHECKING:
+    from fledge.train.batches import StepBatch
+    from fledge.train.step import Parts
 
 
 class _ServerByDefault(typer.core.TyperGroup):
@@ -68,15 +72,13 @@ def train(
 ) -> None:
     """Tokens per second, phase times and memory of one training step, on random weights."""
     quiet_libraries()
-    import torch
-
     from fledge.train import bench, bench_cost
+    from fledge.train.distributed import pick_device
 
     for value, known in ((shape, list(bench.SHAPES)), (kind, ["eagle3", "peagle"])):
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = where if device == "auto" else torch.device(device)
+    where = pick_device(device)
     case = bench.Case(
         shape=shape, kind=kind, seq=seq, batch=batch, documents=documents, depths=depths,
         layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
@@ -84,12 +86,12 @@ def train(
     )  # fmt: skip
     notes: list[str] = []
 
-    def look(parts: object, rows: object) -> None:
+    def look(parts: "Parts", rows: "StepBatch") -> None:
         if memory and where.type == "cuda":
-            held = bench_cost.memory_at_peak(parts, rows)  # type: ignore[arg-type]
+            held = bench_cost.memory_at_peak(parts, rows)
             notes.extend(f"{gib:7.2f} GiB  {source}" for source, gib in held)
         if profile:
-            notes.append(bench_cost.profile(parts, rows))  # type: ignore[arg-type]
+            notes.append(bench_cost.profile(parts, rows))
 
     with progress_bar("steps") as bar:
         task = bar.add_task(f"{kind} {shape}", total=steps + warmup, note="")

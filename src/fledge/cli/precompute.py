@@ -1,6 +1,7 @@
 """`fledge precompute`: run the recipe's target once over its data, and keep what it says."""
 
 import errno
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,7 +71,7 @@ def precompute(
             lambda at: bar.update(task, total=at.parts, completed=at.done, note="parts"),
         )
         bar.update(task, description="asking the target", total=None, completed=0)
-        load = lambda: recipe_target(recipe, device)  # noqa: E731
+        load = functools.partial(recipe_target, recipe, device)
         code = run_job(
             job, model.head_bytes(chosen.dtype), load, device, bar, task, as_json=as_json
         )

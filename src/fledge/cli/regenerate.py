@@ -1,5 +1,6 @@
 """`fledge regenerate`: the answers of a data set, said again by the target itself."""
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -139,10 +140,8 @@ def _servers(
     urls: list[str], model: str, sampling: Any, concurrency: int, retries: int, timeout: float,
     extra: str,
 ) -> Any:  # fmt: skip
-    try:
-        import httpx  # noqa: F401
-    except ImportError:
-        raise BadInput("asking servers needs httpx", fix="pip install 'fledge[serve]'") from None
+    if importlib.util.find_spec("httpx") is None:
+        raise BadInput("asking servers needs httpx", fix="pip install 'fledge[serve]'")
     from fledge.data.regenerate_http import ChatServers, HttpOptions
 
     try:

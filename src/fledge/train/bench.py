@@ -78,6 +78,7 @@ class Case:
 class Measured:
     tokens: int
     seconds: float  # of the median step
+    slowest_seconds: float  # a step that compiled something would show here
     phases: dict[str, float]
     first_seconds: float
     resident_bytes: int  # weights of both models, and what AdamW keeps
@@ -91,6 +92,7 @@ class Measured:
             "tokens": self.tokens,
             "tokens_per_s": round(self.tokens / self.seconds),
             "step_ms": round(self.seconds * 1e3, 1),
+            "slowest_step_ms": round(self.slowest_seconds * 1e3, 1),
             "phases_ms": {name: round(value * 1e3, 1) for name, value in self.phases.items()},
             "first_step_s": round(self.first_seconds, 1),
             "resident_gib": round(self.resident_bytes / gib, 2),
@@ -227,6 +229,7 @@ def measure(
     return Measured(
         tokens=batches[0].micro[0].input_ids.numel() if batches[0].micro[0] else 0,
         seconds=statistics.median(seconds[warmup:]),
+        slowest_seconds=max(seconds[warmup:]),
         phases={
             name: statistics.median(spent[name] for spent in phases[warmup:]) for name in phases[0]
         },

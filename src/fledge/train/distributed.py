@@ -62,7 +62,10 @@ def pick_device(name: str) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         name = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"'{name}' is no device", fix="auto, cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"{name} was asked for, but torch sees no GPU", fix="use device=cpu or auto")
     if device.type == "cuda":

@@ -1,0 +1,32 @@
+"""`fledge bench train`: its figures, and what it refuses."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.errors import BadInput
+
+SMALL = ["bench", "train", "--shape", "tiny", "--seq", "48", "--steps", "1", "--warmup", "1"]
+SMALL += ["--device", "cpu"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_a_step_is_measured(kind):
+    found = json.loads(CliRunner().invoke(app, [*SMALL, "--kind", kind, "--json"]).stdout)
+    assert found["tokens"] == 48
+    assert found["tokens_per_s"] == pytest.approx(48e3 / found["step_ms"], rel=0.05)
+    assert found["slowest_step_ms"] >= found["step_ms"]
+    assert set(found["phases_ms"]) == {"target", "supervision", "forward", "backward", "update"}
+    assert sum(found["phases_ms"].values()) <= found["step_ms"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [("--shape", "8bb", "8b"), ("--kind", "eagle-3", "eagle3"), ("--device", "gpu9", "cuda")],
+)
+def test_unknown_names_are_refused(option, value, word):
+    error = CliRunner().invoke(app, [*SMALL, option, value]).exception
+    assert isinstance(error, BadInput)
+    assert word in str(error)
