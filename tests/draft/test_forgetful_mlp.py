@@ -1,0 +1,35 @@
+"""MLPs that compute twice instead of keeping their activations."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from fledge.draft.layer import forget_mlp, gated_mlp
+
+
+def kept_and_gradients(recompute):
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(shape, dtype=torch.float64) for shape in ((7, 5), (9, 5), (9, 5), (5, 9))
+    ]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = gated_mlp(*tensors, recompute=recompute)
+    out.square().sum().backward()
+    return kept, [out.detach(), *(tensor.grad for tensor in tensors)]
+
+
+def test_the_same_gradients_from_less():
+    keeping, want = kept_and_gradients(recompute=False)
+    forgetting, got = kept_and_gradients(recompute=True)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert [x.shape for x in keeping if x.shape == (7, 9)] == [(7, 9)] * 2
+    assert not [x.shape for x in forgetting if x.shape == (7, 9)]
+
+
+@pytest.mark.parametrize(("rows", "forgets"), [(2**17, False), (2**17 + 1, True)])
+def test_only_beyond_the_limit(rows, forgets):
+    config = LlamaConfig(intermediate_size=4096)  # two products of 4096 bf16: 16 KiB a row
+    assert forget_mlp(config, rows, torch.bfloat16, kept_gib=2.0) is forgets

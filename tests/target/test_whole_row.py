@@ -1,0 +1,44 @@
+"""Whole packs in one row, on the rollout's attention kernel (interpreted where there is no GPU)."""
+
+import copy
+
+import pytest
+import torch
+from test_target_packing import packed_rows, some_documents
+from tiny_models import tiny_model
+
+import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)
+from fledge.target import hf
+from fledge.target.hf import HFEagle3TargetModel
+
+
+def in_whole_rows(model, monkeypatch):
+    monkeypatch.setattr(hf, "kernel_takes", lambda _: True)
+    target = HFEagle3TargetModel(model, supervision="hidden")
+    target.try_one_row, target.overhead_tokens = True, 1000
+    return target
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3-text"])
+def test_whole_rows_answer_as_documents_alone(architecture, monkeypatch):
+    model = tiny_model(architecture)
+    rows = packed_rows(some_documents(), 14)
+    want = HFEagle3TargetModel(copy.deepcopy(model), supervision="hidden").generate_batch(*rows)
+    target = in_whole_rows(model, monkeypatch)
+    got = target.generate_batch(*rows)
+    assert target._whole_row
+    for name in ("aux_hidden_states", "last_hidden_states"):
+        ours, theirs = getattr(got, name), getattr(want, name)
+        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+        assert torch.equal(ours == 0, theirs == 0)  # padding stays empty
+
+
+def test_documents_of_a_whole_row_never_see_each_other(monkeypatch):
+    documents = some_documents()
+    target = in_whole_rows(tiny_model("llama"), monkeypatch)
+    before = target.generate_batch(*packed_rows(documents, 14))
+    documents[0][1] = [token + 1 for token in documents[0][1]]
+    after = target.generate_batch(*packed_rows(documents, 14))
+    same = (before.aux_hidden_states == after.aux_hidden_states).all(-1)
+    assert same.sum() == same.numel() - 2
+    assert not same[0, 3:5].any()
