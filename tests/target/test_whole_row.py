@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from test_target_packing import packed_rows, some_documents
-from tiny_models import tiny_model
+from tiny_models import ARCHITECTURES, tiny_model
 
 import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)
 from fledge.target import hf
 from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.one_row import needs_no_mask
 
 
 def in_whole_rows(model, monkeypatch):
@@ -42,3 +43,21 @@ def test_documents_of_a_whole_row_never_see_each_other(monkeypatch):
     same = (before.aux_hidden_states == after.aux_hidden_states).all(-1)
     assert same.sum() == same.numel() - 2
     assert not same[0, 3:5].any()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_that_need_no_mask_answer_alike_without(architecture):
+    model = tiny_model(architecture)
+    masked = architecture in ("mistral", "gpt-oss") or "gemma" in architecture  # windows, sinks
+    assert needs_no_mask(model) == (not masked)
+    if masked:
+        return
+    rows = packed_rows(some_documents(), 14)
+    want = HFEagle3TargetModel(copy.deepcopy(model)).generate_batch(*rows)
+    target = HFEagle3TargetModel(model)
+    assert not target.skip_masks  # a CPU has nothing to wait for
+    target.skip_masks = True
+    got = target.generate_batch(*rows)
+    assert torch.equal(got.aux_hidden_states, want.aux_hidden_states)
+    assert torch.equal(got.logits, want.logits)
+    assert model.config._attn_implementation == "sdpa"  # nothing stays behind

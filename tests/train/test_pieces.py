@@ -114,6 +114,14 @@ def test_guard_knows_spikes_from_slow_growth():
     assert again.judge(torch.tensor(50.0))
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 64])
+def test_guard_median_is_the_nanmedian(count):
+    guard = StepGuard(10.0, torch.device("cpu"))
+    torch.manual_seed(count)
+    guard.norms[torch.randperm(64)[:count]] = torch.rand(count)
+    torch.testing.assert_close(guard._median(), guard.norms.nanmedian(), equal_nan=True)
+
+
 def test_a_skipped_step_changes_neither_weights_nor_moments():
     weight = torch.nn.Parameter(torch.ones(3, 3))
     optimizer = make_optimizer([weight], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.1)

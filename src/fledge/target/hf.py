@@ -36,9 +36,11 @@ from fledge.target.one_row import (
     OneRow,
     Unsupported,
     WholeRow,
+    causal_rows,
     documents_apart,
     kernel_takes,
     may_support,
+    needs_no_mask,
     one_row,
     whole_row,
 )
@@ -90,6 +92,7 @@ class HFEagle3TargetModel(InProcessTarget):
         self._one_row_checked: bool | None = None
         self._whole_row = False  # which kind of row was found exact
         gpu = self._device().type == "cuda"
+        self.skip_masks = gpu and needs_no_mask(model)
         self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
         self._recorded: dict[int, RecordedPass] = {}  # by slots
         self.record_passes = compile_layers and gpu
@@ -210,6 +213,8 @@ class HFEagle3TargetModel(InProcessTarget):
                 stack.enter_context(documents_apart(self.model, group))
                 logits = self._call(ids, None, **group.options())
             else:  # documents need no mask, and without one the causal kernels are faster
+                if group is not None and self.skip_masks:
+                    stack.enter_context(causal_rows(self.model))
                 logits = self._call(ids, mask if group is None else None)
         return logits if self.supervision == "logits" else seen[0]
 

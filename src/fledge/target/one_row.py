@@ -32,7 +32,7 @@ from fledge.rollout.plan import to_device
 from fledge.target.packing import Documents, Group, group_documents, plan_groups
 from fledge.transfer import send
 
-NAME = "fledge_documents"
+NAME, CAUSAL = "fledge_documents", "fledge_causal"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Keyword arguments of attention functions that say nothing about which keys are seen, or how.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
@@ -202,23 +202,52 @@ def kernel_takes(model: nn.Module) -> bool:
     return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
 
 
+def needs_no_mask(model: nn.Module) -> bool:
+    """Whether rows of whole documents run under SDPA's own causal rule, nothing else hidden."""
+    return may_support(model) and all(
+        config._attn_implementation == "sdpa"
+        and getattr(config, "sliding_window", None) is None
+        and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
+        for config in _attention_configs(model)
+    )
+
+
 @contextmanager
 def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
     """While open, the model's attention keeps the documents of `row` apart."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attend)
-    # transformers builds masks only for implementations it knows, so none is built for ours
-    configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
     token = _active.set(row.blocks if isinstance(row, OneRow) else None)
     try:
+        with _attention(model, NAME, attend):
+            yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def causal_rows(model: nn.Module) -> Iterator[None]:
+    """While open, no mask is built: to learn that none is needed, transformers would look at the
+    positions, and so wait for the GPU. Only where `needs_no_mask`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    with _attention(model, CAUSAL, sdpa_attention_forward):
+        yield
+
+
+@contextmanager
+def _attention(model: nn.Module, name: str, function: Any) -> Iterator[None]:
+    """Put `function` in the place of the model's attention."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, function)
+    # transformers builds masks only for implementations it knows, so none is built for ours
+    configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
+    try:
         for config, _ in configs:
-            config._attn_implementation = NAME
+            config._attn_implementation = name
         yield
     finally:
         for config, implementation in configs:
             config._attn_implementation = implementation
-        _active.reset(token)
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:

@@ -63,7 +63,7 @@ class StepGuard:
 
     def judge(self, norm: Tensor) -> Tensor:
         """True (on the device) for a bad step; good norms are remembered."""
-        spike = (self.good >= GUARD_WARMUP) & (norm > self._factor * self.norms.nanmedian())
+        spike = (self.good >= GUARD_WARMUP) & (norm > self._factor * self._median())
         bad = ~torch.isfinite(norm) | spike
         slot = (self.good % GUARD_WINDOW).reshape(1)
         kept = torch.where(bad, self.norms.index_select(0, slot), norm.to(self.norms.dtype))
@@ -71,6 +71,12 @@ class StepGuard:
         self.good += ~bad
         self.bad_in_a_row.copy_(torch.where(bad, self.bad_in_a_row + 1, 0))
         return bad
+
+    def _median(self) -> Tensor:
+        """`norms.nanmedian()`, which on a GPU would wait for it."""
+        middle = (self.norms.isnan().logical_not().sum() - 1).clamp_min(0) // 2
+        ordered = self.norms.sort().values  # NaN come last
+        return ordered.index_select(0, middle.reshape(1)).squeeze(0)
 
     def state(self) -> dict[str, Tensor]:
         return {"norms": self.norms, "good": self.good, "bad_in_a_row": self.bad_in_a_row}
