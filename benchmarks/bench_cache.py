@@ -7,35 +7,31 @@
 
 `sizes` and `rates` need no target: states are random, lengths are those of the data. `tau` makes
 one cache of hidden states with the real target, converts it, and trains one draft from each
-encoding with the same steps (one GPU); mind the disk: `probs` at 16,384 takes 32 kB a supervised
-token (`--rows`, `--encodings hidden,hidden-fp8,topk`). DIR must lie on the disk that is to be
-measured.
+encoding and one from the live target with the same steps (one GPU); mind the disk: `probs` at
+16,384 takes 32 kB a supervised token (`--rows`, `--encodings hidden hidden-fp8 live topk`). DIR
+must lie on the disk that is to be measured.
 """
 
 import argparse
-import os
 import shutil
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from cache_io import feed, forget, read_all, shards, size_of, write
+from cache_training import LIVE, tau, waiting
 from fledge.data.prepare import prepare_rows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.models.resolve import local_model
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero
-from fledge.target.cache import CachedEagle3TargetModel
-from fledge.target.cache_format import FORMAT, Shape, seed_layout_bytes
+from fledge.target.cache_format import ENCODINGS, FORMAT, Shape, seed_layout_bytes
 from fledge.target.cache_manifest import dtype_name
-from fledge.target.cache_precompute import CacheJob, begin_cache, plan_cache, run_job
+from fledge.target.cache_precompute import CacheJob
 from fledge.target.cache_shard import layout_of
 from fledge.target.head import TargetHead
-from fledge.train.batches import PackStream, RowView
-
-ENCODINGS = ("hidden", "hidden-fp8", "probs", "topk")
+from fledge.train.batches import RowView
 
 
 class NoiseTarget(Eagle3TargetBackend):
@@ -116,59 +112,10 @@ def sizes(args: argparse.Namespace) -> None:
     target = NoiseTarget(4096, 1000, torch.bfloat16)
     for encoding in ("hidden", "hidden-fp8"):
         directory = Path(args.scratch) / f"sizes-{encoding}"
-        shutil.rmtree(directory, ignore_errors=True)
-        write(few, directory, shape_for(encoding, 4096, 0), target)
-        found = sum(path.stat().st_size for path in directory.glob("shard-*"))
-        share = found / seed_layout_bytes(len(few), 2048, 4096, 32_000)
+        write(job_for(few, directory, shape_for(encoding, 4096, 0), 1000), target)
+        share = size_of(directory) / seed_layout_bytes(len(few), 2048, 4096, 32_000)
         print(f"measured on files, first {len(few)} rows, {encoding}: {share:.1%}")
         shutil.rmtree(directory)
-
-
-def write(rows: RowView, directory: Path, shape: Shape, target: NoiseTarget) -> float:
-    """Seconds to write a cache."""
-    job = job_for(rows, directory, shape, len(target._weight_VD))
-    plan = plan_cache(job, head_bytes=0)
-    begin_cache(job, target)
-    begin = time.perf_counter()
-    run_job(job, plan, target)
-    return time.perf_counter() - begin
-
-
-def forget(paths: list[Path]) -> None:
-    """Push files out of the page cache, so that the next read comes from the disk."""
-    for path in paths:
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_all(paths: list[Path]) -> float:
-    """Seconds to read files from end to end, 8 MB at a time."""
-    buffer = bytearray(8 << 20)
-    begin = time.perf_counter()
-    for path in paths:
-        with path.open("rb", buffering=0) as handle:
-            while handle.readinto(buffer):
-                pass
-    return time.perf_counter() - begin
-
-
-def feed(directory: Path, *, tokens: int, epochs: int = 1) -> float:
-    """Seconds in which the reader delivers every batch of shuffled packs, nobody training."""
-    target = CachedEagle3TargetModel(directory)
-    rows = RowView(target.rows(reading=True), np.arange(len(target.store)))
-    stream = PackStream(rows, tokens=tokens, pad_id=0, seed=0, epochs=epochs)
-    begin = time.perf_counter()
-    for step in stream.prefetched(0, 2):
-        for batch in step.micro:
-            if batch is not None:
-                target.generate_batch(
-                    batch.input_ids, batch.attention_mask, batch.loss_mask, batch.position_ids,
-                    batch.seq_lens, batch.doc_remaining,
-                )  # fmt: skip
-    seconds = time.perf_counter() - begin
-    target.close()
-    return seconds
 
 
 def rates(args: argparse.Namespace) -> None:
@@ -180,10 +127,8 @@ def rates(args: argparse.Namespace) -> None:
     print("|---|--:|--:|--:|--:|--:|--:|")
     for encoding in ("hidden", "hidden-fp8"):
         directory = Path(args.directory) / f"rates-{encoding}"
-        shutil.rmtree(directory, ignore_errors=True)
-        seconds = write(rows, directory, shape_for(encoding, args.hidden_size, 0), target)
-        paths = sorted(directory.glob("shard-*"))
-        size = sum(path.stat().st_size for path in paths)
+        job = job_for(rows, directory, shape_for(encoding, args.hidden_size, 0), 1000)
+        seconds, paths, size = write(job, target), shards(directory), size_of(directory)
         found = []
         for _ in range(args.repeat):  # neither way always goes first
             forget(paths)
@@ -195,129 +140,6 @@ def rates(args: argparse.Namespace) -> None:
               f"{size / seconds / 1e6:,.0f} | {size / disk / 1e6:,.0f} | "
               f"{size / reader / 1e6:,.0f} | {disk / reader:.0%} |")  # fmt: skip
         shutil.rmtree(directory)
-
-
-class _Log:
-    """An observer that keeps the metrics."""
-
-    def __init__(self) -> None:
-        self.lines, self.evaluations = [], []
-
-    def note(self, text: str) -> None:
-        print(text)
-
-    def logged(self, values: dict) -> None:
-        self.lines.append(values)
-
-    def evaluated(self, values: dict) -> None:
-        self.evaluations.append(values)
-
-
-def train_from(
-    cache: Path, recipe: str, run: Path, overrides: list[str], exact: Path | None = None
-) -> tuple[_Log, float]:
-    """Train from a cache; the log, and the draft's tau on the held-out states of `exact`."""
-    from fledge.train.evaluate import evaluate
-    from fledge.train.fit import fit
-    from fledge.train.recipe import load_recipe
-    from fledge.train.setup import set_up
-
-    shutil.rmtree(run, ignore_errors=True)
-    given = [
-        "target.backend=cache", f"target.cached_target_path={cache}", f"run.output_dir={run}",
-        *overrides,
-    ]  # fmt: skip
-    log, found = _Log(), 0.0
-    training = set_up(load_recipe(recipe, given))
-    fit(training, log)
-    parts = training.parts
-    if exact is not None:  # the same yardstick for all: states as the target gave them
-        with CachedEagle3TargetModel(exact, device=parts.device) as target:
-            found = evaluate(replace(parts, target=target), training.held_out)["tau"]
-    parts.target.close()
-    return log, found
-
-
-def first_rows(args: argparse.Namespace) -> None:
-    """Cut the data to its first `--rows` chats."""
-    if args.rows is None:
-        return
-    few = Path(args.directory) / "few.jsonl"
-    few.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.data) as lines:
-        few.write_text("".join(line for line, _ in zip(lines, range(args.rows), strict=False)))
-    args.data = str(few)
-
-
-def precompute(args: argparse.Namespace, encoding: str, *more: str) -> tuple[Path, float]:
-    from fledge.precompute_eagle3 import main
-
-    cache = Path(args.directory) / f"cache-{encoding}"
-    shutil.rmtree(cache, ignore_errors=True)
-    begin = time.perf_counter()
-    code = main(
-        [
-            "--target-model", args.model, "--input-data", args.data, "--output-dir", str(cache),
-            "--seq-length", str(args.max_length), "--encoding", encoding, "--dtype", args.dtype,
-            "--batch-size", str(args.batch_size), *more,
-        ]
-    )  # fmt: skip
-    assert code == 0
-    return cache, time.perf_counter() - begin
-
-
-def waiting(args: argparse.Namespace) -> None:
-    """Share of a training step that is spent on the cached target (SmolLM2 CPU recipe)."""
-    first_rows(args)
-    cache, seconds = precompute(args, "hidden")
-    print(f"precompute: {seconds:.1f} s")
-    overrides = [
-        f"training.steps={args.steps}", "tracking.every_steps=5", "evaluation.every_steps=100000",
-        "data.valid_rows=0",
-    ]  # fmt: skip
-    log, _ = train_from(cache, args.recipe, Path(args.directory) / "run", overrides)
-    for line in log.lines:
-        print(f"step {line['step']}: {line['tokens_per_s']:,.0f} tokens/s, waiting for the target "
-              f"{line['target_share']:.2%}")  # fmt: skip
-
-
-def tau(args: argparse.Namespace) -> None:
-    """One draft per encoding from one set of states: same rows, same steps, same seed."""
-    from fledge.cli.main import app
-
-    first_rows(args)
-    hidden, seconds = precompute(args, "hidden")
-    tokens = int(CachedEagle3TargetModel(hidden).store.lengths.sum())
-    print(f"target over {tokens:,} tokens: {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
-    convert = {
-        "hidden": [],
-        "hidden-fp8": [],
-        "probs": ["--draft-vocab-size", str(args.draft_vocab_size)],
-        "topk": ["--draft-vocab-size", str(args.draft_vocab_size), "--top-k", str(args.top_k)],
-    }
-    rows = []
-    for encoding in args.encodings.split(","):
-        flags = convert[encoding]
-        cache = hidden if encoding == "hidden" else Path(args.directory) / f"cache-{encoding}"
-        if cache != hidden:
-            shutil.rmtree(cache, ignore_errors=True)
-            words = ["cache", "convert", str(hidden), str(cache), "--encoding", encoding, *flags]
-            app(args=words, standalone_mode=False)
-        overrides = [f"draft.draft_vocab_size={args.draft_vocab_size}", *args.overrides]
-        if args.steps:
-            overrides.append(f"training.steps={args.steps}")
-        run = Path(args.directory) / f"run-{encoding}"
-        log, exact = train_from(cache, args.recipe, run, overrides, exact=hidden)
-        size = sum(path.stat().st_size for path in cache.glob("shard-*"))
-        rows.append((encoding, size / tokens, exact, log.lines[-1]))
-        if cache != hidden:
-            shutil.rmtree(cache)
-    best = rows[0][2]
-    print("| encoding | bytes a token | held-out tau | against hidden | tok/s | waiting |")
-    print("|---|--:|--:|--:|--:|--:|")
-    for encoding, per_token, found, line in rows:
-        print(f"| {encoding} | {per_token:,.0f} | {found:.4f} | {found / best - 1:+.2%} | "
-              f"{line['tokens_per_s']:,.0f} | {line['target_share']:.1%} |")  # fmt: skip
 
 
 def main() -> None:
@@ -343,13 +165,13 @@ def main() -> None:
         on_gpu = name == "tau"
         verb.add_argument("--recipe", default=f"recipes/smollm2_{'gpu' if on_gpu else 'cpu'}.yaml")
         verb.add_argument("--steps", type=int, default=None if on_gpu else 10)
-        verb.add_argument("--dtype", default="bf16" if on_gpu else "fp32")
-        verb.add_argument("--max-length", type=int, default=640)
         verb.add_argument("--batch-size", type=int, default=64 if on_gpu else 4)
-        verb.add_argument("--draft-vocab-size", type=int, default=16_384)
-        verb.add_argument("--top-k", type=int, default=64)
-        verb.add_argument("--encodings", default=",".join(ENCODINGS), help="in this order")
         verb.add_argument("--override", dest="overrides", action="append", default=[])
+        if on_gpu:
+            default = ["hidden", "hidden-fp8", LIVE, "topk", "probs"]
+            verb.add_argument("--encodings", nargs="+", default=default, choices=default)
+            verb.add_argument("--seeds", nargs="+", type=int, default=[0], help="a run for each")
+            verb.add_argument("--top-k", type=int, default=64)
     args = parser.parse_args()
     args.run(args)
 

@@ -1,0 +1,74 @@
+"""Writing and reading caches by the clock: what the verbs of `bench_cache.py` share."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.cache import CachedEagle3TargetModel
+from fledge.target.cache_precompute import CacheJob, begin_cache, check_disk, plan_cache, run_job
+from fledge.train.batches import PackStream, RowView
+
+
+def write(job: CacheJob, target: Eagle3TargetBackend) -> float:
+    """Seconds to fill the shards of a new cache; what lies in its directory goes first."""
+    shutil.rmtree(job.directory, ignore_errors=True)
+    plan = plan_cache(job, head_bytes=0)
+    check_disk(job, plan)
+    begin_cache(job, target)
+    begin = time.perf_counter()
+    run_job(job, plan, target)
+    return time.perf_counter() - begin
+
+
+def shards(directory: Path) -> list[Path]:
+    return sorted(directory.glob("shard-*"))
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of a cache's shards."""
+    return sum(path.stat().st_size for path in shards(directory))
+
+
+def forget(paths: list[Path]) -> None:
+    """Push files out of the page cache, so that the next read comes from the disk."""
+    for path in paths:
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_all(paths: list[Path]) -> float:
+    """Seconds to read files from end to end, 8 MB at a time."""
+    buffer = bytearray(8 << 20)
+    begin = time.perf_counter()
+    for path in paths:
+        with path.open("rb", buffering=0) as handle:
+            while handle.readinto(buffer):
+                pass
+    return time.perf_counter() - begin
+
+
+def feed(directory: Path, *, tokens: int, device: torch.device | str = "cpu") -> float:
+    """Seconds in which the reader delivers every batch of shuffled packs, nobody training."""
+    with CachedEagle3TargetModel(directory, device=device) as target:
+        rows = RowView(target.rows(reading=True), np.arange(len(target.store)))
+        stream = PackStream(rows, tokens=tokens, pad_id=0, seed=0)
+        if target.vocabulary is not None:
+            ids, mask = target.vocabulary.selected_token_ids, target.vocabulary.t2d
+            target.set_vocab_mapping(torch.from_numpy(ids), torch.from_numpy(mask))
+        begin = time.perf_counter()
+        for step in stream.prefetched(0, 2):
+            for batch in step.micro:
+                if batch is not None:
+                    target.generate_batch(
+                        batch.input_ids, batch.attention_mask, batch.loss_mask, batch.position_ids,
+                        batch.seq_lens, batch.doc_remaining,
+                    )  # fmt: skip
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin

@@ -1,0 +1,237 @@
+"""Training from caches: how long a step waits, and what each encoding costs the draft.
+
+The verbs `waiting` and `tau` of `bench_cache.py`. Chats are split once; the live run, the caches
+and the vocabularies then see the same rows, and all drafts are measured on the states that the
+target gave for the held-out ones.
+"""
+
+import argparse
+import gzip
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from cache_io import feed, forget, shards, size_of, write
+from fledge.errors import BadInput
+from fledge.files import write_text
+from fledge.target.cache import CachedEagle3TargetModel
+from fledge.target.cache_convert import convert_job
+from fledge.target.cache_job import CacheOptions
+from fledge.train.distributed import pick_device
+from fledge.train.evaluate import evaluate
+from fledge.train.fit import fit
+from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
+from fledge.train.recipe import Recipe, load_recipe
+from fledge.train.setup import set_up
+
+LIVE = "live"  # no cache: the target answers as the draft trains
+_NEVER = 10**9  # an interval that no run reaches
+
+
+class _Log:
+    """An observer that keeps the metrics."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def logged(self, values: dict[str, Any]) -> None:
+        self.lines.append(values)
+
+    def evaluated(self, values: dict[str, Any]) -> None:
+        length = values["evaluation"]["acceptance_length"]
+        print(f"step {values['step']}: acceptance length {length:.3f}", flush=True)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run."""
+
+    lines: list[dict[str, Any]]  # its metrics
+    tau: float  # of its last draft, on the held-out states of the exact cache
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
+class Cached:
+    """How a cache was written and read."""
+
+    n_bytes: int
+    tokens: int
+    write_s: float
+    read_s: float
+
+
+def split_chats(data: str, directory: Path, rows: int | None, held_out: int) -> tuple[Path, Path]:
+    """The first `rows` chats as two files: those to train on, and some drawn to be held out."""
+    with gzip.open(data, "rt") if data.endswith(".gz") else open(data) as handle:
+        chats = [line for line, _ in zip(handle, range(rows or _NEVER), strict=False)]
+    drawn = set(random.Random(0).sample(range(len(chats)), min(held_out, len(chats) // 4)))
+    paths = directory / "train.jsonl", directory / "held_out.jsonl"
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, kept in zip(paths, (False, True), strict=True):
+        path.write_text("".join(chat for i, chat in enumerate(chats) if (i in drawn) is kept))
+    return paths
+
+
+def overrides_for(args: argparse.Namespace, *given: str) -> list[str]:
+    """What a verb changes of the recipe, its data included; the user's own words come last."""
+    words = [f"target.model={args.model}", f"evaluation.every_steps={_NEVER}",
+             f"checkpoint.every_steps={_NEVER}", *given, *args.overrides]  # fmt: skip
+    if args.steps:
+        words.append(f"training.steps={args.steps}")
+    held_out = load_recipe(args.recipe, words).data.valid_rows
+    train, valid = split_chats(args.data, Path(args.directory), args.rows, held_out)
+    words.append(f"data.train={train}")
+    return [*words, f"data.valid={valid}"] if valid.stat().st_size else words
+
+
+def make_cache(
+    recipe: Recipe, directory: Path, batch_size: int, device: torch.device
+) -> tuple[float, int]:
+    """(seconds, tokens) of the recipe's target answering all rows into a cache of hidden states."""
+    options = CacheOptions(dtype=cache_dtype(recipe, device), batch_size=batch_size)
+    job, _ = recipe_job(recipe, directory, options)
+    with recipe_target(recipe, device) as target:
+        return write(job, target), sum(len(row.input_ids) for row in job.rows)
+
+
+def train(recipe: str, words: list[str], run: Path, exact: Path | None = None) -> Trained:
+    """Train; the last draft is measured on the held-out states of `exact`, as the target gave them.
+
+    Only the metrics of a run are kept.
+    """
+    shutil.rmtree(run, ignore_errors=True)
+    training = set_up(load_recipe(recipe, [*words, f"run.output_dir={run}"]))
+    log, found = _Log(), {"tau": 0.0, "acceptance_length": 0.0}
+    fit(training, log)
+    parts = training.parts
+    parts.target.close()
+    if exact is not None:
+        with CachedEagle3TargetModel(exact, device=parts.device) as target:
+            found = evaluate(replace(parts, target=target), training.held_out)
+    shutil.copy(run / "metrics.jsonl", run.with_suffix(".jsonl"))
+    shutil.rmtree(run)
+    return Trained(log.lines, found["tau"], found["acceptance_length"])
+
+
+def from_cache(words: list[str], cache: Path) -> list[str]:
+    return [*words, "target.backend=cache", "target.model=null",
+            f"target.cached_target_path={cache}"]  # fmt: skip
+
+
+def waiting(args: argparse.Namespace) -> None:
+    """Share of a training step that is spent on the cached target (SmolLM2 CPU recipe)."""
+    words = overrides_for(args, "data.valid_rows=0", "tracking.every_steps=5")
+    recipe, cache = load_recipe(args.recipe, words), Path(args.directory) / "cache-hidden"
+    device = pick_device(recipe.training.device)
+    seconds, tokens = make_cache(recipe, cache, args.batch_size, device)
+    print(f"target over {tokens:,} tokens: {seconds:.1f} s")
+    trained = train(args.recipe, from_cache(words, cache), Path(args.directory) / "run-waiting")
+    for line in trained.lines:
+        print(f"step {line['step']}: {line['tokens_per_s']:,.0f} tokens/s, waiting for the target "
+              f"{line['target_share']:.2%}")  # fmt: skip
+
+
+def tau(args: argparse.Namespace) -> None:
+    """One draft per encoding, and one from the live target: same rows, steps, seeds, yardstick.
+
+    The table is printed, and written to DIR/tau.md, after every encoding. An encoding that the
+    disk has no room for is left out.
+    """
+    words = overrides_for(args)
+    recipe, directory = load_recipe(args.recipe, words), Path(args.directory)
+    device, hidden = pick_device(recipe.training.device), directory / "cache-hidden"
+    asked_s, tokens = make_cache(recipe, hidden, args.batch_size, device)
+    print(f"target over {tokens:,} tokens: {asked_s:.1f} s", flush=True)
+    table: list[str] = []
+    best: float | None = None
+    for encoding in args.encodings:
+        cache = directory / f"cache-{encoding}"
+        try:
+            made = None
+            if cache == hidden:
+                made = timed(cache, tokens, asked_s, recipe.packing.tokens, device)
+            elif encoding != LIVE:
+                convert_s = convert(hidden, cache, encoding, recipe, args, device)
+                made = timed(cache, tokens, convert_s, recipe.packing.tokens, device)
+            source = words if made is None else from_cache(words, cache)
+            runs = [
+                train(
+                    args.recipe,
+                    [*source, f"training.seed={seed}", f"packing.seed={seed}"],
+                    directory / f"run-{encoding}-{seed}",
+                    exact=hidden,
+                )
+                for seed in args.seeds
+            ]
+        except (BadInput, OSError) as error:  # no room, most likely: the others may fit
+            print(f"{encoding} is left out: {error}", flush=True)
+            continue
+        finally:
+            if cache != hidden:
+                shutil.rmtree(cache, ignore_errors=True)
+        best = fmean(run.tau for run in runs) if best is None else best
+        table.append(_line(encoding, made, runs, best))
+        text = "\n".join([*_HEAD, *table]) + "\n"
+        write_text(directory / "tau.md", text)
+        print(text, flush=True)
+
+
+def convert(
+    source: Path, cache: Path, encoding: Any, recipe: Recipe, args: argparse.Namespace,
+    device: torch.device,
+) -> float:  # fmt: skip
+    """Seconds to write a cache of hidden states in another encoding."""
+    over_vocabulary = encoding in ("probs", "topk")
+    with CachedEagle3TargetModel(source, device=device) as target:
+        options = CacheOptions(
+            encoding=encoding,
+            dtype=target.shape.dtype,
+            top_k=args.top_k if encoding == "topk" else None,
+            batch_size=args.batch_size,
+        )
+        size = recipe.draft.draft_vocab_size if over_vocabulary else None
+        return write(convert_job(target, cache, options, draft_vocab_size=size), target)
+
+
+def timed(
+    cache: Path, tokens: int, write_s: float, pack_tokens: int, device: torch.device
+) -> Cached:
+    forget(shards(cache))
+    return Cached(size_of(cache), tokens, write_s, feed(cache, tokens=pack_tokens, device=device))
+
+
+_HEAD = [
+    "| trained from | bytes a token | write MB/s | tokens/s | read MB/s | tokens/s | held-out tau "
+    "| against the first | acceptance length | training tokens/s | waiting |",
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+]
+
+
+def _line(encoding: str, made: Cached | None, runs: list[Trained], best: float) -> str:
+    """One row of the table; `write` is the target's work for hidden, a conversion for the rest."""
+    cells = ["", "", "", "", ""]
+    if made is not None:
+        cells = [f"{made.n_bytes / made.tokens:,.0f}"]
+        for seconds in (made.write_s, made.read_s):
+            cells += [f"{made.n_bytes / seconds / 1e6:,.0f}", f"{made.tokens / seconds:,.0f}"]
+    speed, share = (
+        fmean(run.lines[-1][name] for run in runs) for name in ("tokens_per_s", "target_share")
+    )
+    found, each = fmean(run.tau for run in runs), " ".join(f"{run.tau:.4f}" for run in runs)
+    cells += [
+        f"{found:.4f}" if len(runs) == 1 else f"{found:.4f} ({each})",
+        f"{found / best - 1:+.2%}",
+        f"{fmean(run.acceptance_length for run in runs):.3f}",
+        f"{speed:,.0f}",
+        f"{share:.1%}",
+    ]
+    return f"| {encoding} | {' | '.join(cells)} |"
