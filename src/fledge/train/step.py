@@ -147,7 +147,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     counts = torch.zeros(objective.depths + 1, dtype=torch.int64, device=parts.device)
     for ready in prepared:
         counts[:-1] += ready.charged_K
-    counts[-1] = int(stopping)
+    counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
     world.sum_(counts)
 
     sums = Sums.zeros(objective.depths, parts.device)
