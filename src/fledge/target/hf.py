@@ -91,7 +91,7 @@ class HFEagle3TargetModel(InProcessTarget):
         self._whole_row = False  # which kind of row was found exact
         gpu = self._device().type == "cuda"
         self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
-        self._recorded: dict[int, RecordedPass] = {}  # by slots
+        self._recorded: dict[int, RecordedPass[list[Tensor]]] = {}  # by slots
         self.record_passes = compile_layers and gpu
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":

@@ -208,17 +208,26 @@ def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
-    # transformers builds masks only for implementations it knows, so none is built for ours
-    configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
     token = _active.set(row.blocks if isinstance(row, OneRow) else None)
     try:
+        # transformers builds masks only for implementations it knows, so none is built for ours
+        with lent_attention(model, NAME):
+            yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def lent_attention(model: nn.Module, name: str) -> Iterator[None]:
+    """While open, the model's attention is this implementation of transformers' registry."""
+    configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
+    try:
         for config, _ in configs:
-            config._attn_implementation = NAME
+            config._attn_implementation = name
         yield
     finally:
         for config, implementation in configs:
             config._attn_implementation = implementation
-        _active.reset(token)
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:
