@@ -63,7 +63,7 @@ class RecordedPass(Generic[Result]):
         run: Callable[..., Result],
         inputs: dict[str, Tensor],
         *,
-        pool: tuple[int, int] | None = None,
+        pool: Any = None,  # torch.cuda.graph_pool_handle()
     ) -> None:
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
