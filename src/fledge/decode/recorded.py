@@ -71,7 +71,8 @@ class Passes:
             rehearsal = inputs if rehearse is None else rehearse()
             if not self._learn(key, run, rehearsal):
                 return run(**inputs)
-        result: Result = self._held[key](inputs)
+        held = self._held[key] = self._held.pop(key)  # the last to be thrown out
+        result: Result = held(inputs)
         return result
 
     def _learn(self, key: Any, run: Callable[..., Result], inputs: dict[str, Tensor]) -> bool:

@@ -38,19 +38,17 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Put the new states in their places; all that the pass looks at."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        batch, heads, count, _ = key_states.shape
-        cache = self._cache
-        if cache.index_BN is None:
-            self.keys[:batch, :, :count] = key_states
-            self.values[:batch, :, :count] = value_states
-            return key_states, value_states
-        index_BGN1 = cache.index_BN[:, None, :, None].expand(-1, heads, -1, -1)
-        seen = []
-        for held, states in ((self.keys, key_states), (self.values, value_states)):
-            held = held[:batch]
-            held.scatter_(2, index_BGN1.expand(-1, -1, -1, states.shape[3]), states)
-            seen.append(held[:, :, : cache.used])
-        return seen[0], seen[1]
+        return self._put(self.keys, key_states), self._put(self.values, value_states)
+
+    def _put(self, held_BGUC: Tensor, states_BGNC: Tensor) -> Tensor:
+        index_BN, used = self._cache.index_BN, self._cache.used
+        seen_BGUC = held_BGUC[: len(states_BGNC), :, :used]
+        if index_BN is None:
+            seen_BGUC[:, :, self._cache.before :] = states_BGNC
+        else:
+            index_BGNC = index_BN[:, None, :, None].expand(states_BGNC.shape)
+            seen_BGUC.scatter_(2, index_BGNC, states_BGNC)
+        return seen_BGUC
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
         return self._cache.used, 0
@@ -71,9 +69,9 @@ class SlotCache(Cache):  # type: ignore[misc]
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
         self.rows = self.places = 0
-        self.index_BN: Tensor | None = None  # None: at the beginning of empty rows
+        self.index_BN: Tensor | None = None  # None: behind `before`, in every row
         self.used = 0  # places that the next pass looks at
-        self.before = 0  # of them, before its own tokens; told to models that make their own mask
+        self.before = 0  # of them, before its own tokens; models make their own mask from that
 
     def aim(self, index_BN: Tensor | None, *, used: int, count: int) -> None:
         """Where the `count` new tokens of the next pass go, and how far it looks."""

@@ -287,7 +287,8 @@ class SpeculativeDecoder:
             return _Now(rows, numbers_BC, None if aux_BND is None else aux_BND[:, :width])
         assert aux_BND is not None
         now = _Now(rows, numbers_BC, take(aux_BND, _columns(numbers_BC)[3]))
-        self._settle(numbers_BC)
+        if self.passes.fixed or any(own != [*range(len(own))] for own in kept):
+            self._settle(numbers_BC)
         return now
 
 

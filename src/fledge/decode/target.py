@@ -112,10 +112,12 @@ class CachedTarget:
         step_BN = torch.arange(token_BN.shape[1], device=self.device).expand(token_BN.shape)
         length_B1 = length_B[:, None]
         position_BN = length_B1 + (step_BN if depth_BN is None else depth_BN)
-        mask = None
+        mask = index_BN = None
         if visible_BNN is not None or not level:
             mask = self._mask(length_B1, position_BN, visible_BNN, used)
-        self._cache.aim(length_B1 + step_BN, used=used, count=token_BN.shape[1])
+        if not level:
+            index_BN = length_B1 + step_BN
+        self._cache.aim(index_BN, used=used, count=token_BN.shape[1])
         return self._forward(token_BN, mask, position_BN)
 
     def keep(self, rows: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
@@ -198,6 +200,11 @@ class CachedTarget:
                 f"{type(self.model).__name__} has {', '.join(sorted(other))} layers, whose state "
                 "cannot take back tokens",
                 fix="speculative decoding needs a target with plain attention",
+            )
+        if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+            raise BadInput(
+                f"{type(self.model).__name__} tells positions by biases, which need its own mask",
+                fix="speculative decoding needs a target with rotary or learned positions",
             )
         if not kinds:
             kinds = {"full_attention" if window is None else "sliding_attention"}
