@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny_decode import AUX, make_draft
 from transformers import MistralConfig, MistralForCausalLM
 
-from fledge.decode.drafter import Drafter, TrueSlots
+from fledge.decode.drafter import Drafter
 from fledge.decode.target import CachedTarget
 from fledge.decode.tree import TreeShape, propose_tree, tree_layout
 from fledge.rollout.plan import plan_rollout
@@ -111,9 +111,9 @@ def test_the_cached_draft_computes_the_rollout_of_training(target, options):
         begin = 0
         for anchor in (2, 3, 5):  # after two, one and two more verified slots
             own = slice(begin, anchor + 1)
-            slots = TrueSlots(
+            slots = drafter.slots(
                 batch.aux_hidden_states[:, own], batch.input_ids[:, own], [begin],
-                [anchor + 1 - begin],
+                [anchor + 1 - begin], ahead=2,
             )  # fmt: skip
             state = drafter.extend(slots)
             for depth in range(3):
@@ -138,12 +138,12 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
         draft.lm_head.weight.mul_(0.1)  # undecided: deep nodes of many parents are in the running
     shape = TreeShape(depth=4, width=4, nodes=nodes)
     aux, ids = torch.randn(2, 5, 48).double(), torch.randint(0, 40, (2, 5))
-    slots = TrueSlots(aux, ids, [0, 0], [5, 3])
     with torch.no_grad():
         drafter = Drafter(draft)
         drafter.start(2)
+        slots = drafter.slots(aux, ids, [0, 0], [5, 3], ahead=shape.behind(20))
         tree = propose_tree(drafter, slots, shape)
-        for row, count in enumerate(slots.count_B):
+        for row, count in enumerate([5, 3]):
             scores = score_paths(draft, aux[row, :count], ids[row, :count], shape)
             paths = []
             for token, parent in zip(tree.token_BN[row], tree.parent_BN[row], strict=True):
@@ -156,7 +156,8 @@ def forced(draft, aux, ids, path, width):
     """The likeliest next tokens after a forced path, with their log-probabilities."""
     drafter = Drafter(draft)
     drafter.start(1)
-    state = drafter.extend(TrueSlots(aux[None], ids[None], [0], [len(ids)]))
+    slots = drafter.slots(aux[None], ids[None], [0], [len(ids)], ahead=len(path))
+    state = drafter.extend(slots)
     for depth, said in enumerate(path, start=1):
         index = torch.tensor([[len(ids) - 1 + depth]])
         token = torch.tensor([[said]])

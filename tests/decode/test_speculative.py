@@ -5,6 +5,7 @@ import torch
 from tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma3TextConfig,
     GptOssConfig,
     MistralConfig,
@@ -129,12 +130,10 @@ def test_other_architectures_and_sliding_windows(kind):
     draft = make_draft(model)
     prompts, stops = random_prompts(4, seed=3), Stops(16)
     want = [plain_greedy(model, prompt, stops) for prompt in prompts]
-    assert texts(decoder(model, draft).generate(prompts, stops)) == want
-    if kind == "qwen3":
-        assert texts(decoder(model, draft, method="tree").generate(prompts, stops)) == want
-    else:
-        with pytest.raises(BadInput, match="full attention"):
-            decoder(model, draft, method="tree")
+    for method in ("chain", "tree"):
+        ours = decoder(model, draft, method=method)
+        assert texts(ours.generate(prompts, stops)) == want
+        assert texts(run(ours, prompts, stops, batch=1)) == want  # where no row needs a mask
 
 
 def test_a_target_with_a_running_state_is_refused(target, drafts):
@@ -143,6 +142,12 @@ def test_a_target_with_a_running_state_is_refused(target, drafts):
         intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16,
     )  # fmt: skip
     with pytest.raises(BadInput, match=r"linear_attention.*cannot take back tokens"):
+        SpeculativeDecoder(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_target_that_takes_no_mask_of_ours_is_refused():
+    config = BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)
+    with pytest.raises(BadInput, match="biases"):
         SpeculativeDecoder(AutoModelForCausalLM.from_config(config))
 
 

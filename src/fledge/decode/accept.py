@@ -23,27 +23,30 @@ from fledge.decode.propose import Chooser, Proposal
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one row: the accepted nodes in order, and the target's own token after them."""
+    """Of one row: the accepted nodes in order; their tokens, and the target's own after them."""
 
     path: list[int]
-    token: int
+    tokens: list[int]
 
 
-def judge(
-    proposal: Proposal, logits_BNV: Tensor, chooser: Chooser, selected_W: Tensor
-) -> list[Verdict]:
-    """`logits_BNV` [B, N + 1, V]: after the verified text, then after each node."""
-    if proposal.probs_BNW is not None:
-        return _judge_drawn(proposal, logits_BNV, chooser, selected_W)
+def told(proposal: Proposal, logits_BNV: Tensor, chooser: Chooser) -> Tensor:
+    """Tokens, parents (of a tree) and the target's picks side by side: one copy to the host.
+
+    `logits_BNV` [B, N + 1, V]: after the verified text, then after each node.
+    """
     picked_BN, _ = chooser.pick(logits_BNV)
-    tokens = proposal.token_BN.tolist()
-    count = proposal.token_BN.shape[1]
-    if proposal.parent_BN is None:
-        parents = [list(range(-1, count - 1))] * len(tokens)
-    else:
-        parents = proposal.parent_BN.tolist()
-    picks = picked_BN.tolist()
-    return [walk(*row) for row in zip(tokens, parents, picks, strict=True)]
+    parts = (proposal.token_BN, proposal.parent_BN, picked_BN)
+    return torch.cat([part for part in parts if part is not None], dim=1)
+
+
+def judge(told: Sequence[Sequence[int]], count: int) -> list[Verdict]:
+    """What `told` says of every row, for `count` proposed tokens of each."""
+    chain = range(-1, count - 1)
+    verdicts = []
+    for row in told:
+        tokens, parents, picks = row[:count], row[count : -count - 1], row[-count - 1 :]
+        verdicts.append(walk(tokens, parents or chain, picks))
+    return verdicts
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> Verdict:
@@ -54,12 +57,13 @@ def walk(tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) ->
         if parent == at and token == picks[at + 1]:  # parents come first: one pass is enough
             path.append(node)
             at = node
-    return Verdict(path, picks[at + 1])
+    return Verdict(path, [*(tokens[node] for node in path), picks[at + 1]])
 
 
-def _judge_drawn(
+def judge_drawn(
     proposal: Proposal, logits_BNV: Tensor, chooser: Chooser, selected_W: Tensor
 ) -> list[Verdict]:
+    """The better rule, for a chain that was drawn from the draft's own distribution."""
     assert proposal.probs_BNW is not None
     p_BNV = chooser.probabilities(logits_BNV)
     q_BNV = torch.zeros_like(p_BNV)  # its last place stays 0: nothing is proposed there
@@ -73,8 +77,9 @@ def _judge_drawn(
     accepted_B = (draw_BN < chance_BN).long().cumprod(dim=1).sum(dim=1)
     rows_B = torch.arange(len(accepted_B), device=p_BN.device)
     token_B = chooser.draw(residual(p_BNV[rows_B, accepted_B], q_BNV[rows_B, accepted_B]))
-    counts, tokens = accepted_B.tolist(), token_B.tolist()
-    return [Verdict(list(range(n)), token) for n, token in zip(counts, tokens, strict=True)]
+    columns = (proposal.token_BN, accepted_B[:, None], token_B[:, None])
+    told = torch.cat(columns, dim=1).tolist()
+    return [Verdict(list(range(n)), [*drafted[:n], own]) for *drafted, n, own in told]
 
 
 def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:

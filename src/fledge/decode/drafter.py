@@ -6,7 +6,8 @@ anchor t leaves the keys of depth k at index t + k: what verification rejects is
 the true slots come, and "keys up to my own index" is the whole visibility rule of a chain and of
 P-EAGLE's mask slots. A tree says itself who sees whom.
 
-Shapes: B rows, Q new entries of a row, U cache entries, E draft hidden, W draft vocabulary.
+Shapes: B rows, Q new entries of a row, U cache entries, E draft hidden, W draft vocabulary; the
+cache has L layers and K = 2, keys and values.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.decode.recorded import Passes
 from fledge.draft.layer import LayerWeights, rms_norm
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.draft.rotary import rotate
@@ -27,68 +29,94 @@ class TrueSlots:
 
     aux_BQD: Tensor  # aux states of the slots' own tokens
     token_BQ: Tensor  # the tokens they read, one further on
-    start_B: list[int]  # index of each row's first new slot
-    count_B: list[int]  # how many of the Q are real
+    start_B: Tensor  # index of each row's first new slot
+    count_B: Tensor  # how many of the Q are real
+    used: int  # cache entries to look at: at least as far as a rollout from here goes
 
     @property
-    def anchors(self) -> list[int]:
+    def anchor_B(self) -> Tensor:  # noqa: N802  (its shape)
         """Each row's last slot: where its rollout starts."""
-        return [start + count - 1 for start, count in zip(self.start_B, self.count_B, strict=True)]
+        return self.start_B + self.count_B - 1
 
 
 class Drafter:
     """A draft and its cache, for one batch of rows at a time."""
 
-    def __init__(self, draft: LlamaEagle3DraftModel, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        draft: LlamaEagle3DraftModel,
+        *,
+        dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+    ) -> None:
         selected = draft.selected_token_ids
         if selected is None:
             raise ValueError("d2t: the draft has no vocabulary mapping")
         self.draft = draft.eval()
         self.dtype = dtype or draft.fc.weight.dtype
         self.device = draft.fc.weight.device
+        self.passes = passes or Passes(self.device, record=False)
         self.selected_W = selected
         self.layers: list[LayerWeights] = [layer.weights(self.dtype) for layer in draft.layers]  # type: ignore[operator]
         self._norm = draft.norm.weight.to(self.dtype)
         self._head = draft.lm_head.weight.to(self.dtype)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._cache_LKBUGC = self._empty(0, 0)
 
     def start(self, batch: int) -> None:
         """Empty caches for `batch` rows; they grow as they are written to."""
-        config = self.draft.config
-        shape = (batch, 0, config.num_key_value_heads, config.head_dim)
-        empty_BUGC = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._keys = [empty_BUGC] * len(self.layers)
-        self._values = [empty_BUGC] * len(self.layers)
+        rows, places = self._cache_LKBUGC.shape[2:4]
+        if batch > rows:
+            self._cache_LKBUGC = self._empty(batch, places)
+            self.passes.forget()
+        else:
+            self._cache_LKBUGC.zero_()
 
-    def _reserve(self, used: int) -> None:
-        """Room for `used` entries of a row; zeros, not garbage: a masked NaN is still a NaN."""
-        held = self._keys[0].shape[1]
-        if used > held:
-            more = (0, 0, 0, 0, 0, max(used - held, held, 256))
-            self._keys = [F.pad(keys, more) for keys in self._keys]
-            self._values = [F.pad(values, more) for values in self._values]
+    def _empty(self, rows: int, places: int) -> Tensor:
+        """Keys and values of all layers; zeros, not garbage: a masked NaN is still a NaN."""
+        config = self.draft.config
+        heads, channels = config.num_key_value_heads, config.head_dim
+        shape = (len(self.layers), 2, rows, places, heads, channels)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def room(self, needed: int) -> int:
+        """Make room for `needed` entries of a row; how many a pass should look at."""
+        used = self.passes.room(needed)
+        held = self._cache_LKBUGC
+        rows, places = held.shape[2:4]
+        if used > places:
+            self._cache_LKBUGC = self._empty(rows, max(used, 2 * places))
+            self._cache_LKBUGC[:, :, :, :places] = held
+            self.passes.forget()
+        return used
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
-        if list(rows) != list(range(len(self._keys[0]))):
-            index = torch.tensor(rows, device=self.device, dtype=torch.long)
-            self._keys = [keys.index_select(0, index) for keys in self._keys]
-            self._values = [values.index_select(0, index) for values in self._values]
+        """Go on with these rows only, moved to the front."""
+        index = torch.tensor(rows, device=self.device, dtype=torch.long)
+        cache = self._cache_LKBUGC
+        cache[:, :, : len(rows)] = cache.index_select(2, index)
+
+    def slots(
+        self,
+        aux_BQD: Tensor,
+        token_BQ: Tensor,
+        start_B: Sequence[int],
+        count_B: Sequence[int],
+        *,
+        ahead: int = 0,
+    ) -> TrueSlots:
+        """Verified slots by plain numbers, with room for `ahead` more entries behind them."""
+        used = self.room(max(start_B) + token_BQ.shape[1] + ahead)
+        start, count = (torch.tensor(list(x), device=self.device) for x in (start_B, count_B))
+        return TrueSlots(aux_BQD, token_BQ, start, count, used)
 
     def extend(self, slots: TrueSlots) -> Tensor:
         """Run verified slots with the target's true features; [B, E] at each row's anchor."""
         state_BQE = self.draft.project_hidden_states(slots.aux_BQD, self.dtype)
-        width = slots.token_BQ.shape[1]
-        index_BQ, used = self.indices(slots.start_B, width), max(slots.start_B) + width
-        state_BQE = self.run(state_BQE, slots.token_BQ, index_BQ, used=used)
-        last_B = torch.tensor([count - 1 for count in slots.count_B], device=self.device)
-        return state_BQE[torch.arange(len(last_B), device=self.device), last_B]
-
-    def indices(self, start_B: Sequence[int], count: int) -> Tensor:
-        """[B, count] consecutive cache indices from each row's start."""
-        start = torch.tensor(start_B, device=self.device)[:, None]
-        return start + torch.arange(count, device=self.device)
+        place_Q = torch.arange(slots.token_BQ.shape[1], device=self.device)
+        index_BQ = slots.start_B[:, None] + place_Q
+        state_BQE = self.run(state_BQE, slots.token_BQ, index_BQ, used=slots.used)
+        rows_B = torch.arange(len(state_BQE), device=self.device)
+        return state_BQE[rows_B, slots.count_B - 1]
 
     def run(
         self,
@@ -102,12 +130,11 @@ class Drafter:
     ) -> Tensor:
         """New entries through all layers; what the next depth carries ([B, Q, E]).
 
-        `used` is one past the highest index, known to the caller without asking the device.
-        Without `position_BQ` and `visible_BQU` an entry sits at its index and sees every index up
-        to it.
+        `used` is at least one past the highest index, and what `room` was asked for: so much of the
+        cache is looked at. Without `position_BQ` and `visible_BQU` an entry sits at its index and
+        sees every index up to it.
         """
         batch, count = token_BQ.shape
-        self._reserve(used)
         if position_BQ is None:
             position_BQ = index_BQ
         if visible_BQU is None:
@@ -117,8 +144,8 @@ class Drafter:
         turn = self.draft.rotary(position_BQ.flatten(), self.dtype)
         rows_B1 = torch.arange(batch, device=self.device)[:, None]
         state = state_BQE.flatten(0, 1)
-        for layer, keys_BUGC, values_BUGC in zip(
-            self.layers, self._keys, self._values, strict=True
+        for layer, (keys_BUGC, values_BUGC) in zip(
+            self.layers, self._cache_LKBUGC[:, :, :batch], strict=True
         ):
             qkv = layer.project(layer.normed(state), token, slice(None))
             q, kv = qkv.tensor_split([layer.q_size], dim=1)

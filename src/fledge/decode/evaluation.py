@@ -239,10 +239,10 @@ class DraftEvaluation:
             if done == 0:  # the first passes of a process are slow, and nobody's fault
                 for either in (decoder, plain):
                     either.generate(prompts, Stops(min(8, options.max_new_tokens)))
-            [found[index]] = decoder.generate(prompts, self._stops, measure=True)
+            [found[index]] = decoder.generate(prompts, self._stops)
             if index in self._sample:
                 live_clock.add(decoder.timing, found[index])
-                [alone] = plain.generate(prompts, self._stops, measure=True)
+                [alone] = plain.generate(prompts, self._stops)
                 plain_clock.add(plain.timing, alone)
         return found, Speed.of(plain_clock, live_clock)
 

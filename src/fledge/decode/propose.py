@@ -47,14 +47,14 @@ class Chooser:
 def propose_chain(drafter: Drafter, slots: TrueSlots, count: int, chooser: Chooser) -> Proposal:
     """EAGLE-3: one token after another, each from the draft's own last state and token."""
     state_BE = drafter.extend(slots)
+    anchor_B1 = slots.anchor_B[:, None]
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
     for depth in range(count):
         if depth > 0:
-            index_B1 = drafter.indices([anchor + depth for anchor in slots.anchors], 1)
-            used = max(slots.anchors) + depth + 1
-            state_B1E = drafter.run(state_BE[:, None], tokens[-1][:, None], index_B1, used=used)
-            state_BE = state_B1E[:, 0]
+            state_BE = drafter.run(
+                state_BE[:, None], tokens[-1][:, None], anchor_B1 + depth, used=slots.used
+            )[:, 0]
         picked_B, probs_BW = chooser.pick(drafter.logits(state_BE))
         tokens.append(drafter.selected_W[picked_B])
         if probs_BW is not None:
@@ -71,16 +71,15 @@ def propose_parallel(drafter: Drafter, slots: TrueSlots, count: int, chooser: Ch
     draft = drafter.draft
     batch, width = slots.token_BQ.shape
     place_Q = torch.arange(width + count - 1, device=drafter.device)
-    count_B1 = torch.tensor(slots.count_B, device=drafter.device)[:, None]
+    count_B1 = slots.count_B[:, None]
     real_BQ = place_Q < count_B1
     padded_BQ = F.pad(slots.token_BQ, (0, count - 1))
     token_BQ = padded_BQ.masked_fill(~real_BQ, draft.config.mask_token_id)
     placeholder_11E = draft.project_hidden_states(draft.mask_hidden, drafter.dtype)
     true_BQE = draft.project_hidden_states(slots.aux_BQD, drafter.dtype)
     state_BQE = F.pad(true_BQE, (0, 0, 0, count - 1)).where(real_BQ[..., None], placeholder_11E)
-    index_BQ = drafter.indices(slots.start_B, len(place_Q))
-    used = max(slots.start_B) + len(place_Q)
-    state_BQE = drafter.run(state_BQE, token_BQ, index_BQ, used=used)
+    index_BQ = slots.start_B[:, None] + place_Q
+    state_BQE = drafter.run(state_BQE, token_BQ, index_BQ, used=slots.used)
     rows_B1 = torch.arange(batch, device=drafter.device)[:, None]
     asking_BN = count_B1 - 1 + torch.arange(count, device=drafter.device)
     picked_BN, probs_BNW = chooser.pick(drafter.logits(state_BQE[rows_B1, asking_BN]))

@@ -5,24 +5,27 @@ and proposes tokens; the target reads the last known token and all proposed ones
 accepted ones and one token of the target's own are added; both caches forget the rest.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fledge.decode.accept import Verdict, judge
+from fledge.decode.accept import Verdict, judge, judge_drawn, told
+from fledge.decode.clock import Clock
 from fledge.decode.drafter import Drafter, TrueSlots
 from fledge.decode.propose import Chooser, Proposal, propose_chain, propose_parallel
+from fledge.decode.recorded import Passes
 from fledge.decode.rounds import Round
 from fledge.decode.stops import Finish, Stops
-from fledge.decode.target import Answer, CachedTarget, take
+from fledge.decode.target import CachedTarget, take
 from fledge.decode.tree import TreeShape, propose_tree, tree_layout
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput, nearest
 from fledge.target.layers import default_aux_layer_ids, target_depth, validate_aux_layer_ids
+from fledge.transfer import send
 
 Method = Literal["chain", "parallel", "tree"]
 
@@ -40,11 +43,6 @@ class Generation:
     def known(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
-    def tokens_from(self, index: int) -> list[int]:
-        """Prompt and continuation laid end to end, from `index` on."""
-        prompt = len(self.prompt_ids)
-        return self.prompt_ids[index:] + self.token_ids[max(0, index - prompt) :]
-
     def add(self, tokens: Sequence[int], stops: Stops) -> int:
         """Append up to where the text ends; how many were taken."""
         before = len(self.token_ids)
@@ -59,15 +57,17 @@ class Timing:
 
     rounds: int = 0  # passes of the target; a batch counts once
     decode_s: float = 0.0
-    draft_s: float = 0.0  # this and the next only when measured: a GPU must be waited for
+    draft_s: float = 0.0
     target_s: float = 0.0
+    recording_s: float = 0.0  # in none of the above: a GPU's passes are recorded once
 
 
 class SpeculativeDecoder:
     """A Hugging Face target with a draft, or, for comparison, without one.
 
     `method` None takes what the draft was trained for. `num_draft_tokens` is the length of a chain,
-    or the number of parallel tokens; a tree has its own shape.
+    or the number of parallel tokens; a tree has its own shape. `record`: whether greedy decoding on
+    a GPU runs recorded passes (`recorded`).
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class SpeculativeDecoder:
         num_draft_tokens: int = 7,
         tree: TreeShape | None = None,
         draft_dtype: torch.dtype | None = None,
+        record: bool = True,
     ) -> None:
-        self.drafter = None if draft is None else Drafter(draft, dtype=draft_dtype)
         self.method = None if draft is None else check_method(draft, method)
         if num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens must be positive, got {num_draft_tokens}")
@@ -95,13 +95,16 @@ class SpeculativeDecoder:
                 aux_layer_ids or known or default_aux_layer_ids(depth), depth
             )
         self.target = CachedTarget(model, ids)
-        if self.drafter is not None and self.drafter.device != self.target.device:
-            raise ValueError(
-                f"draft is on {self.drafter.device}, the target on {self.target.device}: "
-                "move the draft there"
-            )
-        if self.method == "tree":
-            self.target.check_trees()
+        self.passes = self.target.passes = Passes(self.target.device, record=record)
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            self.drafter = Drafter(draft, dtype=draft_dtype, passes=self.passes)
+            if self.drafter.device != self.target.device:
+                raise ValueError(
+                    f"draft is on {self.drafter.device}, the target on {self.target.device}: "
+                    "move the draft there"
+                )
+        self._reach = _Reach.of(self.method, num_draft_tokens, self.tree, self.drafter)
         self.timing = Timing()
 
     @torch.no_grad()
@@ -112,7 +115,6 @@ class SpeculativeDecoder:
         *,
         temperature: float = 0.0,
         seed: int = 0,
-        measure: bool = False,
         on_round: Callable[[list[Generation]], None] | None = None,
     ) -> list[Generation]:
         """Continue every prompt, all at once, each at its own pace; `on_round` may watch."""
@@ -122,113 +124,220 @@ class SpeculativeDecoder:
             raise ValueError("prompts: at least one, and each of at least one token")
         generator = torch.Generator(self.target.device).manual_seed(seed) if temperature else None
         chooser = Chooser(temperature, generator)
-        clock = _Clock(self.target.device, measure=measure)
-        self.timing = Timing()
+        self.passes.begin(greedy=temperature == 0)
+        clock = Clock(self.target.device)
         everyone = [Generation(list(prompt)) for prompt in prompts]
-        rows, slots = self._begin(everyone, stops, chooser)
-        begin = clock.now(wait=True)
-        while rows:
-            round_begin = clock.now()
-            proposal = self._propose(len(rows), slots, chooser)
-            drafted = clock.now()
-            answer, verdicts = self._verify(rows, proposal, chooser)
-            tokens = proposal.token_BN.tolist()
-            for row, drafted_N, verdict in zip(rows, tokens, verdicts, strict=True):
-                self._add(row, [drafted_N[node] for node in verdict.path], verdict.token, stops)
-            rows, slots = self._go_on(rows, verdicts, answer)
-            self.timing.draft_s += drafted - round_begin
-            self.timing.target_s += clock.now() - drafted
+        now = self._begin(everyone, stops, chooser)
+        self.timing = Timing()
+        while now is not None:
+            clock.mark(self.passes.recording_s)
+            proposal = self._propose(now, chooser)
+            clock.mark(self.passes.recording_s)
+            verdicts, aux_BND = self._verify(now, proposal, chooser)
+            for row, verdict in zip(now.rows, verdicts, strict=True):
+                self._add(row, verdict, stops)
+            now = self._go_on(now.rows, [verdict.path for verdict in verdicts], aux_BND)
+            clock.mark(self.passes.recording_s)
             self.timing.rounds += 1
             if on_round is not None:
                 on_round(everyone)
-        self.timing.decode_s = clock.now(wait=True) - begin
+        self.timing.draft_s, self.timing.target_s, self.timing.decode_s = clock.read()
+        self.timing.recording_s = self.passes.recording_s
         return everyone
 
-    def _begin(
-        self, rows: list[Generation], stops: Stops, chooser: Chooser
-    ) -> tuple[list[Generation], TrueSlots | None]:
+    def _begin(self, rows: list[Generation], stops: Stops, chooser: Chooser) -> "_Now | None":
         """Read the prompts and take the first token, which no draft had a say in."""
-        answer = self.target.begin([row.prompt_ids for row in rows])
+        prompts = [row.prompt_ids for row in rows]
+        answer = self.target.begin(prompts, ahead=self._reach.count + 1)
         first_B, _ = chooser.pick(answer.logits_BNV[:, 0])
         for row, token in zip(rows, first_B.tolist(), strict=True):
             row.add([token], stops)
-        if self.drafter is not None:
+        aux_BND = None
+        if self.drafter is not None and answer.aux_BND is not None:
             self.drafter.start(len(rows))
-        alive = [index for index, row in enumerate(rows) if row.finish is None]
-        self.target.keep(alive, [[] for _ in alive])
-        everything = [list(range(len(rows[index].prompt_ids))) for index in alive]
-        return [rows[i] for i in alive], self._slots(rows, alive, everything, answer)
+            self._read_prompts(self.drafter, prompts, answer.aux_BND)
+            last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
+            aux_BND = take(answer.aux_BND, last_B1.to(self.target.device))
+            if self.passes.fixed:  # as wide as it will be after every round
+                aux_BND = F.pad(aux_BND, (0, 0, 0, self._reach.kept - 1))
+        return self._go_on(rows, [[] for _ in rows], aux_BND)
 
-    def _propose(self, batch: int, slots: TrueSlots | None, chooser: Chooser) -> Proposal:
-        if self.drafter is None or slots is None:
-            return Proposal(torch.empty((batch, 0), dtype=torch.long, device=self.target.device))
-        if self.method == "tree":
-            return propose_tree(self.drafter, slots, self.tree)
-        propose = propose_parallel if self.method == "parallel" else propose_chain
-        return propose(self.drafter, slots, self.num_draft_tokens, chooser)
+    @staticmethod
+    def _read_prompts(drafter: Drafter, prompts: list[list[int]], aux_BTD: Tensor) -> None:
+        """The prompts' slots, but for the last, which reads the first token behind the prompt."""
+        width = max(len(prompt) for prompt in prompts) - 1
+        if width > 0:
+            tokens = [prompt[1:] + [0] * (width + 1 - len(prompt)) for prompt in prompts]
+            token_BQ = torch.tensor(tokens, device=drafter.device)
+            index_BQ = torch.arange(width, device=drafter.device).expand(token_BQ.shape)
+            state_BQE = drafter.draft.project_hidden_states(aux_BTD[:, :width], drafter.dtype)
+            drafter.room(width)
+            drafter.run(state_BQE, token_BQ, index_BQ, used=width)
+
+    def _numbers(self, rows: list[Generation], kept: list[list[int]]) -> Tensor:
+        """[B, 2 + 2Q]: all that a round tells the device, in one copy.
+
+        Length of the row in the target's cache; how many slots the last round made true, the tokens
+        that they read, and where among the last round's tokens they stood.
+        """
+        most = self._reach.kept if self.passes.fixed else max(len(own) for own in kept)
+        table = []
+        for row, own in zip(rows, kept, strict=True):
+            count, rest = len(own), most - len(own)
+            tokens = row.token_ids[-count:]
+            table.append([row.known - 1, count, *tokens, *[0] * rest, *own, *range(count, most)])
+        return send(torch.tensor(table), self.target.device)
+
+    def _propose(self, now: "_Now", chooser: Chooser) -> Proposal:
+        drafter = self.drafter
+        if drafter is None or now.aux_BQD is None:
+            return Proposal(now.numbers_BC[:, :0])
+        used = drafter.room(now.length + self._reach.slots)
+
+        def run(numbers_BC: Tensor, aux_BQD: Tensor) -> Proposal:
+            length_B, count_B, token_BQ, _ = _columns(numbers_BC)
+            slots = TrueSlots(aux_BQD, token_BQ, length_B - count_B, count_B, used)
+            if self.method == "tree":
+                return propose_tree(drafter, slots, self.tree)
+            propose = propose_parallel if self.method == "parallel" else propose_chain
+            return propose(drafter, slots, self.num_draft_tokens, chooser)
+
+        inputs = {"numbers_BC": now.numbers_BC, "aux_BQD": now.aux_BQD}
+        return self.passes("propose", run, inputs, used=used)
 
     def _verify(
-        self, rows: list[Generation], proposal: Proposal, chooser: Chooser
-    ) -> tuple[Answer, list[Verdict]]:
-        last_B1 = torch.tensor([row.token_ids[-1:] for row in rows], device=self.target.device)
-        token_BN = torch.cat([last_B1, proposal.token_BN], dim=1)
-        if proposal.parent_BN is None:
-            answer = self.target.step(token_BN)
-        else:
-            depth_BN, visible_BNN = tree_layout(proposal.parent_BN, self.tree.depth)
-            answer = self.target.step(token_BN, depth_BN=depth_BN, visible_BNN=visible_BNN)
-        selected_W = token_BN.new_empty(0) if self.drafter is None else self.drafter.selected_W
-        return answer, judge(proposal, answer.logits_BNV, chooser, selected_W)
+        self, now: "_Now", proposal: Proposal, chooser: Chooser
+    ) -> tuple[list[Verdict], Tensor | None]:
+        count = proposal.token_BN.shape[1]
+        used = self.target.room(now.length + count + 1)
+        level = not self.passes.fixed and len({row.known for row in now.rows}) == 1
 
-    def _add(self, row: Generation, drafted: list[int], own: int, stops: Stops) -> None:
-        context = row.known
-        emitted = row.add([*drafted, own], stops)
-        if self.drafter is not None:
-            row.rounds.append(Round(context, min(len(drafted), emitted), emitted))
+        def run(numbers_BC: Tensor, **proposed: Tensor) -> "_Verified":
+            length_B, count_B, token_BQ, _ = _columns(numbers_BC)
+            last_B1 = token_BQ.gather(1, count_B[:, None] - 1)
+            token_BN = torch.cat([last_B1, proposed["token_BN"]], dim=1)
+            layout = {}
+            if "parent_BN" in proposed:
+                depth_BN, visible_BNN = tree_layout(proposed["parent_BN"], self.tree.depth)
+                layout = {"depth_BN": depth_BN, "visible_BNN": visible_BNN}
+            answer = self.target.read(token_BN, length_B, used=used, level=level, **layout)
+            if proposal.probs_BNW is not None:
+                return _Verified(answer.aux_BND, logits_BNV=answer.logits_BNV)
+            own = Proposal(proposed["token_BN"], proposed.get("parent_BN"))
+            return _Verified(answer.aux_BND, told_BK=told(own, answer.logits_BNV, chooser))
+
+        inputs = {"numbers_BC": now.numbers_BC, "token_BN": proposal.token_BN}
+        if proposal.parent_BN is not None:
+            inputs["parent_BN"] = proposal.parent_BN
+        found = self.passes("verify", run, inputs, used=used)
+        if found.told_BK is not None:
+            return judge(found.told_BK.tolist(), count), found.aux_BND
+        assert found.logits_BNV is not None
+        assert self.drafter is not None
+        drawn = judge_drawn(proposal, found.logits_BNV, chooser, self.drafter.selected_W)
+        return drawn, found.aux_BND
+
+    def _settle(self, numbers_BC: Tensor) -> None:
+        """Move the accepted path of the last tree together in the target's cache."""
+
+        def run(numbers_BC: Tensor) -> None:
+            length_B, count_B, _, place_BQ = _columns(numbers_BC)
+            self.target.settle(length_B - count_B, place_BQ)
+
+        def rehearse() -> dict[str, Tensor]:
+            """Everything stays where it is: moved twice, it would be elsewhere."""
+            rehearsal_BC = numbers_BC.clone()
+            _, _, _, place_BQ = _columns(rehearsal_BC)
+            place_BQ.copy_(torch.arange(place_BQ.shape[1], device=place_BQ.device))
+            return {"numbers_BC": rehearsal_BC}
+
+        inputs = {"numbers_BC": numbers_BC}
+        self.passes("settle", run, inputs, used=0, rehearse=rehearse)
+
+    def _add(self, row: Generation, verdict: Verdict, stops: Stops) -> None:
+        if row.finish is None:
+            context = row.known
+            emitted = row.add(verdict.tokens, stops)
+            if self.drafter is not None:
+                row.rounds.append(Round(context, min(len(verdict.path), emitted), emitted))
 
     def _go_on(
-        self, rows: list[Generation], verdicts: list[Verdict], answer: Answer
-    ) -> tuple[list[Generation], TrueSlots | None]:
-        """Drop finished rows, and of the others everything that was not accepted."""
+        self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor | None
+    ) -> "_Now | None":
+        """Drop finished rows (none left: None), and forget what was not accepted.
+
+        Where shapes should stay as they are, finished rows run along until they are half of all.
+        """
         alive = [index for index, row in enumerate(rows) if row.finish is None]
-        kept = [[0, *(node + 1 for node in verdicts[index].path)] for index in alive]
-        self.target.keep(alive, kept)
-        return [rows[i] for i in alive], self._slots(rows, alive, kept, answer)
-
-    def _slots(
-        self, rows: list[Generation], alive: list[int], kept: list[list[int]], answer: Answer
-    ) -> TrueSlots | None:
-        """The slots that the target's answer has made true; `kept` are its places that stand."""
-        if self.drafter is None or answer.aux_BND is None or not alive:
+        if not alive:
             return None
-        self.drafter.select(alive)
-        width = max(len(own) for own in kept)
-        place = [own + [0] * (width - len(own)) for own in kept]
-        aux_BND = answer.aux_BND[torch.tensor(alive, device=self.target.device)]
-        aux_BQD = take(aux_BND, torch.tensor(place, device=self.target.device))
-        # the newest token has no state yet: a row's last slot is the one before
-        start_B = [rows[i].known - 1 - len(own) for i, own in zip(alive, kept, strict=True)]
-        tokens = [rows[i].tokens_from(start + 1) for i, start in zip(alive, start_B, strict=True)]
-        padded = [own + [0] * (width - len(own)) for own in tokens]
-        return TrueSlots(
-            aux_BQD=aux_BQD.to(self.drafter.device),
-            token_BQ=torch.tensor(padded, device=self.drafter.device),
-            start_B=start_B,
-            count_B=[len(own) for own in kept],
-        )
+        kept = [
+            [0, *(node + 1 for node in path)] if row.finish is None else [0]
+            for row, path in zip(rows, paths, strict=True)
+        ]
+        if len(alive) < len(rows) and not (self.passes.fixed and 2 * len(alive) > len(rows)):
+            self.target.select(alive)
+            rows, kept = [rows[i] for i in alive], [kept[i] for i in alive]
+            if self.drafter is not None and aux_BND is not None:
+                self.drafter.select(alive)
+                aux_BND = aux_BND[torch.tensor(alive, device=aux_BND.device)]
+        numbers_BC = self._numbers(rows, kept)
+        if self.method != "tree":  # what stands, stands where it should
+            width = numbers_BC.shape[1] // 2 - 1
+            return _Now(rows, numbers_BC, None if aux_BND is None else aux_BND[:, :width])
+        assert aux_BND is not None
+        now = _Now(rows, numbers_BC, take(aux_BND, _columns(numbers_BC)[3]))
+        if self.passes.fixed or any(own != [*range(len(own))] for own in kept):
+            self._settle(numbers_BC)
+        return now
 
 
-class _Clock:
-    """Wall clock that waits for the GPU, always or only where it is asked to."""
+@dataclass(frozen=True)
+class _Now:
+    """Between two rounds: the rows, and what is true since the last pass of the target."""
 
-    def __init__(self, device: torch.device, *, measure: bool) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        self._measure = measure
+    rows: list[Generation]
+    numbers_BC: Tensor
+    aux_BQD: Tensor | None  # None without a draft
 
-    def now(self, *, wait: bool = False) -> float:
-        if self._cuda is not None and (wait or self._measure):
-            torch.cuda.synchronize(self._cuda)
-        return time.perf_counter()
+    @property
+    def length(self) -> int:
+        """Of the longest row in the target's cache, which lacks the newest token."""
+        return max(row.known for row in self.rows) - 1
+
+
+@dataclass(frozen=True)
+class _Verified:
+    aux_BND: Tensor | None
+    told_BK: Tensor | None = None
+    logits_BNV: Tensor | None = None  # of a chain that was drawn
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """How much a round can bring, whatever is accepted."""
+
+    count: int = 0  # proposed tokens
+    kept: int = 1  # places of the target's pass that can stand
+    slots: int = 0  # entries of the draft's cache behind the newest verified slot
+
+    @classmethod
+    def of(
+        cls, method: Method | None, count: int, tree: TreeShape, drafter: Drafter | None
+    ) -> "_Reach":
+        if drafter is None:
+            return cls()
+        if method == "tree":
+            vocabulary = len(drafter.selected_W)
+            kept = tree.depth + 1
+            return cls(tree.proposed(vocabulary), kept, max(kept, tree.behind(vocabulary)))
+        return cls(count, count + 1, 2 * count if method == "parallel" else count + 1)
+
+
+def _columns(numbers_BC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lengths, counts, tokens and places of `_numbers`."""
+    token_BQ, place_BQ = numbers_BC[:, 2:].chunk(2, dim=1)
+    return numbers_BC[:, 0], numbers_BC[:, 1], token_BQ, place_BQ
 
 
 def check_method(draft: LlamaEagle3DraftModel, method: str | None) -> Method:

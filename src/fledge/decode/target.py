@@ -1,26 +1,28 @@
 """The target as an engine runs it: a Hugging Face model with a cache that can take back tokens.
 
-Rows of different lengths stand right-aligned in the cache (left padding, the layout every causal
-LM of transformers knows from batched generation) and without holes: after each round the tokens
-that were not accepted are cut out and the rows are moved together again. With one row that is a
-crop. Distances in the cache equal distances in the text, so sliding windows stay right.
+`begin` reads prompts. `read` is one pass over a few new tokens of every row, written as plain
+tensor code, so that it can be recorded (`recorded`): the lengths of the rows are a tensor, and the
+mask, sliding windows and trees included, is made from them. `step` and `keep` do the same from
+plain numbers.
 
-Shapes: B rows, N new tokens of a row, U cache width, D target hidden, V vocabulary.
+Shapes: B rows, N new tokens of a row, U cache places looked at, D target hidden, V vocabulary.
 """
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.cache_utils import DynamicCache
 
+from fledge.decode.recorded import Passes
+from fledge.decode.slot_cache import SlotCache
 from fledge.errors import BadInput
 from fledge.target.capture import layer_outputs
 from fledge.target.layers import find_layers, text_config
+from fledge.target.one_row import lent_attention
+from fledge.target.probe import find_head_module
 
 _ATTENTION = ("full_attention", "sliding_attention")
 
@@ -36,41 +38,45 @@ class Answer:
 class CachedTarget:
     """A causal LM and its cache, for one batch of rows at a time."""
 
-    def __init__(self, model: nn.Module, aux_layer_ids: Sequence[int] | None) -> None:
+    def __init__(
+        self, model: nn.Module, aux_layer_ids: Sequence[int] | None, passes: Passes | None = None
+    ) -> None:
         self.model = model.eval()
         self.aux_layer_ids = list(aux_layer_ids or [])
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         weight = next(embedding.parameters())
         self.device, self._dtype = weight.device, weight.dtype
-        self.lengths: list[int] = []  # tokens of each row in the cache
-        self._check_config()
-        self._layers = find_layers(model)
-        self._cache = DynamicCache()
-        self._width = 0
-        takes = inspect.signature(model.forward).parameters
-        self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.passes = passes or Passes(self.device, record=False)
+        self.lengths: list[int] = []  # tokens of each row in the cache, for `step` and `keep`
+        self._kinds = self._layer_kinds()
+        self._layers, self._head = find_layers(model), find_head_module(model)
+        self._attention = self._masked_attention()
+        self._cache = SlotCache(len(self._layers))
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> Answer:
-        """Read the prompts; logits [B, 1, V] of the next token, aux states left-aligned."""
+    def begin(self, prompts: Sequence[Sequence[int]], *, ahead: int = 0) -> Answer:
+        """Read the prompts; logits [B, 1, V] of the next token, aux states left-aligned.
+
+        `ahead` is how many tokens the first `read` will put behind them.
+        """
         self.lengths = [len(prompt) for prompt in prompts]
-        self._cache, self._width = DynamicCache(), 0  # full layers whatever the model's windows
         width = max(self.lengths)
-        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        pad_B1 = self._column([width - length for length in self.lengths])
-        place_BU = torch.arange(width, device=self.device) - pad_B1
-        mask_BU = None if min(self.lengths) == width else place_BU >= 0
-        answer = self._forward(
-            torch.tensor(padded, device=self.device),
-            None if mask_BU is None else mask_BU.long(),
-            place_BU.clamp_min(0),
-            **self._keep_last,
-        )
-        self._width = width
-        aux_BND = answer.aux_BND
-        if aux_BND is not None and mask_BU is not None:
-            source_BU = (torch.arange(width, device=self.device) + pad_B1).clamp_max(width - 1)
-            aux_BND = take(aux_BND, source_BU)
-        return Answer(answer.logits_BNV[:, -1:], aux_BND)
+        if self._cache.start(len(prompts), self.passes.room(width + ahead)):
+            self.passes.forget()
+        padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
+        token_BN = torch.tensor(padded, device=self.device)
+        position_BN = torch.arange(width, device=self.device).expand(token_BN.shape)
+        last_B1 = torch.tensor(self.lengths, device=self.device)[:, None] - 1
+        self._cache.aim(None, used=width, count=width)
+        # padding stands behind the text, where a causal model does not look
+        with _only(self._head, last_B1):
+            return self._forward(token_BN, None, position_BN)
+
+    def room(self, needed: int) -> int:
+        """Make room for `needed` places of a row; how many a pass should look at."""
+        used = self.passes.room(needed)
+        if self._cache.reserve(used):
+            self.passes.forget()
+        return used
 
     def step(
         self,
@@ -79,112 +85,151 @@ class CachedTarget:
         depth_BN: Tensor | None = None,
         visible_BNN: Tensor | None = None,
     ) -> Answer:
-        """Read N new tokens behind each row: one after another, or as the tree says.
+        """Read N new tokens behind each row. They stay in the cache until `keep` is called."""
+        used = self.room(max(self.lengths) + token_BN.shape[1])
+        level = len({*self.lengths}) == 1 and not self.passes.fixed
+        length_B = torch.tensor(self.lengths, device=self.device)
+        return self.read(
+            token_BN, length_B, used=used, depth_BN=depth_BN, visible_BNN=visible_BNN, level=level
+        )
+
+    def read(
+        self,
+        token_BN: Tensor,
+        length_B: Tensor,
+        *,
+        used: int,
+        depth_BN: Tensor | None = None,
+        visible_BNN: Tensor | None = None,
+        level: bool = False,
+    ) -> Answer:
+        """Read N new tokens behind each row: one after another, or as a tree says.
 
         `depth_BN` is how far behind the row's end a token stands, `visible_BNN` which of the new
-        tokens it sees, itself included. The tokens stay in the cache until `keep` is called.
+        tokens it sees, itself included. `level`: every row ends where `used` ends, so that the
+        model's own mask is right for a chain, and attention may run without any.
         """
-        count = token_BN.shape[1]
-        length_B1 = self._column(self.lengths)
-        pad_B1 = self._width - length_B1
-        past_BU = torch.arange(self._width, device=self.device) >= pad_B1
-        mask: Tensor | None
-        if visible_BNN is not None:
-            past_BNU = past_BU[:, None].expand(-1, count, -1)
-            mask = self._additive(torch.cat([past_BNU, visible_BNN], dim=2)[:, None])
-        elif min(self.lengths) == self._width:
-            mask = None
-        else:
-            mask = F.pad(past_BU, (0, count), value=True).long()
-        if depth_BN is None:
-            depth_BN = torch.arange(count, device=self.device)[None]
-        return self._forward(token_BN, mask, length_B1 + depth_BN)
+        step_BN = torch.arange(token_BN.shape[1], device=self.device).expand(token_BN.shape)
+        length_B1 = length_B[:, None]
+        position_BN = length_B1 + (step_BN if depth_BN is None else depth_BN)
+        mask = index_BN = None
+        if visible_BNN is not None or not level:
+            mask = self._mask(length_B1, position_BN, visible_BNN, used)
+        if not level:
+            index_BN = length_B1 + step_BN
+        self._cache.aim(index_BN, used=used, count=token_BN.shape[1])
+        return self._forward(token_BN, mask, position_BN)
 
     def keep(self, rows: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
         """Go on with these rows, each with these of its last step's tokens (ascending)."""
         if not rows:
             return
-        lengths = [self.lengths[row] for row in rows]
-        total = [length + len(own) for length, own in zip(lengths, kept, strict=True)]
-        every_row = list(rows) == list(range(len(self.lengths)))
-        chain = all(list(own) == list(range(len(own))) for own in kept)
-        if every_row and chain and len({len(own) for own in kept}) == 1:
-            self._rearrange(None, None, self._width + len(kept[0]))
-        else:
-            rows_B = torch.tensor(rows, device=self.device)
-            self._rearrange(rows_B, self._source(lengths, kept), max(total))
-        self.lengths = total
-
-    def _source(self, lengths: list[int], kept: Sequence[Sequence[int]]) -> Tensor:
-        """[B, new width]: where in the cache each entry comes from; padding may be anything."""
-        total = [length + len(own) for length, own in zip(lengths, kept, strict=True)]
+        self.select(rows)
         most = max(1, *(len(own) for own in kept))
-        new_BK = torch.tensor([[*own, *[0] * (most - len(own))] for own in kept])
-        length_B1 = self._column(lengths)
-        place_BU = torch.arange(max(total), device=self.device) - (max(total) - self._column(total))
-        behind_BU = (place_BU - length_B1).clamp(0, most - 1)
-        new_BU = self._width + new_BK.to(self.device).gather(1, behind_BU)
-        old_BU = (place_BU + self._width - length_B1).clamp(0)
-        return torch.where(place_BU < length_B1, old_BU, new_BU)
+        place_BQ = torch.tensor([[*own, *range(len(own), most)] for own in kept])
+        start_B = torch.tensor(self.lengths, device=self.device)
+        self.room(max(self.lengths) + most)
+        self.settle(start_B, place_BQ.to(self.device))
+        self.lengths = [length + len(own) for length, own in zip(self.lengths, kept, strict=True)]
 
-    def _rearrange(self, rows_B: Tensor | None, source_BU: Tensor | None, width: int) -> None:
-        for layer in self._cache.layers:
-            for name in ("keys", "values"):
-                held = getattr(layer, name)
-                if source_BU is None:
-                    held = held[:, :, :width]
-                else:
-                    index = source_BU[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
-                    held = held[rows_B].gather(2, index)
-                setattr(layer, name, held)
-        self._width = width
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        if list(rows) != list(range(len(self.lengths))):
+            self._cache.select(list(rows))
+            self.lengths = [self.lengths[row] for row in rows]
+
+    def settle(self, start_B: Tensor, place_BQ: Tensor) -> None:
+        """Move the entries at `place_BQ` behind `start_B` together: the accepted path of a tree."""
+        start_B1 = start_B[:, None]
+        into_BQ = start_B1 + torch.arange(place_BQ.shape[1], device=self.device)
+        self._cache.move(start_B1 + place_BQ, into_BQ)
+
+    def _mask(
+        self, length_B1: Tensor, position_BN: Tensor, visible_BNN: Tensor | None, used: int
+    ) -> Tensor | dict[str, Tensor]:
+        """[B, 1, N, U] for every kind of layer: 0 where visible, the least number elsewhere."""
+        count = position_BN.shape[1]
+        place_U = torch.arange(used, device=self.device)
+        new_BU = place_U - length_B1  # 0: the first new token
+        stands_BU = place_U.expand_as(new_BU)
+        if visible_BNN is None:
+            visible_BNU = stands_BU[:, None] <= position_BN[..., None]
+        else:
+            node_BU = new_BU.clamp(0, count - 1)
+            seen_BNU = visible_BNN.gather(2, node_BU[:, None].expand(-1, count, -1))
+            visible_BNU = (new_BU < 0)[:, None] | (seen_BNU & (new_BU < count)[:, None])
+            stands_BU = torch.where(new_BU < 0, stands_BU, position_BN.gather(1, node_BU))
+        masks = {}
+        for kind, window in self._kinds.items():
+            shown_BNU = visible_BNU
+            if window is not None:
+                shown_BNU = visible_BNU & (stands_BU[:, None] > position_BN[..., None] - window)
+            mask_BNU = torch.zeros(shown_BNU.shape, dtype=self._dtype, device=self.device)
+            mask_BNU.masked_fill_(~shown_BNU, torch.finfo(self._dtype).min)
+            masks[kind] = mask_BNU[:, None]
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _forward(
-        self, token_BN: Tensor, mask: Tensor | None, position_BN: Tensor, **options: Any
+        self, token_BN: Tensor, mask: Tensor | dict[str, Tensor] | None, position_BN: Tensor
     ) -> Answer:
         seen: dict[int, Tensor] = {}
-        with layer_outputs(self._layers, self.aux_layer_ids, seen.__setitem__):
+        with ExitStack() as stack:
+            stack.enter_context(layer_outputs(self._layers, self.aux_layer_ids, seen.__setitem__))
+            if mask is not None and self._attention is not None:
+                stack.enter_context(lent_attention(self.model, self._attention))
             output = self.model(
                 input_ids=token_BN,
                 attention_mask=mask,
-                position_ids=position_BN.expand(token_BN.shape),
+                position_ids=position_BN,
                 past_key_values=self._cache,
                 use_cache=True,
-                **options,
             )
         aux = torch.cat([seen[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
         return Answer(output.logits, aux)
 
-    def _check_config(self) -> None:
-        """Only keys and values of plain attention can be taken back token by token."""
+    def _layer_kinds(self) -> dict[str, int | None]:
+        """The kinds of attention in the model and how far each looks back (None: all the way).
+
+        Only keys and values of plain attention can be taken back token by token.
+        """
         config = text_config(self.model.config)
-        kinds = set(getattr(config, "layer_types", None) or []) - {*_ATTENTION}
-        if kinds:
+        window = getattr(config, "sliding_window", None)
+        kinds = set(getattr(config, "layer_types", None) or [])
+        if other := kinds - {*_ATTENTION}:
             raise BadInput(
-                f"{type(self.model).__name__} has {', '.join(sorted(kinds))} layers, whose state "
+                f"{type(self.model).__name__} has {', '.join(sorted(other))} layers, whose state "
                 "cannot take back tokens",
                 fix="speculative decoding needs a target with plain attention",
             )
-
-    def check_trees(self) -> None:
-        """A tree needs a mask of its own, which windows and flash kernels do not take."""
-        config = text_config(self.model.config)
-        kind = getattr(config, "_attn_implementation", "eager")
-        windows = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-        if kind not in ("eager", "sdpa") or windows or getattr(config, "sliding_window", None):
+        if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
             raise BadInput(
-                f"tree drafting needs full attention under sdpa or eager; this target has "
-                f"{', '.join(sorted(windows)) or kind}",
-                fix="use chain or parallel drafting",
+                f"{type(self.model).__name__} tells positions by biases, which need its own mask",
+                fix="speculative decoding needs a target with rotary or learned positions",
             )
+        if not kinds:
+            kinds = {"full_attention" if window is None else "sliding_attention"}
+        return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
-    def _additive(self, visible: Tensor) -> Tensor:
-        """0 where visible, the least number elsewhere: the form a model takes as it is."""
-        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self.device)
-        return mask.masked_fill_(~visible, torch.finfo(self._dtype).min)
+    def _masked_attention(self) -> str | None:
+        """What to run instead of attention that takes no mask of ours; None: it takes one."""
+        config = text_config(self.model.config)
+        if getattr(config, "_attn_implementation", "eager") in ("eager", "sdpa"):
+            return None
+        return "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
 
-    def _column(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, device=self.device)[:, None]
+
+@contextmanager
+def _only(head: nn.Module, place_B1: Tensor) -> Iterator[None]:
+    """While open, the head makes logits of one place of each row alone."""
+
+    def pick(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (take(args[0], place_B1), *args[1:])
+
+    handle = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def take(values_BND: Tensor, index_BK: Tensor) -> Tensor:

@@ -34,6 +34,15 @@ class TreeShape:
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} of a tree must be positive, got {getattr(self, name)}")
 
+    def proposed(self, vocabulary: int) -> int:
+        """How many nodes are proposed: `nodes`, or all that are ever scored."""
+        width = min(self.width, vocabulary)
+        return min(self.nodes, width + (self.depth - 1) * width**2)
+
+    def behind(self, vocabulary: int) -> int:
+        """How many entries expanded nodes take in the draft's cache, behind the anchor."""
+        return (self.depth - 1) * min(self.width, vocabulary)
+
 
 def propose_tree(drafter: Drafter, slots: TrueSlots, shape: TreeShape) -> Proposal:
     """The likeliest `nodes` continuations, parents before children."""
@@ -44,15 +53,16 @@ def propose_tree(drafter: Drafter, slots: TrueSlots, shape: TreeShape) -> Propos
     token_BN, score_BN = _best_tokens(drafter, carried_BE[:, None], width)
     token_BN, score_BN = token_BN[:, 0], score_BN[:, 0]
     parent_BN = torch.full_like(token_BN, -1)
-    frontier_BF = torch.arange(width, device=drafter.device).expand(batch, -1)
+    own_F = torch.arange(width, device=drafter.device)
+    frontier_BF = own_F.expand(batch, -1)
     state_BFE = carried_BE[:, None].expand(-1, width, -1)
+    behind_A = torch.arange(shape.behind(width), device=drafter.device)
     ancestors_BFA = torch.zeros(
-        (batch, width, (shape.depth - 1) * width), dtype=torch.bool, device=drafter.device
+        (batch, width, len(behind_A)), dtype=torch.bool, device=drafter.device
     )
     for depth in range(1, shape.depth):
-        own = torch.arange(width, device=drafter.device)
-        ancestors_BFA = ancestors_BFA.clone()
-        ancestors_BFA[:, own, own + (depth - 1) * width] = True  # each sees itself
+        itself_FA = behind_A == own_F[:, None] + (depth - 1) * width
+        ancestors_BFA = ancestors_BFA | itself_FA  # each sees itself
         state_BFE = _expand(
             drafter, slots, state_BFE, token_BN[rows_B1, frontier_BF], ancestors_BFA, depth
         )
@@ -88,19 +98,18 @@ def _expand(
 ) -> Tensor:
     """Run the frontier at `depth`; its carried states."""
     width, space = ancestors_BFA.shape[1:]
-    behind_B1 = torch.tensor(slots.anchors, device=drafter.device)[:, None] + 1
-    used = int(max(slots.anchors)) + 1 + depth * width
-    place_BU = torch.arange(used, device=drafter.device) - behind_B1  # 0: first node of the tree
+    behind_B1 = slots.anchor_B[:, None] + 1
+    place_BU = torch.arange(slots.used, device=drafter.device) - behind_B1  # 0: the first node
     node_BFU = place_BU.clamp(0, space - 1)[:, None].expand(-1, width, -1)
     seen_BFU = ancestors_BFA.gather(2, node_BFU) & (place_BU < space)[:, None]
-    visible_BFU = torch.where((place_BU < 0)[:, None], True, seen_BFU)
+    visible_BFU = (place_BU < 0)[:, None] | seen_BFU
     index_BF = behind_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
     position_BF = (behind_B1 - 1 + depth).expand(-1, width)
     return drafter.run(
         state_BFE,
         token_BF,
         index_BF,
-        used=used,
+        used=slots.used,
         position_BQ=position_BF,
         visible_BQU=visible_BFU,
     )
@@ -113,8 +122,8 @@ def _prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) ->
     number = torch.arange(kept_BM.shape[1], device=kept_BM.device).expand_as(kept_BM)
     renumbered_BN = torch.full_like(parent_BN, -1).scatter(1, kept_BM, number)
     parent_BM = parent_BN.gather(1, kept_BM)
-    parent_BM = torch.where(parent_BM < 0, -1, renumbered_BN.gather(1, parent_BM.clamp_min(0)))
-    return Proposal(token_BN.gather(1, kept_BM), parent_BM)
+    number_BM = renumbered_BN.gather(1, parent_BM.clamp_min(0)).masked_fill(parent_BM < 0, -1)
+    return Proposal(token_BN.gather(1, kept_BM), number_BM)
 
 
 def tree_layout(parent_BN: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,13 @@ whose GPU would wait for Python: a whole pass as a CUDA graph, started with one 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class CompiledLayers:
@@ -50,13 +51,20 @@ def compile_errors() -> tuple[type[BaseException], ...]:
     return TorchDynamoException, InductorError
 
 
-class RecordedPass:
+class RecordedPass(Generic[Result]):
     """`run(**inputs)` recorded once for inputs of one shape; each call copies new inputs in.
 
-    The results lie in the graph's own memory: the next call overwrites them.
+    The results lie in the graph's own memory: the next call overwrites them. Passes that are given
+    the same `pool` share their memory: there, the next call of *any* of them does.
     """
 
-    def __init__(self, run: Callable[..., list[Tensor]], inputs: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Result],
+        inputs: dict[str, Tensor],
+        *,
+        pool: Any = None,  # torch.cuda.graph_pool_handle()
+    ) -> None:
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -65,10 +73,11 @@ class RecordedPass:
                 run(**self._inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # a stream of its own: the default one of torch belongs to the device that recorded first
+        with torch.cuda.graph(self._graph, pool=pool, stream=side):
             self._results = run(**self._inputs)
 
-    def __call__(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def __call__(self, inputs: dict[str, Tensor]) -> Result:
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._graph.replay()

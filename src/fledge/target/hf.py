@@ -94,7 +94,7 @@ class HFEagle3TargetModel(InProcessTarget):
         gpu = self._device().type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
         self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
-        self._recorded: dict[int, RecordedPass] = {}  # by slots
+        self._recorded: dict[int, RecordedPass[list[Tensor]]] = {}  # by slots
         self.record_passes = compile_layers and gpu
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":

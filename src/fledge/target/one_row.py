@@ -215,9 +215,12 @@ def needs_no_mask(model: nn.Module) -> bool:
 @contextmanager
 def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
     """While open, the model's attention keeps the documents of `row` apart."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
     token = _active.set(row.blocks if isinstance(row, OneRow) else None)
     try:
-        with _attention(model, NAME, attend):
+        with lent_attention(model, NAME):
             yield
     finally:
         _active.reset(token)
@@ -227,19 +230,20 @@ def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
 def causal_rows(model: nn.Module) -> Iterator[None]:
     """While open, no mask is built: to learn that none is needed, transformers would look at the
     positions, and so wait for the GPU. Only where `needs_no_mask`."""
+    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    with _attention(model, CAUSAL, sdpa_attention_forward):
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+    with lent_attention(model, CAUSAL):
         yield
 
 
 @contextmanager
-def _attention(model: nn.Module, name: str, function: Any) -> Iterator[None]:
-    """Put `function` in the place of the model's attention."""
-    from transformers import AttentionInterface
+def lent_attention(model: nn.Module, name: str) -> Iterator[None]:
+    """While open, the model's attention is this implementation of transformers' registry.
 
-    AttentionInterface.register(name, function)
-    # transformers builds masks only for implementations it knows, so none is built for ours
+    transformers builds masks only for implementations it knows: for ours it builds none.
+    """
     configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
     try:
         for config, _ in configs:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sglang_draft import SGLangDraft, layers_that_sglang_reads, target_states
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fledge.decode.drafter import Drafter, TrueSlots
+from fledge.decode.drafter import Drafter
 from fledge.decode.replay import Text, replay
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.model import LlamaEagle3DraftModel
@@ -226,12 +226,13 @@ def our_proposals(exported: Exported, aux: list[torch.Tensor]) -> tuple[Any, Any
         drafter = Drafter(exported.draft)
         drafter.start(1)
         count = len(row)
-        state = drafter.extend(TrueSlots(aux_TD[None], torch.tensor([row]), [0], [count]))
+        ids_1T = torch.tensor([row])
+        state = drafter.extend(drafter.slots(aux_TD[None], ids_1T, [0], [count], ahead=DEPTHS))
         chain: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
         for depth in range(DEPTHS):
             if depth > 0:
-                at = drafter.indices([count - 1 + depth], 1)
+                at = torch.tensor([[count - 1 + depth]])
                 state = drafter.run(state[:, None], chain[-1][None], at, used=count + depth)[:, 0]
             scores.append(drafter.logits(state)[0])
             chain.append(drafter.selected_W[scores[-1].argmax(-1)][None])

@@ -17,7 +17,7 @@ import torch
 
 from engines.cases import engine_target, greedy_texts, make_draft, train
 from engines.vllm.serving import Served, serve
-from fledge.decode.drafter import Drafter, TrueSlots
+from fledge.decode.drafter import Drafter
 from fledge.decode.propose import Chooser, propose_chain, propose_parallel
 from fledge.decode.replay import Text, replay
 from fledge.decode.rounds import walk_rounds
@@ -98,14 +98,15 @@ class Trained:
         ids_1T = torch.tensor([text])
         aux_1TD = self.target.generate_batch(ids_1T, torch.ones_like(ids_1T), ids_1T * 0 + 1)
         rows = len(text) - 1
-        slots = TrueSlots(
-            aux_BQD=aux_1TD.aux_hidden_states[:, :-1].expand(rows, -1, -1),
-            token_BQ=ids_1T[:, 1:].expand(rows, -1),
-            start_B=[0] * rows,
-            count_B=list(range(1, rows + 1)),
-        )
         drafter = Drafter(self.draft)
         drafter.start(rows)
+        slots = drafter.slots(
+            aux_1TD.aux_hidden_states[:, :-1].expand(rows, -1, -1),
+            ids_1T[:, 1:].expand(rows, -1),
+            [0] * rows,
+            list(range(1, rows + 1)),
+            ahead=DEPTHS,
+        )
         parallel = self.draft.config.parallel_drafting
         propose = propose_parallel if parallel else propose_chain
         tokens: list[list[int]] = propose(

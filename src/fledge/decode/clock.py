@@ -1,0 +1,43 @@
+"""Where the time of decoding goes, on the device's own timeline: nobody waits to take the time."""
+
+import time
+
+import torch
+
+
+class Clock:
+    """Marks at the beginning of each round, after the draft, and at the end of the round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._marks: list[tuple[torch.cuda.Event | float, float]] = []
+
+    def mark(self, recording_s: float) -> None:
+        """`recording_s`: spent on recording passes so far, which is nobody's step time."""
+        if self._cuda is None:
+            self._marks.append((time.perf_counter(), recording_s))
+        else:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._cuda))
+            self._marks.append((event, recording_s))
+
+    def read(self) -> tuple[float, float, float]:
+        """Seconds of drafting, of the target, and from the first mark to the last."""
+        if not self._marks:
+            return 0.0, 0.0, 0.0
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        rounds = range(0, len(self._marks), 3)
+        draft_s = sum(self._between(i, i + 1) for i in rounds)
+        target_s = sum(self._between(i + 1, i + 2) for i in rounds)
+        return draft_s, target_s, self._between(0, -1)
+
+    def _between(self, first: int, last: int) -> float:
+        (begin, recorded_before), (end, recorded_after) = self._marks[first], self._marks[last]
+        if isinstance(begin, float):
+            assert isinstance(end, float)
+            wall_s = end - begin
+        else:
+            assert not isinstance(end, float)
+            wall_s = begin.elapsed_time(end) / 1e3
+        return wall_s - (recorded_after - recorded_before)

@@ -1,0 +1,103 @@
+"""Whole passes as CUDA graphs, so that a GPU does not wait for Python while it decodes.
+
+A pass is plain tensor code that writes into caches. Everywhere but on a GPU it is simply called. On
+a GPU it is recorded the first time its shapes are seen, and from then on started with one call. So
+that shapes come back, caches are then looked at in widths of 256, 512, ... instead of exactly what
+is used, and the memory of the caches stays where it is; whoever moves it says `forget`.
+
+Recording runs a pass twice. So it must give the same results when it is run again on the same
+inputs, or name inputs for the rehearsal that do no harm. Results lie in memory that the next pass,
+whichever it is, overwrites.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fledge.target.compiled import RecordedPass
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+_NARROWEST = 256
+_MOST_GRAPHS = 32
+
+
+class Passes:
+    """Runs passes, recorded where that pays. `fixed`: shapes should stay as they are."""
+
+    def __init__(self, device: torch.device, *, record: bool = True) -> None:
+        self._device = device
+        self._able = record and device.type == "cuda"
+        self.fixed = False
+        self.recording_s = 0.0  # spent on recording since `begin`
+        self._held: dict[Any, Callable[[dict[str, Tensor]], Any]] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def begin(self, *, greedy: bool) -> None:
+        """Before a text: drawn tokens are not recorded, their random numbers would repeat."""
+        self.fixed = self._able and greedy
+        self.recording_s = 0.0
+
+    def room(self, needed: int) -> int:
+        """How many cache entries to look at when `needed` are in use."""
+        if not self.fixed:
+            return needed
+        return max(_NARROWEST, 1 << (needed - 1).bit_length())
+
+    def forget(self) -> None:
+        """The caches lie elsewhere now."""
+        self._held.clear()
+        self._pool = None
+
+    def __call__(
+        self,
+        name: str,
+        run: Callable[..., Result],
+        inputs: dict[str, Tensor],
+        *,
+        used: int,
+        rehearse: Callable[[], dict[str, Tensor]] | None = None,
+    ) -> Result:
+        """`run(**inputs)`; what else it depends on is told by `name`, `used` and the shapes."""
+        if not self.fixed:
+            return run(**inputs)
+        key = (name, used, *((tensor.shape, tensor.dtype) for tensor in inputs.values()))
+        if key not in self._held:
+            rehearsal = inputs if rehearse is None else rehearse()
+            if not self._learn(key, run, rehearsal):
+                return run(**inputs)
+        held = self._held[key] = self._held.pop(key)  # the last to be thrown out
+        result: Result = held(inputs)
+        return result
+
+    def _learn(self, key: Any, run: Callable[..., Result], inputs: dict[str, Tensor]) -> bool:
+        while len(self._held) >= _MOST_GRAPHS:
+            del self._held[next(iter(self._held))]
+        begin = self._now()
+        try:
+            self._held[key] = self._recorded(run, inputs)
+        except RuntimeError as error:  # what torch and CUDA raise, out of memory included
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning("decoding runs step by step: a pass could not be recorded (%s)", reason)
+            self._able = self.fixed = False
+            self.forget()
+        self.recording_s += self._now() - begin
+        return key in self._held
+
+    def _recorded(
+        self, run: Callable[..., Result], inputs: dict[str, Tensor]
+    ) -> Callable[[dict[str, Tensor]], Result]:
+        with torch.cuda.device(self._device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            return RecordedPass(run, inputs, pool=self._pool)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

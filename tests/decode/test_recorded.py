@@ -1,0 +1,174 @@
+"""Passes as a GPU replays them: fixed widths, inputs copied in, results in shared memory."""
+
+import logging
+
+import pytest
+import torch
+from pretend import PretendPasses
+from tiny_decode import AUX, STOPS, make_draft, make_target, plain_greedy, random_prompts
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from fledge.decode import recorded, speculative
+from fledge.decode.clock import Clock
+from fledge.decode.recorded import Passes
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.stops import Stops
+from fledge.decode.tree import TreeShape
+
+TREE = TreeShape(depth=4, width=3, nodes=9)
+LONG = Stops(30, frozenset({3}))
+METHODS = [("trained", "chain"), ("deep", "chain"), ("deep", "tree"), ("parallel", "parallel")]
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Recorded passes without a GPU; caches that are soon too narrow."""
+    monkeypatch.setattr(speculative, "Passes", PretendPasses)
+    monkeypatch.setattr(recorded, "_NARROWEST", 8)
+
+
+def decoder(target, draft=None, **options):
+    given = {"aux_layer_ids": AUX, "num_draft_tokens": 4, "tree": TREE, **options}
+    return SpeculativeDecoder(target, draft, **given)
+
+
+def said(generations):
+    return [(one.token_ids, one.finish, one.rounds) for one in generations]
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+@pytest.mark.parametrize(("kind", "method"), [(None, None), *METHODS])
+def test_recorded_rounds_are_the_rounds(narrow, target, drafts, asked, kind, method, batch):
+    draft = drafts.get(kind)
+    ours = decoder(target, draft, method=method)
+    plainly = decoder(target, draft, method=method, record=False)
+    for begin in range(0, 14, batch):
+        prompts = asked[begin : begin + batch]
+        assert said(ours.generate(prompts, LONG)) == said(plainly.generate(prompts, LONG))
+    names = {name for name, _ in ours.passes.learned}
+    assert names == {"verify"} | ({"propose"} if kind else set()) | (
+        {"settle"} if method == "tree" else set()
+    )
+    widths = [used for name, used in ours.passes.learned if name == "verify"]
+    assert len({*widths}) > 1  # the caches grew in the middle of a text
+    assert plainly.passes.learned == []
+
+
+@pytest.mark.parametrize(("kind", "method"), [(None, None), *METHODS[1:]])
+def test_the_second_text_finds_everything_recorded(narrow, target, drafts, asked, kind, method):
+    ours = decoder(target, drafts.get(kind), method=method)
+    prompts = sorted(asked[:6], key=len)
+    first = said(ours.generate(prompts, STOPS))
+    learned = len(ours.passes.learned)
+    again = said(ours.generate(prompts, STOPS))
+    assert again == first
+    # graphs of memory that was too narrow are gone, those since it last moved are still there
+    assert len(ours.passes.learned) <= learned + 6
+    third = len(ours.passes.learned)
+    assert said(ours.generate(prompts, STOPS)) == first
+    assert len(ours.passes.learned) == third
+    assert ours.timing.recording_s == 0.0
+    assert ours.timing.rounds > 0
+
+
+def test_rows_that_have_ended_run_along_until_they_are_half(narrow, target, drafts, asked):
+    ours = decoder(target, drafts["trained"])
+    sizes = []
+    plain = ours.target.select
+    ours.target.select = lambda rows: (sizes.append((len(ours.target.lengths), len(rows))),
+                                       plain(rows))  # fmt: skip
+    limits = Stops(40, frozenset(range(3, 12)))  # rows end here and there
+    found = ours.generate(asked[:16], limits)
+    want = [plain_greedy(target, prompt, limits) for prompt in asked[:16]]
+    assert [(one.token_ids, one.finish) for one in found] == want
+    assert sizes
+    assert all(2 * after <= before for before, after in sizes)
+
+
+def test_sampling_is_not_recorded(narrow, target, drafts, asked):
+    ours = decoder(target, drafts["trained"])
+    drawn = ours.generate(asked[:4], STOPS, temperature=1.0, seed=5)
+    assert ours.passes.learned == []
+    ours.generate(asked[:4], STOPS)
+    assert ours.passes.learned
+    plainly = decoder(target, drafts["trained"], record=False)
+    assert said(plainly.generate(asked[:4], STOPS, temperature=1.0, seed=5)) == said(drawn)
+    assert said(ours.generate(asked[:4], STOPS, temperature=1.0, seed=5)) == said(drawn)
+
+
+def test_windows_and_mixed_layers_at_fixed_widths(narrow):
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval().double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                weight.mul_(6)
+    draft, prompts, stops = make_draft(model, fit=40), random_prompts(5, seed=3), Stops(16)
+    want = [plain_greedy(model, prompt, stops) for prompt in prompts]
+    for method in ("chain", "tree"):
+        found = decoder(model, draft, method=method).generate(prompts, stops)
+        assert [(one.token_ids, one.finish) for one in found] == want
+
+
+def test_what_cannot_be_recorded_runs_step_by_step(
+    narrow, target, drafts, asked, answers, monkeypatch, caplog
+):
+    monkeypatch.setattr(PretendPasses, "broken", True)
+    ours = decoder(target, drafts["trained"])
+    with caplog.at_level(logging.WARNING):
+        for begin in (0, 6):
+            found = ours.generate(asked[begin : begin + 6], STOPS)
+            want = answers[begin : begin + 6]
+            assert [(one.token_ids, one.finish) for one in found] == want
+    [line] = caplog.messages
+    assert line.endswith("(operation not permitted when stream is capturing)")
+    assert len(ours.passes.learned) == 1
+
+
+def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, drafts, asked, answers):
+    """A NaN in the cache would come through every mask."""
+    model = make_target()
+    ours = decoder(model, drafts["trained"])
+    ours.generate(asked[:3], STOPS)
+    for layer in ours.target._cache.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    ours.drafter._cache_LKBUGC.fill_(float("nan"))
+    found = ours.generate(asked[:3], STOPS)
+    assert [(one.token_ids, one.finish) for one in found] == answers[:3]
+
+
+def test_only_so_many_passes_are_kept(monkeypatch):
+    monkeypatch.setattr(recorded, "_MOST_GRAPHS", 2)
+    passes = PretendPasses(torch.device("cpu"))
+    passes.begin(greedy=True)
+    for size in (1, 2, 1, 3, 1, 2):
+        got = passes("double", lambda x: x * 2, {"x": torch.arange(size)}, used=8)
+        assert got.tolist() == [2 * i for i in range(size)]
+    assert len(passes.learned) == 4  # when 3 comes, 2 has gone unused for longest; and comes again
+    assert len(passes._held) == 2
+
+
+def test_a_cpu_records_nothing():
+    passes = Passes(torch.device("cpu"))
+    passes.begin(greedy=True)
+    assert not passes.fixed
+    assert [passes.room(n) for n in (1, 255, 300)] == [1, 255, 300]
+    pretend = PretendPasses(torch.device("cpu"))
+    pretend.begin(greedy=True)
+    assert [pretend.room(n) for n in (1, 256, 257, 512, 513)] == [256, 256, 512, 512, 1024]
+
+
+def test_recording_is_in_nobodys_time(monkeypatch):
+    now = iter([0.0, 1.0, 5.0, 5.0, 6.0, 8.0])  # two rounds: begin, drafted, end
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = Clock(torch.device("cpu"))
+    for recording_s in (0.0, 0.5, 3.5, 3.5, 3.5, 4.0):
+        clock.mark(recording_s)
+    draft_s, target_s, decode_s = clock.read()
+    assert (draft_s, target_s, decode_s) == (0.5 + 1.0, 1.0 + 1.5, 4.0)
