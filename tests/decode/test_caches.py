@@ -23,11 +23,11 @@ def whole_pass(model, ids):
     return out.logits[0], torch.cat([out.hidden_states[i + 1][0] for i in AUX[:2]], -1)
 
 
-def windowed():
+def windowed(window=4):
     torch.manual_seed(2)
     config = MistralConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=window,
     )  # fmt: skip
     return MistralForCausalLM(config).double().eval()
 
@@ -95,6 +95,20 @@ def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
             text = [*rows[index], *(int(token[index, i]) for i in own), 20 - place]
             logits, _ = whole_pass(target, text)
             torch.testing.assert_close(after.logits_BNV[place, 0], logits[-1], **EXACT)
+
+
+def test_a_window_counts_places_in_the_text_not_nodes():
+    """0 and 1 from the root, 1 -> 2 -> 3: node 1 stands next to the root, behind node 0."""
+    model, row, nodes = windowed(2), [5, 6, 7], [11, 12, 13, 14]
+    cached = CachedTarget(model, AUX[:2])
+    with torch.no_grad():
+        cached.begin([row])
+        depth, visible = tree_layout(torch.tensor([[-1, -1, 1, 2]]), 3)
+        token = torch.tensor([[4, *nodes]])
+        answer = cached.step(token, depth_BN=depth, visible_BNN=visible)
+        logits, aux = whole_pass(model, [*row, 4, 12, 13, 14])
+    torch.testing.assert_close(answer.logits_BNV[0, -1], logits[-1], **EXACT)
+    torch.testing.assert_close(answer.aux_BND[0, -1], aux[-1], **EXACT)
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 3}, {"norm_output": True, "fc_norm": True}])

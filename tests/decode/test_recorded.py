@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from pretend import PretendPasses
-from tiny_decode import AUX, STOPS, make_draft, make_target, plain_greedy, random_prompts
+from tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from fledge.decode import recorded, speculative
@@ -29,7 +29,16 @@ def narrow(monkeypatch):
 
 def decoder(target, draft=None, **options):
     given = {"aux_layer_ids": AUX, "num_draft_tokens": 4, "tree": TREE, **options}
-    return SpeculativeDecoder(target, draft, **given)
+    made = SpeculativeDecoder(target, draft, **given)
+    made.passes.caches = lambda: addresses(made)
+    return made
+
+
+def addresses(decoder):
+    held = [x for layer in decoder.target._cache.layers for x in (layer.keys, layer.values)]
+    if decoder.drafter is not None:
+        held.append(decoder.drafter._cache_LKBUGC)
+    return [None if x is None else x.data_ptr() for x in held]
 
 
 def said(generations):
@@ -130,17 +139,24 @@ def test_what_cannot_be_recorded_runs_step_by_step(
     assert len(ours.passes.learned) == 1
 
 
-def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, drafts, asked, answers):
+def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, target, drafts, asked):
     """A NaN in the cache would come through every mask."""
-    model = make_target()
-    ours = decoder(model, drafts["trained"])
-    ours.generate(asked[:3], STOPS)
+    ours = decoder(target, drafts["trained"])
+    want = said(ours.generate(asked[:3], STOPS))
     for layer in ours.target._cache.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
     ours.drafter._cache_LKBUGC.fill_(float("nan"))
-    found = ours.generate(asked[:3], STOPS)
-    assert [(one.token_ids, one.finish) for one in found] == answers[:3]
+    assert said(ours.generate(asked[:3], STOPS)) == want
+
+
+@pytest.mark.parametrize(("kind", "method"), METHODS)
+def test_a_pass_recorded_at_any_time_has_done_no_harm(narrow, target, drafts, asked, kind, method):
+    """Recording runs a pass twice beforehand."""
+    plainly = decoder(target, drafts[kind], method=method, record=False)
+    ours = decoder(target, drafts[kind], method=method)
+    found = ours.generate(asked[:5], STOPS, on_round=lambda rows: ours.passes.forget())
+    assert said(found) == said(plainly.generate(asked[:5], STOPS))
 
 
 def test_only_so_many_passes_are_kept(monkeypatch):

@@ -92,10 +92,11 @@ class Passes:
     def _recorded(
         self, run: Callable[..., Result], inputs: dict[str, Tensor]
     ) -> Callable[[dict[str, Tensor]], Result]:
-        with torch.cuda.device(self._device):
+        here = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(here):  # also after a failure
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            return RecordedPass(run, inputs, pool=self._pool)
+            return RecordedPass(run, inputs, pool=self._pool, strict=True)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

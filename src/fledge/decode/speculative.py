@@ -192,7 +192,7 @@ class SpeculativeDecoder:
         drafter = self.drafter
         if drafter is None or now.aux_BQD is None:
             return Proposal(now.numbers_BC[:, :0])
-        used = drafter.room(now.length + self._reach.slots)
+        used = now.draft_used
 
         def run(numbers_BC: Tensor, aux_BQD: Tensor) -> Proposal:
             length_B, count_B, token_BQ, _ = _columns(numbers_BC)
@@ -208,9 +208,9 @@ class SpeculativeDecoder:
     def _verify(
         self, now: "_Now", proposal: Proposal, chooser: Chooser
     ) -> tuple[list[Verdict], Tensor | None]:
-        count = proposal.token_BN.shape[1]
-        used = self.target.room(now.length + count + 1)
-        level = not self.passes.fixed and len({row.known for row in now.rows}) == 1
+        count, used = proposal.token_BN.shape[1], now.target_used
+        ends = {row.known + count for row in now.rows}
+        level = ends == {used} and not self.passes.fixed
 
         def run(numbers_BC: Tensor, **proposed: Tensor) -> "_Verified":
             length_B, count_B, token_BQ, _ = _columns(numbers_BC)
@@ -282,14 +282,19 @@ class SpeculativeDecoder:
                 self.drafter.select(alive)
                 aux_BND = aux_BND[torch.tensor(alive, device=aux_BND.device)]
         numbers_BC = self._numbers(rows, kept)
+        end = max(row.known for row in rows) - 1  # in the caches, which lack the newest token
+        target_used = self.target.room(end + 1 + self._reach.count)
+        if self.drafter is None or aux_BND is None:
+            return _Now(rows, numbers_BC, target_used)
+        draft_used = self.drafter.room(end + self._reach.slots)
+        place_BQ = _columns(numbers_BC)[3]
         if self.method != "tree":  # what stands, stands where it should
-            width = numbers_BC.shape[1] // 2 - 1
-            return _Now(rows, numbers_BC, None if aux_BND is None else aux_BND[:, :width])
-        assert aux_BND is not None
-        now = _Now(rows, numbers_BC, take(aux_BND, _columns(numbers_BC)[3]))
-        if self.passes.fixed or any(own != [*range(len(own))] for own in kept):
-            self._settle(numbers_BC)
-        return now
+            aux_BQD = aux_BND[:, : place_BQ.shape[1]]
+        else:
+            aux_BQD = take(aux_BND, place_BQ)
+            if self.passes.fixed or any(own != [*range(len(own))] for own in kept):
+                self._settle(numbers_BC)
+        return _Now(rows, numbers_BC, target_used, draft_used, aux_BQD)
 
 
 @dataclass(frozen=True)
@@ -298,12 +303,9 @@ class _Now:
 
     rows: list[Generation]
     numbers_BC: Tensor
-    aux_BQD: Tensor | None  # None without a draft
-
-    @property
-    def length(self) -> int:
-        """Of the longest row in the target's cache, which lacks the newest token."""
-        return max(row.known for row in self.rows) - 1
+    target_used: int  # how far the next round looks in the caches
+    draft_used: int = 0
+    aux_BQD: Tensor | None = None  # None without a draft
 
 
 @dataclass(frozen=True)

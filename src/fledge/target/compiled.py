@@ -6,8 +6,9 @@ whose GPU would wait for Python: a whole pass as a CUDA graph, started with one 
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -56,6 +57,10 @@ class RecordedPass(Generic[Result]):
 
     The results lie in the graph's own memory: the next call overwrites them. Passes that are given
     the same `pool` share their memory: there, the next call of *any* of them does.
+
+    A pass that waits for the GPU cannot be recorded, and the failed attempt leaves traces in torch.
+    `strict` finds it out beforehand: such a pass raises `RuntimeError` while it is rehearsed. (For
+    that moment, waiting is forbidden to all threads.)
     """
 
     def __init__(
@@ -64,12 +69,14 @@ class RecordedPass(Generic[Result]):
         inputs: dict[str, Tensor],
         *,
         pool: Any = None,  # torch.cuda.graph_pool_handle()
+        strict: bool = False,
     ) -> None:
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile, choose algorithms, fill caches
-            for _ in range(2):
+            run(**self._inputs)
+            with _waiting_forbidden() if strict else nullcontext():
                 run(**self._inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
@@ -82,3 +89,16 @@ class RecordedPass(Generic[Result]):
             self._inputs[name].copy_(tensor)
         self._graph.replay()
         return self._results
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    """While open, what makes the host wait for the GPU raises `RuntimeError`."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
