@@ -1,5 +1,6 @@
 """Writing and reading caches by the clock: what the verbs of `bench_cache.py` share."""
 
+import gc
 import os
 import shutil
 import time
@@ -36,10 +37,23 @@ def size_of(directory: Path) -> int:
 
 def forget(paths: list[Path]) -> None:
     """Push files out of the page cache, so that the next read comes from the disk."""
+    gc.collect()  # pages that a reader still maps would stay
     for path in paths:
-        with path.open("rb") as handle:
+        with path.open("rb", buffering=0) as handle:
             os.fsync(handle.fileno())
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            places = range(0, path.stat().st_size, 1 << 20)
+            kept = sum(_in_memory(handle.fileno(), place) for place in places)
+        if kept > 0.02 * len(places):
+            raise RuntimeError(f"{kept} of {len(places)} places of {path} are still in memory")
+
+
+def _in_memory(descriptor: int, place: int) -> bool:
+    """Whether a page of a file can be read without the disk; asking fetches nothing."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
 
 
 def read_all(paths: list[Path]) -> float:
