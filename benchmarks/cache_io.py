@@ -38,25 +38,11 @@ def size_of(directory: Path) -> int:
 def forget(paths: list[Path]) -> None:
     """Push files out of the page cache, so that the next read comes from the disk."""
     gc.collect()  # pages that a reader still maps would stay
-    kept = places = 0
     for path in paths:
-        with path.open("rb", buffering=0) as handle:
+        with path.open("rb") as handle:
             os.fsync(handle.fileno())
             for _ in range(3):  # a few pages are busy the first time
                 os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            looked_at = range(0, path.stat().st_size, 1 << 20)
-            places += len(looked_at)
-            kept += sum(_in_memory(handle.fileno(), place) for place in looked_at)
-    if kept > 0.02 * places:
-        print(f"{kept / places:.0%} of the cache is still in memory: not all is read from the disk")
-
-
-def _in_memory(descriptor: int, place: int) -> bool:
-    """Whether a page of a file can be read without the disk; asking fetches nothing."""
-    try:
-        return os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) > 0
-    except OSError:  # it would have to wait, or the file system cannot tell
-        return False
 
 
 def read_all(paths: list[Path]) -> float:
