@@ -13,8 +13,10 @@ must lie on the disk that is to be measured.
 """
 
 import argparse
+import os
 import shutil
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -119,27 +121,51 @@ def sizes(args: argparse.Namespace) -> None:
 
 
 def rates(args: argparse.Namespace) -> None:
-    """Write a cache, then read it from a cold disk: end to end, and as training would."""
+    """Write a cache, then read it from a cold disk: end to end, and as training would.
+
+    `reader` ends with a batch's bytes checked and gathered on the host, as they leave for a GPU;
+    `decoded` has them decoded on this CPU too. Shares of the disk are medians over rounds, each
+    against the disk in the same round.
+    """
     rows = token_rows(args.data, args.model, 2048)
     rows = RowView(rows._rows, np.arange(min(args.rows, len(rows))))
     target = NoiseTarget(args.hidden_size, 1000, torch.bfloat16)
-    print("| encoding | GB | bytes a token | write MB/s | disk MB/s | reader MB/s | of the disk |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    tokens = int(rows.lengths.sum())
+    print(f"load average {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads for torch")
+    print("| encoding | GB | bytes a token | write MB/s | disk MB/s | reader MB/s | of the disk "
+          "| decoded MB/s | of the disk | decoded tokens/s |")  # fmt: skip
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for encoding in ("hidden", "hidden-fp8"):
         directory = Path(args.directory) / f"rates-{encoding}"
         job = job_for(rows, directory, shape_for(encoding, args.hidden_size, 0), 1000)
-        seconds, paths, size = write(job, target), shards(directory), size_of(directory)
-        found = []
-        for _ in range(args.repeat):  # neither way always goes first
-            forget(paths)
-            disk = read_all(paths)
-            forget(paths)
-            found.append((disk, feed(directory, tokens=8192)))
-        disk, reader = (sorted(values)[len(found) // 2] for values in zip(*found, strict=True))
-        print(f"| {encoding} | {size / 1e9:.2f} | {size / int(rows.lengths.sum()):,.0f} | "
-              f"{size / seconds / 1e6:,.0f} | {size / disk / 1e6:,.0f} | "
-              f"{size / reader / 1e6:,.0f} | {disk / reader:.0%} |")  # fmt: skip
+        seconds, size = write(job, target), size_of(directory)
+        rounds = [cold_rates(directory, turn) for turn in range(args.repeat)]
+        disk, reader, decoded = (
+            size / median(found[way] for found in rounds) / 1e6 for way in ("disk", "meta", "cpu")
+        )
+        of_disk = {
+            way: median(found["disk"] / found[way] for found in rounds) for way in ("meta", "cpu")
+        }
+        print(f"| {encoding} | {size / 1e9:.2f} | {size / tokens:,.0f} | "
+              f"{size / seconds / 1e6:,.0f} | {disk:,.0f} | {reader:,.0f} | {of_disk['meta']:.0%} "
+              f"| {decoded:,.0f} | {of_disk['cpu']:.0%} | {decoded * 1e6 * tokens / size:,.0f} |",
+              flush=True)  # fmt: skip
         shutil.rmtree(directory)
+    print(f"load average {os.getloadavg()[0]:.1f}")
+
+
+def cold_rates(directory: Path, turn: int) -> dict[str, float]:
+    """Seconds to read a cache in three ways, another one first at each turn.
+
+    The device `meta` stands for a GPU: it takes the bytes and computes nothing with them.
+    """
+    ways = ["disk", "meta", "cpu"]
+    found = {}
+    for way in ways[turn % 3 :] + ways[: turn % 3]:
+        paths = shards(directory)
+        forget(paths)
+        found[way] = read_all(paths) if way == "disk" else feed(directory, tokens=8192, device=way)
+    return found
 
 
 def main() -> None:
@@ -156,11 +182,11 @@ def main() -> None:
             verb.add_argument("--scratch", default="/tmp")
             continue
         verb.add_argument("directory", help="where caches and runs go")
-        few = {"rates": 4000, "waiting": 64, "tau": None}[name]
+        few = {"rates": 1500, "waiting": 64, "tau": None}[name]
         verb.add_argument("--rows", type=int, default=few, help="take only the first rows")
         if name == "rates":
             verb.add_argument("--hidden-size", type=int, default=576)
-            verb.add_argument("--repeat", type=int, default=3)
+            verb.add_argument("--repeat", type=int, default=6, help="rounds")
             continue
         on_gpu = name == "tau"
         verb.add_argument("--recipe", default=f"recipes/smollm2_{'gpu' if on_gpu else 'cpu'}.yaml")

@@ -1,5 +1,6 @@
 """Writing and reading caches by the clock: what the verbs of `bench_cache.py` share."""
 
+import gc
 import os
 import shutil
 import time
@@ -36,10 +37,12 @@ def size_of(directory: Path) -> int:
 
 def forget(paths: list[Path]) -> None:
     """Push files out of the page cache, so that the next read comes from the disk."""
+    gc.collect()  # pages that a reader still maps would stay
     for path in paths:
         with path.open("rb") as handle:
             os.fsync(handle.fileno())
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            for _ in range(3):  # a few pages are busy the first time
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_all(paths: list[Path]) -> float:

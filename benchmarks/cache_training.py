@@ -152,7 +152,7 @@ def tau(args: argparse.Namespace) -> None:
     asked_s, tokens = make_cache(recipe, hidden, args.batch_size, device)
     print(f"target over {tokens:,} tokens: {asked_s:.1f} s", flush=True)
     table: list[str] = []
-    best: float | None = None
+    first: float | None = None
     for encoding in args.encodings:
         cache = directory / f"cache-{encoding}"
         try:
@@ -178,8 +178,8 @@ def tau(args: argparse.Namespace) -> None:
         finally:
             if cache != hidden:
                 shutil.rmtree(cache, ignore_errors=True)
-        best = fmean(run.tau for run in runs) if best is None else best
-        table.append(_line(encoding, made, runs, best))
+        first = fmean(run.tau for run in runs) if first is None else first
+        table.append(_line(encoding, made, runs, first))
         text = "\n".join([*_HEAD, *table]) + "\n"
         write_text(directory / "tau.md", text)
         print(text, flush=True)
@@ -216,7 +216,7 @@ _HEAD = [
 ]
 
 
-def _line(encoding: str, made: Cached | None, runs: list[Trained], best: float) -> str:
+def _line(encoding: str, made: Cached | None, runs: list[Trained], first: float) -> str:
     """One row of the table; `write` is the target's work for hidden, a conversion for the rest."""
     cells = ["", "", "", "", ""]
     if made is not None:
@@ -229,7 +229,7 @@ def _line(encoding: str, made: Cached | None, runs: list[Trained], best: float) 
     found, each = fmean(run.tau for run in runs), " ".join(f"{run.tau:.4f}" for run in runs)
     cells += [
         f"{found:.4f}" if len(runs) == 1 else f"{found:.4f} ({each})",
-        f"{found / best - 1:+.2%}",
+        f"{found / first - 1:+.2%}",
         f"{fmean(run.acceptance_length for run in runs):.3f}",
         f"{speed:,.0f}",
         f"{share:.1%}",

@@ -8,7 +8,9 @@ import torch
 
 from cache.caches import every_third, token_row, write_cache
 from fledge.errors import BadInput
+from fledge.target import cache as cache_backend
 from fledge.target.cache import CachedEagle3TargetModel
+from fledge.target.cache_codec import decode_states
 from fledge.target.cache_store import CachedRows, CacheStore
 from fledge.target.hf import HFEagle3TargetModel
 from target.contract import (
@@ -114,6 +116,27 @@ def test_fp8_states_are_close_and_in_the_targets_own_dtype(directory):
         assert a.dtype == b.dtype == torch.float32
         error = (a - b).norm() / b.norm()
         assert 0.001 < error < 0.04, name
+
+
+def test_states_travel_to_the_device_as_they_are_stored(directory, monkeypatch):
+    """A device of its own (here one without memory) gets 8-bit floats, and decodes them there."""
+    seen = []
+
+    def decode(stored, shape, dtype):
+        seen.append({name: (tensor.device.type, tensor.dtype) for name, tensor in stored.items()})
+        return decode_states(stored, shape, dtype)
+
+    monkeypatch.setattr(cache_backend, "decode_states", decode)
+    given = packed_rows(some_documents(), 14)
+    target = CachedEagle3TargetModel(directory / "hidden-fp8", device="meta")
+    batch = target.generate_batch(*given)
+    fp8, scale = ("meta", torch.float8_e4m3fn), ("meta", torch.float32)
+    assert seen == [
+        {"aux_hidden_states": fp8, "aux_scale": scale,
+         "last_hidden_states": fp8, "last_scale": scale}
+    ]  # fmt: skip
+    assert {tensor.device.type for _, tensor in batch.tensors()} == {"meta"}
+    assert batch.aux_hidden_states.dtype == torch.float32
 
 
 def test_every_state_of_a_token_has_its_own_scale(directory):

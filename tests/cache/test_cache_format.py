@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from cache.caches import token_row
 from fledge.errors import BadInput
+from fledge.target import cache_codec
 from fledge.target.cache_codec import decode_states, from_fp8, keep_top, to_fp8
 from fledge.target.cache_format import ENCODINGS, Shape, seed_layout_bytes
 from fledge.target.cache_shard import Shard, is_whole_shard, layout_of, open_shard, row_key
@@ -218,12 +219,18 @@ def test_sizes_of_an_8b_target_on_real_lengths(shared_data):
     assert layout_of(Shape("hidden-fp8", torch.bfloat16, 4096), full).n_bytes < 0.20 * seed
 
 
-def test_every_8_bit_number_is_read_as_torch_reads_it():
+@pytest.mark.parametrize("block", [1, 1000, 1 << 19])
+def test_every_8_bit_number_is_read_as_torch_reads_it(monkeypatch, block):
+    """Number times scale in float32, rounded once, for the smallest and largest scales too."""
+    monkeypatch.setattr(cache_codec, "_CPU_BLOCK", block)  # rows at once: 1, 3 of 130, all
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]  # its NaNs are never written
     states = codes.view(torch.float8_e4m3fn)[None].repeat(130, 1)
-    scale = torch.logspace(-20, 20, 130 * 2).view(130, 2)
+    scale = torch.logspace(-44, 36, 130 * 2, dtype=torch.float64).float().view(130, 2)
+    scale[0, 0], scale[-1, -1] = 1e-45, torch.finfo(torch.float32).max / 448
     want = states.float().view(130, 2, -1) * scale[..., None]
-    for dtype in (torch.float32, torch.bfloat16):
+    assert want.isfinite().all()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         got = from_fp8(states, scale, dtype)
         assert torch.equal(got, want.flatten(1).to(dtype))
+        assert torch.equal(got.signbit(), want.flatten(1).signbit())

@@ -180,7 +180,10 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         )
 
     def _states(self, rows_BT: torch.Size, found: list[_Found]) -> dict[str, Tensor]:
-        """Everything kept about the documents, at their slots of the flat batch, decoded."""
+        """Everything kept about the documents, at their slots of the flat batch, decoded.
+
+        To a GPU the bytes go as they are stored; decoding is the device's work.
+        """
         total = rows_BT[0] * rows_BT[1]
         whole = [document for document in found if self.store.check(document.row)]
         pinned = self._device.type == "cuda"
