@@ -21,6 +21,28 @@ class TargetUnreachable(BadInput):
     """The target is not there now, and may be later: a run that meets this can be continued."""
 
 
+def broken_files() -> tuple[type[Exception], ...]:
+    """What transformers and safetensors raise about files that are not what they seem to be.
+
+    For `except` around nothing but the reading of such files: anything may come out of a broken
+    configuration, a division by zero of heads included.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError,
+        RuntimeError, SafetensorError, StrictDataclassError,
+    )  # fmt: skip
+
+
+def first_line(error: BaseException) -> str:
+    """Other libraries explain themselves over many lines: the first one is enough (with the next,
+    where it only announces that one)."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else the valid names."""
     import difflib

@@ -115,8 +115,8 @@ def _validate_args(args: argparse.Namespace) -> None:
         if value is not None and value < least:
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{value} is too small", where=flag, fix=f"at least {least}")
-    if args.quota_gb is not None and not args.quota_gb > 0:
-        raise BadInput(f"{args.quota_gb} leaves room for nothing", where="--quota-gb")
+    if args.quota_gb is not None and not 0 < args.quota_gb < 1e9:
+        raise BadInput(f"{args.quota_gb} is no size of a disk", where="--quota-gb", fix="500, say")
     if args.dtype not in _DTYPES:
         raise BadInput(f"{args.dtype!r} is not a dtype", where="--dtype", fix=", ".join(_DTYPES))
     if str(args.log_level).upper() not in _LEVELS:

@@ -6,6 +6,7 @@ Nothing here, nor at the top of a verb's file, imports torch: `--help` must answ
 import errno
 import os
 import sys
+from typing import NoReturn
 
 # Before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine spinning
 # threads halve the speed of everybody, this program included.
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 
 from fledge import __version__
-from fledge.errors import BadInput
+from fledge.errors import BadInput, first_line
 
 # Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -91,32 +92,66 @@ def _attach_verbs() -> None:
 _attach_verbs()
 
 
+# What to do about a file system that says no; what it said stands before.
+_ADVICE = {
+    errno.EACCES: "choose a place that you may read and write",
+    errno.EPERM: "choose a place that you may read and write",
+    errno.EROFS: "choose a place that can be written",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "a file is in the way: choose another path",
+    errno.EEXIST: "a file is in the way: choose another path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "a link leads to itself: choose another path",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
+}
+
+
 def run(argv: list[str] | None = None) -> None:
-    """Entry point: bad input is one line and exit code 2, an interrupt 130."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130."""
     try:
         code = app(args=argv, standalone_mode=False)
         if code == 130:  # Typer turns an interrupt into this code without a word
             raise KeyboardInterrupt
-    except (BadInput, _UsageError) as error:
-        text = str(error) if isinstance(error, BadInput) else error.format_message()  # type: ignore[attr-defined]
-        errors.print("fledge: ", style="bold red", end="")
-        errors.print(" ".join(text.split()))
-        sys.exit(2)
+        sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the last handler
+    except BadInput as error:
+        _fail(str(error), 2)
+    except _UsageError as error:
+        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        errors.print("fledge: interrupted")
-        sys.exit(130)
+        _fail("interrupted", 130)
     except BrokenPipeError:  # `fledge data preview | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
         sys.exit(0)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename2 or error.filename
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = f" ({where})" if where else ""
+            _fail(f"the disk is full{place}; make room and run the same command again", 3)
+        if where is None:  # not about a path that somebody named
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        errors.print("fledge: ", style="bold red", end="")
-        errors.print(f"the disk is full{where}; make room and run the same command again")
-        sys.exit(3)
+        advice = _ADVICE.get(error.errno or 0, "check the path")
+        _fail(f"{where}: {(error.strerror or 'failed').lower()}; {advice}", 2)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _fail(f"out of memory ({first_line(error)}); ask for less at a time", 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """torch says it with RuntimeErrors: a kind of its own for GPUs, a text for the CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return "can't allocate memory" in str(error)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    """One line on stderr (none where help was shown instead), and the exit code."""
+    if text.strip():
+        errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        errors.print("fledge: ", style="" if code == 130 else "bold red", end="")
+        errors.print(" ".join(text.split()))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import typer
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.errors import BadInput
+from fledge.files import check_place
 
 EXAMPLE = (
     "Examples: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
@@ -72,6 +73,7 @@ def regenerate(
         keep_reasoning=reasoning == "keep",
         template_options=_template_options(template_option or []),
     )
+    check_place(output)
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:
