@@ -118,8 +118,8 @@ def test_a_directory_that_cannot_be_replaced_is_as_it_was(tmp_path, monkeypatch)
         with atomic_directory(path) as temporary:
             (temporary / "new").touch()
 
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
-        patched.setattr(Path, "replace", failing)
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(OSError, match="Input/output"):
         new()
     assert [p.name for p in path.iterdir()] == ["old"]
     assert list(tmp_path.iterdir()) == [path]
