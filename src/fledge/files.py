@@ -105,7 +105,6 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield handle
         return
     path = Path(os.path.realpath(path))  # a link keeps pointing to what is written
-    check_place(path)
     with _temporary_sibling(path, directory=False) as temporary:
         with temporary.open("wb") as handle:
             yield handle
@@ -130,7 +129,6 @@ def write_json(path: Path, value: Any) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a temporary sibling directory; on success it becomes `path` (an old one is replaced)."""
     path = Path(os.path.realpath(path))
-    check_place(path, directory=True)
     with _temporary_sibling(path, directory=True) as temporary:
         yield temporary
         for entry in temporary.rglob("*"):

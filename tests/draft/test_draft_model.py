@@ -264,7 +264,10 @@ def test_reading_says_what_is_missing(tmp_path):
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"draft_vocab_size": 10**9}, "draft_vocab_size"),
         ({"num_hidden_layers": 9}, "and 6"),  # not a page of names
-        ({"intermediate_size": 7}, "other shapes than config.json says: layers.0.mlp.down_proj"),
+        (
+            {"intermediate_size": 7},
+            "shape than config.json says: layers.0.mlp.down_proj",
+        ),
     ],
 )
 def test_a_broken_config_is_one_line(tmp_path, config, message):

@@ -61,7 +61,10 @@ def _options(
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise BadInput(f"{pair!r} is not name=value", where="--template-option")
-        variables[name] = yaml.safe_load(value)
+        try:
+            variables[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise BadInput(f"{value!r} is not YAML", where="--template-option") from None
     return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
 
 

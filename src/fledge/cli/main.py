@@ -3,7 +3,6 @@
 Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
 """
 
-import errno
 import os
 import sys
 from typing import NoReturn
@@ -16,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fledge import __version__
-from fledge.errors import BadInput, first_line
+from fledge.errors import explain
 
 # Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -92,20 +91,6 @@ def _attach_verbs() -> None:
 _attach_verbs()
 
 
-# What to do about a file system that says no; what it said stands before.
-_ADVICE = {
-    errno.EACCES: "choose a place that you may read and write",
-    errno.EPERM: "choose a place that you may read and write",
-    errno.EROFS: "choose a place that can be written",
-    errno.EISDIR: "name a file",
-    errno.ENOTDIR: "a file is in the way: choose another path",
-    errno.EEXIST: "a file is in the way: choose another path",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "a link leads to itself: choose another path",
-    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
-}
-
-
 def run(argv: list[str] | None = None) -> None:
     """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130."""
     try:
@@ -113,8 +98,6 @@ def run(argv: list[str] | None = None) -> None:
         if code == 130:  # Typer turns an interrupt into this code without a word
             raise KeyboardInterrupt
         sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the last handler
-    except BadInput as error:
-        _fail(str(error), 2)
     except _UsageError as error:
         _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
@@ -122,27 +105,12 @@ def run(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `fledge data preview | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
         sys.exit(0)
-    except OSError as error:
-        where = error.filename2 or error.filename
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = f" ({where})" if where else ""
-            _fail(f"the disk is full{place}; make room and run the same command again", 3)
-        if where is None:  # not about a path that somebody named
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        explained = explain(error)
+        if explained is None:
             raise
-        advice = _ADVICE.get(error.errno or 0, "check the path")
-        _fail(f"{where}: {(error.strerror or 'failed').lower()}; {advice}", 2)
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        _fail(f"out of memory ({first_line(error)}); ask for less at a time", 2)
+        _fail(*explained)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """torch says it with RuntimeErrors: a kind of its own for GPUs, a text for the CPU."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return "can't allocate memory" in str(error)
 
 
 def _fail(text: str, code: int) -> NoReturn:

@@ -31,7 +31,7 @@ def regenerate(
     model: Annotated[str, typer.Option(help="The server's model; default: its only one.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For temperatures above 0.")] = 0,
     reasoning: Annotated[
         str, typer.Option(help="keep: as reasoning_content of the answer; drop: leave it out.")
     ] = "keep",

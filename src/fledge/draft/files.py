@@ -104,8 +104,10 @@ def check_tensors(
     faults = {
         "missing": sorted(set(want) - set(have)),
         "unknown": sorted(set(have) - set(want)),
-        "other shapes than config.json says": [
-            name for name in both if want[name].shape != have[name].shape
+        "of another shape than config.json says": [
+            f"{name} {tuple(have[name].shape)} not {tuple(want[name].shape)}"
+            for name in both
+            if want[name].shape != have[name].shape
         ],
         "not finite": [name for name in both if not _finite(have[name])],
     }
