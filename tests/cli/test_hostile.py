@@ -1,0 +1,197 @@
+"""Every verb with bad input: one line, exit code 2, no traceback, nothing left behind.
+
+In this process, through the entry point itself: what a user would see on stderr is what is read.
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from fledge.cli import main
+from train.tiny import make_chats, make_target, recipe_for
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A target, chats, a run's recipe, a draft, and many things that are none of these."""
+    import torch
+
+    from fledge import HFEagle3TargetModel
+    from fledge.data.vocab import select_vocabulary
+    from fledge.train.setup import make_draft
+
+    root = tmp_path_factory.mktemp("hostile")
+    target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
+    recipe = recipe_for(target, chats, root / "run")
+    (root / "recipe.yaml").write_text(recipe.to_yaml())
+    backend = HFEagle3TargetModel.from_pretrained(target, aux_layer_ids=[0, 1, 2])
+    counts = torch.arange(400).numpy()
+    vocabulary = select_vocabulary(counts, 128, special_ids=[0, 1])
+    draft = make_draft(recipe, backend, vocabulary, backend.tokenizer, torch.device("cpu"))
+    draft.save_pretrained(root / "draft")
+    for name, content in {
+        "empty": b"", "binary": b"\xff\xfe\x00" * 99, "list": b"[1]", "broken": b"{\n[\n",
+        "object": b"{}",
+        "half": b'{"messages": [{"role": "user", "content": "\\ud800"}]}\n',
+    }.items():  # fmt: skip
+        for suffix in ("jsonl", "json", "yaml"):
+            (root / f"{name}.{suffix}").write_bytes(content)
+        for kind in ("target", "draft"):
+            for file in ("config.json", "model.safetensors"):
+                spoiled = root / f"{kind}-{name}-{file.partition('.')[0]}"
+                shutil.copytree(root / kind, spoiled)
+                (spoiled / file).write_bytes(content)
+    (root / "directory").mkdir()
+    (root / "loop").symlink_to("loop")
+    other = root / "target-with-more-layers"
+    shutil.copytree(target, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 6}))
+    return root
+
+
+def files(root):
+    return {
+        path: path.stat().st_mtime_ns
+        for path in root.rglob("*")
+        if not path.is_symlink() and path.is_file()
+    }
+
+
+def refused(place, monkeypatch, capfd, command):
+    """The one line that a command is refused with."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("FLEDGE_CACHE", str(place.parent / "cache"))
+    before = files(place)
+    with pytest.raises(SystemExit) as ended:
+        main.run(command.split())
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert ended.value.code == 2, err
+    assert out == ""
+    assert lines[-1].startswith("fledge: ")
+    assert len(lines) == 1, err
+    assert len(lines[0]) < 600
+    assert files(place) == before
+    return lines[0]
+
+
+FEW = "--limit 1 --max-new-tokens 4"
+EVAL = f"--target target --prompts chats.jsonl --live 0 {FEW}"
+REGENERATE = f"regenerate chats.jsonl --out new.jsonl {FEW}"
+EXPORT = f"--engine vllm --target target {FEW}"
+SPOILED = [
+    f"{name}-{file}"
+    for name in ("empty", "binary", "list", "broken", "object")
+    for file in ("config", "model")
+]
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_draft(place, monkeypatch, capfd, name):
+    for command in (f"eval draft-{name} {EVAL} --json", f"export draft-{name} {EXPORT} --json"):
+        refused(place, monkeypatch, capfd, command)
+
+
+@pytest.mark.parametrize("name", [*SPOILED, "with-more-layers"])
+def test_a_spoiled_target(place, monkeypatch, capfd, name):
+    said = refused(place, monkeypatch, capfd, f"{REGENERATE} --target target-{name}")
+    assert f"target-{name}" in said
+    if name == "with-more-layers":  # transformers would fill them with random numbers
+        assert "the weights lack model.layers.4" in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"eval draft {EVAL} --out",
+        "report draft --out",
+        "data preview chats.jsonl --model target --html",
+        "regenerate chats.jsonl --target target --out",
+    ],
+)
+@pytest.mark.parametrize("out", ["directory", "chats.jsonl/x", "loop/x"])
+def test_files_that_cannot_be_written(place, monkeypatch, capfd, command, out):
+    said = refused(place, monkeypatch, capfd, f"{command} {out}")
+    assert out.partition("/")[0] in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"export draft {EXPORT} --out",
+        "import draft --target target --out",
+        "diagnose draft --target target --static --fix",
+        "precompute recipe.yaml --output-dir",
+        "cache convert cache",
+        "train recipe.yaml run.output_dir=",
+    ],
+)
+@pytest.mark.parametrize("out", ["chats.jsonl", "chats.jsonl/x", "loop"])
+def test_directories_that_cannot_be_written(place, monkeypatch, capfd, command, out):
+    space = "" if command.endswith("=") else " "
+    said = refused(place, monkeypatch, capfd, f"{command}{space}{out}")
+    assert out.partition("/")[0] in said
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (f"eval draft {EVAL} --device nowhere", "no device"),
+        (f"eval draft {EVAL} --device meta", "torch sees"),
+        (f"eval draft {EVAL} --draft-tokens 1000000000000", "out of memory"),
+        (f"eval draft --target target --prompts half.jsonl {FEW}", "UTF-8"),
+        (f"eval directory {EVAL}", "neither a draft"),
+        (f"export target {EXPORT}", "tensors missing"),
+        (f"export draft {EXPORT} --out .", "current directory"),
+        ("diagnose draft --target target --device nowhere", "no device"),
+        ("diagnose draft --target target --dtype nothing", "not a dtype"),
+        ("train recipe.yaml training.epochs=1e12", "training.epochs"),
+        ("train recipe.yaml packing.tokens=1000000000000", "out of memory"),
+        ("train recipe.yaml draft.init_from=target", "tensors missing"),
+        ("precompute recipe.yaml -o new --quota-gb inf", "--quota-gb"),
+        ("regenerate chats.jsonl --out new.jsonl --url http://[::1", "not an address"),
+        ("regenerate chats.jsonl --out new.jsonl --url http://host:99999", "not an address"),
+        ("bench http://host:99999", "not an address"),
+        ("data prepare chats.jsonl --model target --template-option a=[1", "not YAML"),
+        (f"data preview chats.jsonl --model {'a' * 5000}", "too long"),
+        ("serve draft --port 99999", "--port"),
+        ("serve-target --target target --max-body-mb nan", "--max-body-mb"),
+        ("serve-target --target target --tls-cert empty.json --tls-key empty.json", "PEM"),
+        ("cache info directory", "not a cache"),
+    ],
+)
+def test_bad_values(place, monkeypatch, capfd, command, message):
+    assert message in refused(place, monkeypatch, capfd, command)
+
+
+def test_a_page_is_not_made_of_anything(place, monkeypatch, capfd, tmp_path):
+    run = place / "a-run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (run / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "not YAML" in refused(place, monkeypatch, capfd, "report a-run")
+    (run / "recipe.yaml").unlink()
+    assert "fledge eval" in refused(place, monkeypatch, capfd, "report a-run --eval object.json")
+    shutil.rmtree(run)
+
+
+def test_no_arguments_show_help_and_no_empty_line(place, monkeypatch, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main.run(["data"])
+    out, err = capfd.readouterr()
+    assert ended.value.code == 2
+    assert "preview" in out
+    assert err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_full_disk_is_exit_code_3(place, monkeypatch, capfd):
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit) as ended:
+        main.run(["data", "preview", "chats.jsonl", "--model", "target", "--html", "/dev/full"])
+    assert ended.value.code == 3
+    assert capfd.readouterr().err.startswith("fledge: the disk is full")
+    assert not os.path.isfile("/dev/full")  # it was written, not replaced
