@@ -17,9 +17,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+
+class _Console(Console):
+    """A reader who has seen enough (`| head`) is no failure: `main.run` ends with code 0."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 # Results go to stdout, everything said on the way to stderr: `fledge ... --json | jq` works.
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = _Console(highlight=False)
+err = _Console(stderr=True, highlight=False)
 
 
 def quiet_libraries() -> None:

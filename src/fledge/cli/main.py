@@ -91,8 +91,20 @@ def _attach_verbs() -> None:
 _attach_verbs()
 
 
+# What is not lost when a verb is interrupted; `fledge train` says it itself.
+_KEPT = {
+    "cache": "; what is converted stays, --resume continues",
+    "data": "; the parts that are done stay, the same command goes on",
+    "precompute": "; what is written stays, --resume continues",
+    "regenerate": "; the answers stay, the same command goes on",
+}
+
+
 def run(argv: list[str] | None = None) -> None:
     """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell (>&-)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         code = app(args=argv, standalone_mode=False)
         if code == 130:  # Typer turns an interrupt into this code without a word
@@ -101,7 +113,8 @@ def run(argv: list[str] | None = None) -> None:
     except _UsageError as error:
         _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
+        verb = next(iter(sys.argv[1:] if argv is None else argv), "")
+        _fail(f"interrupted{_KEPT.get(verb, '')}", 130)
     except BrokenPipeError:  # `fledge data preview | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
         sys.exit(0)

@@ -67,12 +67,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             where=str(path),
             fix="make the cache again",
         )
+    return manifest
+
+
+def read_whole_manifest(directory: Path) -> dict[str, Any]:
+    """The same, with everything that a reader of the cache relies on."""
+    manifest = read_manifest(directory)
     for name, kinds in _FIELDS.items():
         known = _KNOWN.get(name)
         if not isinstance(manifest.get(name), kinds) or (known and manifest[name] not in known):
             raise BadInput(
                 f"the manifest is damaged: '{name}' is {manifest.get(name)!r}",
-                where=str(path),
+                where=str(directory / MANIFEST),
                 fix="make the cache again",
             )
     return manifest
