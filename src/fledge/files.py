@@ -86,6 +86,10 @@ def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
         os.close(fd)
     try:
         yield temporary
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(path)  # what somebody asked for, not our name for it meanwhile
+        raise
     finally:
         if directory:
             shutil.rmtree(temporary, ignore_errors=True)

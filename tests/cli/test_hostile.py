@@ -6,6 +6,8 @@ In this process, through the entry point itself: what a user would see on stderr
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -195,3 +197,39 @@ def test_a_full_disk_is_exit_code_3(place, monkeypatch, capfd):
     assert ended.value.code == 3
     assert capfd.readouterr().err.startswith("fledge: the disk is full")
     assert not os.path.isfile("/dev/full")  # it was written, not replaced
+
+
+@pytest.mark.parametrize(("verb", "kept"), [("regenerate", "the answers stay"), ("eval", "")])
+def test_an_interrupt_says_what_is_kept(monkeypatch, capfd, verb, kept):
+    def app(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        main.run([verb])
+    assert ended.value.code == 130
+    said = capfd.readouterr().err
+    assert said.startswith("fledge: interrupted")
+    assert kept in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["data preview {0}/chats.jsonl --model {0}/target -n 60", "recipe schema"],
+    ids=["rich", "plain"],
+)
+def test_a_reader_who_has_seen_enough_is_no_failure(place, arguments):
+    command = [sys.executable, "-m", "fledge.cli.main", *arguments.format(place).split()]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    ) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_a_closed_stdout_is_no_crash(place):
+    command = f"{sys.executable} -m fledge.cli.main recipe show {place}/recipe.yaml >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -70,6 +70,31 @@ def test_any_step_can_be_asked_for_and_prefetching_changes_nothing():
     assert step == plain.steps - 1
 
 
+def test_whatever_stops_the_thread_is_raised_where_the_batch_is_awaited():
+    rows = Rows([5, 9, 12, 3, 8, 20, 1, 7])
+    stream = PackStream(rows, tokens=24, pad_id=0, seed=1, epochs=2)
+    plain = stream.batch
+
+    def batch(step):
+        if step == 2:
+            raise MemoryError("no room")  # of any kind: a silent thread would hang the run
+        return plain(step)
+
+    stream.batch = batch
+    ahead = stream.prefetched(0, 2)
+    assert [next(ahead).step, next(ahead).step] == [0, 1]
+    with pytest.raises(MemoryError, match="no room"):
+        next(ahead)
+
+
+def test_a_micro_batch_larger_than_the_data_is_all_of_it():
+    rows = Rows([5, 9, 12, 3, 8, 20, 1, 7])
+    huge = PackStream(rows, tokens=24, pad_id=0, seed=1, micro_batch=10**12)
+    assert huge.steps == 1
+    [batch] = huge.batch(0).micro
+    assert len(batch.input_ids) == PackStream(rows, tokens=24, pad_id=0, seed=1).steps
+
+
 def test_steps_beyond_the_epochs_go_on_with_new_orders():
     rows = Rows([5, 9, 12, 3])
     stream = PackStream(rows, tokens=24, pad_id=0, seed=1, steps=50)

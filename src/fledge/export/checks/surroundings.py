@@ -195,4 +195,5 @@ def _aux_convention(subject: Subject) -> Iterator[tuple[EngineName, str]]:
         if ids != default and not written & {engine, "sglang"}:
             key = AUX_KEY if engine == "vllm" else f"eagle_config.{AUX_KEY}"
             title = ENGINES[engine].title
-            yield engine, f"no {key}: {title} takes the outputs of {default}, not {ids}"
+            taken = f"the outputs of {default}" if default else "layers of its own choice"
+            yield engine, f"no {key}: {title} takes {taken}, not {ids}"
