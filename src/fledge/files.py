@@ -54,7 +54,7 @@ def _remove_abandoned(path: Path, suffix: str) -> None:
         if not (entry.name.startswith(f".{path.name}.") and entry.name.endswith(suffix)):
             continue
         with contextlib.suppress(OSError):  # locked, or gone meanwhile
-            fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+            fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if entry.is_dir(follow_symlinks=False):

@@ -77,7 +77,8 @@ def load_target(
 
 def _check_complete(report: dict[str, Any], where: str) -> None:
     """Refuse weights that transformers would fill up with random numbers."""
-    mismatched = [one[0] for one in report["mismatched_keys"]]  # (name, stored, wanted)
+    # names in transformers 4, (name, stored, wanted) in 5
+    mismatched = [one if isinstance(one, str) else one[0] for one in report["mismatched_keys"]]
     for reason, names in (
         ("the weights lack", sorted(report["missing_keys"])),
         ("config.json gives another shape to", sorted(mismatched)),
