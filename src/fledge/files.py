@@ -78,10 +78,13 @@ def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
             made, name = tempfile.mkstemp(suffix, prefix, path.parent)
             os.close(made)
             temporary = Path(name)
-        fd = os.open(temporary, os.O_RDONLY)
+        try:
+            fd = os.open(temporary, os.O_RDONLY)
+        except FileNotFoundError:  # somebody took it for abandoned before it was locked
+            continue
         with contextlib.suppress(OSError):  # some file systems know no locks: nothing is removed
             fcntl.flock(fd, fcntl.LOCK_EX)
-        if temporary.exists():  # else somebody took it for abandoned before it was locked
+        if temporary.exists():  # else the same, a moment later
             break
         os.close(fd)
     try:

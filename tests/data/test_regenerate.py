@@ -366,6 +366,15 @@ def test_a_journal_survives_any_cut(tmp_path_factory, data):
         assert entry.read() == {"row": row, "good": True, "value": f"{row}é"}
 
 
+def test_a_journal_keeps_what_utf8_cannot_say(tmp_path):
+    journal = Journal(tmp_path)
+    journal.add(0, {"original": "é \ud800"}, good=False)  # half a surrogate pair, from JSON
+    [(_, entry)] = journal.failed()
+    assert entry.read()["original"] == "é \ud800"
+    [(_, again)] = Journal(tmp_path).failed()
+    assert again.read() == entry.read()
+
+
 def test_pauses_grow_are_spread_and_honour_the_server():
     from datetime import UTC, datetime, timedelta
 

@@ -93,8 +93,8 @@ _attach_verbs()
 
 # What is not lost when a verb is interrupted; `fledge train` says it itself.
 _KEPT = {
-    "cache": "; what is converted stays, --resume continues",
-    "data": "; the parts that are done stay, the same command goes on",
+    "cache convert": "; what is converted stays, --resume continues",
+    "data prepare": "; the parts that are done stay, the same command goes on",
     "precompute": "; what is written stays, --resume continues",
     "regenerate": "; the answers stay, the same command goes on",
 }
@@ -113,8 +113,9 @@ def run(argv: list[str] | None = None) -> None:
     except _UsageError as error:
         _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        verb = next(iter(sys.argv[1:] if argv is None else argv), "")
-        _fail(f"interrupted{_KEPT.get(verb, '')}", 130)
+        words = " ".join(sys.argv[1:] if argv is None else argv)
+        kept = next((text for verb, text in _KEPT.items() if words.startswith(verb)), "")
+        _fail(f"interrupted{kept}", 130)
     except BrokenPipeError:  # `fledge data preview | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
         sys.exit(0)
