@@ -180,6 +180,20 @@ def test_a_page_is_not_made_of_anything(place, monkeypatch, capfd, tmp_path):
     shutil.rmtree(run)
 
 
+def test_a_run_of_another_target(place, monkeypatch, capfd):
+    import numpy as np
+
+    from fledge.data.vocab import DraftVocabulary
+
+    run = place / "run"
+    run.mkdir()
+    shutil.copy(place / "recipe.yaml", run)
+    DraftVocabulary(np.arange(128), 500, 1.0).save(run / "vocabulary.safetensors")
+    said = refused(place, monkeypatch, capfd, "train recipe.yaml")
+    assert "made for a target of 500 tokens, this one has 400" in said
+    shutil.rmtree(run)
+
+
 def test_no_arguments_show_help_and_no_empty_line(place, monkeypatch, capfd):
     with pytest.raises(SystemExit) as ended:
         main.run(["data"])
