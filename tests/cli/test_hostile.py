@@ -105,37 +105,38 @@ def test_a_spoiled_target(place, monkeypatch, capfd, name):
         assert "the weights lack model.layers.4" in said
 
 
+# The target of these does not exist: a place is refused before anybody looks for it.
 @pytest.mark.parametrize(
     "command",
     [
-        f"eval draft {EVAL} --out",
+        "eval draft --target nowhere --out",
         "report draft --out",
-        "data preview chats.jsonl --model target --html",
-        "regenerate chats.jsonl --target target --out",
+        "data preview chats.jsonl --model nowhere --html",
+        "regenerate chats.jsonl --target nowhere --out",
     ],
 )
 @pytest.mark.parametrize("out", ["directory", "chats.jsonl/x", "loop/x"])
 def test_files_that_cannot_be_written(place, monkeypatch, capfd, command, out):
     said = refused(place, monkeypatch, capfd, f"{command} {out}")
-    assert out.partition("/")[0] in said
+    assert f"{out}: " in said
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        f"export draft {EXPORT} --out",
-        "import draft --target target --out",
-        "diagnose draft --target target --static --fix",
-        "precompute recipe.yaml --output-dir",
-        "cache convert cache",
-        "train recipe.yaml run.output_dir=",
+        "export draft --engine vllm --target nowhere --out",
+        "import draft --target nowhere --out",
+        "diagnose draft --target nowhere --fix",
+        "precompute recipe.yaml target.model=nowhere --output-dir",
+        "cache convert nowhere",
+        "train recipe.yaml target.model=nowhere run.output_dir=",
     ],
 )
 @pytest.mark.parametrize("out", ["chats.jsonl", "chats.jsonl/x", "loop"])
 def test_directories_that_cannot_be_written(place, monkeypatch, capfd, command, out):
     space = "" if command.endswith("=") else " "
     said = refused(place, monkeypatch, capfd, f"{command}{space}{out}")
-    assert out.partition("/")[0] in said
+    assert f"{out}: " in said
 
 
 @pytest.mark.parametrize(
