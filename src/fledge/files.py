@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,8 +33,13 @@ def _mode(wanted: int) -> int:
     return wanted & ~umask
 
 
-def check_place(path: Path, *, directory: bool = False) -> None:
-    """Refuse now a place that could not be written later: hours of work may lie between."""
+def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Path] = ()) -> None:
+    """Refuse now a place that could not be written later: hours of work may lie between.
+
+    `read` are the command's own inputs: none of them may be overwritten by its output.
+    """
+    if path.exists() and any(os.path.exists(one) and path.samefile(one) for one in read):
+        raise BadInput("is read by this command", where=str(path), fix="name another output")
     if directory and os.path.lexists(path) and not path.is_dir():
         raise BadInput("not a directory", where=str(path), fix="name another one")
     if not directory and path.is_dir():

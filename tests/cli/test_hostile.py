@@ -164,6 +164,9 @@ def test_directories_that_cannot_be_written(place, monkeypatch, capfd, command, 
         ("serve-target --target target --max-body-mb nan", "--max-body-mb"),
         ("serve-target --target target --tls-cert empty.json --tls-key empty.json", "PEM"),
         ("cache info directory", "not a cache"),
+        ("eval draft --target target --prompts chats.jsonl --out ./chats.jsonl", "is read by"),
+        ("data preview chats.jsonl --model target --html chats.jsonl", "is read by"),
+        ("regenerate chats.jsonl --target target --out chats.jsonl", "not made by this command"),
     ],
 )
 def test_bad_values(place, monkeypatch, capfd, command, message):
@@ -178,6 +181,8 @@ def test_a_page_is_not_made_of_anything(place, monkeypatch, capfd, tmp_path):
     assert "not YAML" in refused(place, monkeypatch, capfd, "report a-run")
     (run / "recipe.yaml").unlink()
     assert "fledge eval" in refused(place, monkeypatch, capfd, "report a-run --eval object.json")
+    over = "report a-run --out a-run/metrics.jsonl"
+    assert "is read by" in refused(place, monkeypatch, capfd, over)
     shutil.rmtree(run)
 
 

@@ -147,7 +147,7 @@ def preview(
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     if html is not None:
-        check_place(html)
+        check_place(html, read=data)
     encoder = Encoder.load(local_model(model, weights=False), options)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:

@@ -63,7 +63,7 @@ def evaluate(
         draft_tokens, method, tree, live, max_new_tokens, samples if output is not None else 0
     )
     if output is not None:
-        check_place(output)
+        check_place(output, read=prompts or ())
     found = measure(
         drafts,
         prompts or ["mixed"],

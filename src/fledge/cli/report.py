@@ -45,7 +45,7 @@ def report(
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
     path = output or run / "report.html"
-    check_place(path)
+    check_place(path, read=[*run.glob("*.json*"), *run.glob("*.yaml"), *filter(None, [evaluation])])
     if measure:
         if evaluation is not None:
             raise BadInput("measure, or show what was measured?", where="--eval")
