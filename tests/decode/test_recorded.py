@@ -137,6 +137,9 @@ def test_what_cannot_be_recorded_runs_step_by_step(
     [line] = caplog.messages
     assert line.endswith("(operation not permitted when stream is capturing)")
     assert len(ours.passes.learned) == 1
+    for prompt, (tokens, _) in zip(asked[:8], answers, strict=False):
+        [one] = decoder(target, drafts["trained"]).generate([prompt], STOPS)
+        assert one.token_ids == tokens
 
 
 def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, target, drafts, asked):
@@ -178,9 +181,9 @@ def test_a_pass_recorded_at_any_time_has_done_no_harm(narrow, target, drafts, as
 def test_a_pass_first_seen_at_the_end_of_its_width_serves_shorter_texts(narrow, target, drafts):
     ours = decoder(target, drafts["trained"])
     first, second = [*range(11)], [*range(20, 27)]  # the first round of 11 + 1 + 4 ends at 16
-    for prompt in (first, second):
-        [one] = ours.generate([prompt], STOPS)
-        assert (one.token_ids, one.finish) == plain_greedy(target, prompt, STOPS)
+    for prompt, stops in ((first, Stops(2)), (second, STOPS)):
+        [one] = ours.generate([prompt], stops)
+        assert (one.token_ids, one.finish) == plain_greedy(target, prompt, stops)
 
 
 def test_only_so_many_passes_are_kept(monkeypatch):
