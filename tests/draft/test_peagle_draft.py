@@ -282,6 +282,7 @@ def test_signatures_are_the_seeds():
     assert names(draft.forward_peagle) == [
         "sampled_input_ids", "sampled_projected_hidden", "position_ids", "block_mask",
     ]  # fmt: skip
+    assert names(draft._run_draft_layer) == ["layer_fn", "args", "kwargs"]
     assert names(draft.build_peagle_block_mask) == [
         "anchor_pos", "depth", "lengths", "total_seq_len",
     ]  # fmt: skip

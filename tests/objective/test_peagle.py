@@ -242,6 +242,18 @@ def test_encodings_agree_logits_and_probs_bitwise():
     assert_same(from_logits, run(module, hidden), tolerance=2e-6)
 
 
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_padding_on_either_side_is_the_same(partitions):
+    """What is sampled of a document does not depend on where it lies in its row."""
+    batch = padded_batch(make_documents(LENGTHS), max(LENGTHS) + 1)
+    left = {
+        name: torch.stack([row.roll(len(row) - n, 0) for row, n in zip(x, LENGTHS, strict=True)])
+        for name, x in batch.items()
+    }
+    module = make_module(sequence_partitions=partitions)
+    assert_same(run(module, left), run(module, batch))
+
+
 def test_the_public_call():
     """As a user's script makes it: a target's batch in any encoding, straight into the module."""
     inputs = padded_batch(make_documents(LENGTHS))

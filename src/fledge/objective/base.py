@@ -26,7 +26,7 @@ from fledge.objective.supervision import (
 )
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.plan import RolloutPlan
-from fledge.target.head import TargetHead
+from fledge.target.head import HeadLike, TargetHead
 
 _PACKING = ("position_ids", "seq_lens", "doc_remaining")
 Plan = TypeVar("Plan", bound=RolloutPlan)
@@ -79,7 +79,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         selected_token_ids: Tensor,
         selected_token_mask: Tensor,
         spec: LossSpec,
-        target_head: TargetHead | None,
+        target_head: HeadLike | None,
         compute_dtype: torch.dtype | None,
         chunk_rows: int | None,
         attention: AttentionKind,
@@ -96,7 +96,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self.spec = spec
         self.compute_dtype, self.attention = compute_dtype, attention
         self.chunk_rows = chunk_rows
-        self.target_head = target_head
+        self.target_head = None if target_head is None else TargetHead.of(target_head)
         self._draft_head: TargetHead | None = None
 
     # --- what an objective says -----------------------------------------------------------------
