@@ -101,9 +101,11 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     def _keep(self) -> float:
         return self.depth_keep if self.draft_model.training else 1.0
 
-    def _states(self, plan: RolloutPlan, aux_TD: Tensor, input_ids_T: Tensor) -> Tensor:
+    def _states(
+        self, plan: RolloutPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
         states = self.draft_model(
-            aux_TD, input_ids_T, plan, compute_dtype=self.compute_dtype, attention=self.attention
+            aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
         )
         return torch.cat(states)
 

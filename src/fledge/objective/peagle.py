@@ -111,9 +111,11 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             device=self.selected_token_ids.device,
         )
 
-    def _states(self, plan: ParallelPlan, aux_TD: Tensor, input_ids_T: Tensor) -> Tensor:
+    def _states(
+        self, plan: ParallelPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
         return self.draft_model.unroll_parallel(
-            aux_TD, input_ids_T, plan, compute_dtype=self.compute_dtype, attention=self.attention
+            aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
         )
 
     def _charged(self, covered_N: Tensor) -> Tensor:
