@@ -17,9 +17,10 @@ Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a f
 import argparse
 import errno
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -241,8 +242,30 @@ def _run(args: argparse.Namespace) -> int:
             trust_remote_code=args.trust_remote_code,
         )
 
-    done = execute(job, model.head_bytes(dtype), load, device=device, say=logger.info)
+    with _progress(len(job.rows)) as show:
+        done = execute(
+            job, model.head_bytes(dtype), load, device=device, say=logger.info, on_progress=show
+        )
+    if done.outcome.complete:
+        logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
     return done.code
+
+
+@contextmanager
+def _progress(rows: int) -> Iterator[Callable[[Progress], None]]:
+    """A bar from the first written row on (lines that are said before it stay), in one process."""
+    from fledge.cli.console import watching
+
+    with ExitStack() as stack:
+        bars: list[Callable[[str, float, int], None]] = []
+
+        def show(at: Progress) -> None:
+            if not bars:
+                bars.append(stack.enter_context(watching()))
+            bars[0]("asking the target", at.rows, rows)
+
+        wanted = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+        yield show if wanted else lambda _: None
 
 
 def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:

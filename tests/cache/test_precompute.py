@@ -1,5 +1,6 @@
 """precompute_eagle3: the seed's flags, refusals before any harm, resumption to the byte."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -108,6 +109,28 @@ def test_bytes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
     assert main(argv(encoding=encoding, draft_vocab_size=100, target_probs_topk=top_k)) == 0
     sizes = [(tmp_path / "cache" / name).stat().st_size for name in shards(tmp_path / "cache")]
     assert sizes == list(plans[0].shard_bytes)
+
+
+def test_progress_is_shown_by_one_process_that_may_speak(argv, tmp_path, monkeypatch, caplog):
+    seen = []
+
+    @contextlib.contextmanager
+    def watching():
+        yield lambda what, done, total: seen.append((done, total))
+
+    monkeypatch.setattr("fledge.cli.console.watching", watching)
+    with caplog.at_level("INFO"):
+        assert main(argv()) == 0
+        assert seen == sorted(seen)
+        assert seen[-1] == (60, 60)
+        assert caplog.messages[-1].endswith(f"target.cached_target_path={tmp_path / 'cache'}")
+        seen.clear()
+        monkeypatch.setenv("RANK", "1")
+        assert main(argv(output_dir=tmp_path / "second")) == 0
+    monkeypatch.delenv("RANK")
+    with caplog.at_level("ERROR"):
+        assert main(argv(output_dir=tmp_path / "quiet")) == 0
+    assert seen == []
 
 
 BAD = [
