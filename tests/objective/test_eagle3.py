@@ -432,6 +432,16 @@ def test_padding_on_either_side_is_the_same(compact):
     assert_same(run(module, left), run(module, batch))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
+def test_masks_say_yes_or_no_in_any_dtype(dtype):
+    """Also by fractions: whatever is not zero is supervised, in every encoding."""
+    batch = padded_batch(make_documents(LENGTHS))
+    expected = run(make_module(), batch)
+    factor = 0.5 if dtype.is_floating_point else 1
+    masks = {name: batch[name].to(dtype) * factor for name in ("loss_mask", "attention_mask")}
+    assert_same(run(make_module(), batch | masks), expected, tolerance=0)
+
+
 def test_padding_inside_a_document_is_refused():
     batch = padded_batch(make_documents([6, 6], supervised=1.1))
     batch["attention_mask"][0, 2] = 0

@@ -183,7 +183,7 @@ def flatten_slots(
     doc_remaining: Tensor | None,
 ) -> Slots:
     rows, width = loss_mask.shape
-    given = [loss_mask, attention_mask, position_ids, seq_lens, doc_remaining]
+    given = [loss_mask != 0, attention_mask != 0, position_ids, seq_lens, doc_remaining]
     loss, attend, position, lens, remaining = _to_host(given)
     assert loss is not None
     assert attend is not None
