@@ -1,6 +1,11 @@
 """Files are whole or absent; a full disk is one line and a resumable state."""
 
 import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -8,7 +13,8 @@ import torch
 from safetensors import SafetensorError
 
 from fledge.cli import main
-from fledge.files import atomic_directory, atomic_file, save_tensors
+from fledge.errors import BadInput
+from fledge.files import atomic_directory, atomic_file, check_place, save_tensors, write_text
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -41,6 +47,99 @@ def test_a_directory_is_replaced_as_a_whole(tmp_path):
         half()
     assert [p.name for p in path.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_is_written_and_stays_one(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "text")  # a rename would put a file in the place of /dev/null
+    reader.join()
+    assert read == ["text"]
+    assert pipe.is_fifo()
+
+
+def test_a_link_keeps_pointing_to_what_is_written(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    file, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
+    link.symlink_to(file)
+    for text in ("new", "newer"):
+        write_text(link, text)
+        assert link.is_symlink()
+        assert file.read_text() == text
+    directory = tmp_path / "directory"
+    directory.symlink_to(tmp_path / "elsewhere")
+    with atomic_directory(directory) as temporary:
+        (temporary / "only").touch()
+    assert directory.is_symlink()
+    assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["only"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from fledge.files import atomic_directory, atomic_file
+
+with atomic_file(Path(sys.argv[1]) / "file"), atomic_directory(Path(sys.argv[1]) / "directory"):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_leftovers_of_the_killed_go_those_of_the_living_stay(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path])
+    left = set(tmp_path.iterdir())
+    assert len(left) == 2
+    with atomic_file(tmp_path / "file") as slow:
+        assert len(left & set(tmp_path.iterdir())) == 1  # the file's is gone, we have our own
+        write_text(tmp_path / "file", "quick")
+        slow.write(b"slow")
+    with atomic_directory(tmp_path / "directory") as slow_directory:
+        (slow_directory / "slow").touch()
+        with atomic_directory(tmp_path / "directory") as quick:
+            (quick / "quick").touch()
+    assert (tmp_path / "file").read_text() == "slow"
+    assert [p.name for p in (tmp_path / "directory").iterdir()] == ["slow"]
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "directory"}
+
+
+def test_a_directory_that_cannot_be_replaced_is_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "directory"
+    path.mkdir()
+    (path / "old").touch()
+    replace = Path.replace
+
+    def failing(self, target):
+        if self.suffix == ".tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return replace(self, target)
+
+    def new():
+        with atomic_directory(path) as temporary:
+            (temporary / "new").touch()
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        new()
+    assert [p.name for p in path.iterdir()] == ["old"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path, directory):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    check_place(tmp_path / "new", directory=directory)
+    check_place(tmp_path / "far" / "away" / "new", directory=directory)
+    check_place(tmp_path if directory else tmp_path / "file", directory=directory)
+    wrong = tmp_path / "file" if directory else tmp_path
+    for path in (wrong, tmp_path / "file" / "x" / "new", tmp_path / "loop" / "new"):
+        with pytest.raises(BadInput, match="name a"):
+            check_place(path, directory=directory)
+    if directory:
+        with pytest.raises(BadInput, match="not a directory"):
+            check_place(tmp_path / "loop", directory=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "loop"}  # nothing was made to find out
 
 
 def test_a_full_disk_is_an_oserror_and_one_line(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,11 @@
 """How fledge says no: one exception whose text is the one line a user reads.
 
+The same line is made here of what the machine says no to: full disks, bad paths, no memory.
+
 Not for our own broken invariants: those are asserts.
 """
+
+import errno
 
 
 class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads as one)
@@ -19,6 +23,63 @@ class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads 
 
 class TargetUnreachable(BadInput):
     """The target is not there now, and may be later: a run that meets this can be continued."""
+
+
+# What to do about a file system that says no; what it said stands before.
+_ADVICE = {
+    errno.EACCES: "choose a place that you may read and write",
+    errno.EPERM: "choose a place that you may read and write",
+    errno.EROFS: "choose a place that can be written",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "a file is in the way: choose another path",
+    errno.EEXIST: "a file is in the way: choose another path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "a link leads to itself: choose another path",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
+}
+
+
+def explain(error: BaseException) -> tuple[str, int] | None:
+    """The line and the exit code of what is nobody's bug; None: to be seen whole, and fixed."""
+    if isinstance(error, BadInput):
+        return str(error), 2
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory ({first_line(error)}); ask for less at a time", 2
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch, CPU
+        return f"out of memory ({first_line(error)}); ask for less at a time", 2
+    if not isinstance(error, OSError):
+        return None
+    where = str(error.filename2 or error.filename or "")
+    where = where if len(where) <= 200 else f"{where[:100]}...{where[-20:]}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" ({where})" if where else ""
+        return f"the disk is full{place}; make room and run the same command again", 3
+    if not where:  # not about a path that somebody named
+        return None
+    advice = _ADVICE.get(error.errno or 0, "check the path")
+    return f"{where}: {(error.strerror or 'failed').lower()}; {advice}", 2
+
+
+def broken_files() -> tuple[type[Exception], ...]:
+    """What transformers and safetensors raise about files that are not what they seem to be.
+
+    For `except` around nothing but the reading of such files: anything may come out of a broken
+    configuration, a division by zero of heads included.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError,
+        RuntimeError, SafetensorError, StrictDataclassError,
+    )  # fmt: skip
+
+
+def first_line(error: BaseException) -> str:
+    """Other libraries explain themselves over many lines: the first one is enough (with the next,
+    where it only announces that one)."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def nearest(name: str, valid: list[str]) -> str:

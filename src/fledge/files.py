@@ -5,6 +5,7 @@ Every file and directory fledge leaves behind goes through here.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from fledge.errors import BadInput
 
 
 def fsync_path(path: Path) -> None:
@@ -30,22 +33,86 @@ def _mode(wanted: int) -> int:
     return wanted & ~umask
 
 
+def check_place(path: Path, *, directory: bool = False) -> None:
+    """Refuse now a place that could not be written later: hours of work may lie between."""
+    if directory and os.path.lexists(path) and not path.is_dir():
+        raise BadInput("not a directory", where=str(path), fix="name another one")
+    if not directory and path.is_dir():
+        raise BadInput("is a directory", where=str(path), fix="name a file")
+    holder = path if path.is_dir() else path.absolute().parent
+    while not os.path.lexists(holder):  # missing ones will be made
+        holder = holder.parent
+    if not holder.is_dir():
+        raise BadInput(f"'{holder}' is not a directory", where=str(path), fix="name another place")
+    if not os.access(holder, os.W_OK | os.X_OK):
+        raise BadInput(f"'{holder}' may not be written", where=str(path), fix="name another place")
+
+
+def _remove_abandoned(path: Path, suffix: str) -> None:
+    """Remove what killed writers of `path` left; a living writer holds a lock on its own."""
+    for entry in os.scandir(path.parent):
+        if not (entry.name.startswith(f".{path.name}.") and entry.name.endswith(suffix)):
+            continue
+        with contextlib.suppress(OSError):  # locked, or gone meanwhile
+            fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+            finally:
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
+    """A new empty file or directory beside `path`, locked as long as its writer lives."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path, ".tmp")
+    prefix, suffix = f".{path.name}.", ".tmp"
+    while True:
+        if directory:
+            temporary = Path(tempfile.mkdtemp(suffix, prefix, path.parent))
+        else:
+            made, name = tempfile.mkstemp(suffix, prefix, path.parent)
+            os.close(made)
+            temporary = Path(name)
+        fd = os.open(temporary, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some file systems know no locks: nothing is removed
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if temporary.exists():  # else somebody took it for abandoned before it was locked
+            break
+        os.close(fd)
+    try:
+        yield temporary
+    finally:
+        if directory:
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary sibling for writing; on success it replaces `path`, on failure it goes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    temporary = Path(name)
-    try:
-        with os.fdopen(fd, "wb") as handle:
+    """Open a temporary sibling for writing; on success it replaces `path`, on failure it goes.
+
+    A device or a pipe (/dev/stdout, /dev/null) is written as it is: renaming would destroy it.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as handle:
+            yield handle
+        return
+    path = Path(os.path.realpath(path))  # a link keeps pointing to what is written
+    with _temporary_sibling(path, directory=False) as temporary:
+        with temporary.open("wb") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
         temporary.chmod(_mode(0o666))  # mkstemp makes 0600
         temporary.replace(path)
         fsync_path(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,25 +128,35 @@ def write_json(path: Path, value: Any) -> None:
 @contextlib.contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a temporary sibling directory; on success it becomes `path` (an old one is replaced)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
-    try:
+    path = Path(os.path.realpath(path))
+    with _temporary_sibling(path, directory=True) as temporary:
         yield temporary
         for entry in temporary.rglob("*"):
             entry.chmod(_mode(0o777 if entry.is_dir() else 0o666))  # some libraries write 0600
             fsync_path(entry)
         temporary.chmod(_mode(0o777))
         fsync_path(temporary)
-        if path.exists():  # a directory cannot be renamed over a full one: move the old one aside
-            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".old"))
-            path.replace(old)
-            temporary.replace(path)
-            shutil.rmtree(old)
-        else:
-            temporary.replace(path)
+        _rename_over(temporary, path)
         fsync_path(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_abandoned(path, ".old")
+
+
+def _rename_over(temporary: Path, path: Path) -> None:
+    """A directory cannot be renamed over a full one: the old one is moved aside first."""
+    if not path.exists():
+        temporary.replace(path)
+        return
+    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".old"))
+    try:
+        path.replace(old)
+    except OSError:
+        old.rmdir()
+        raise
+    try:
+        temporary.replace(path)
+    except OSError:
+        old.replace(path)
+        raise
 
 
 def save_tensors(path: Path, tensors: Any, metadata: dict[str, str] | None = None) -> None:

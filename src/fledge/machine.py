@@ -1,14 +1,43 @@
-"""What a run runs on, for whoever reads its figures later. Says nothing about who or where."""
+"""What a run runs on: its device, and a description for whoever reads its figures later.
+
+Says nothing about who or where.
+"""
 
 import os
 import platform
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fledge.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
 
 MACHINE_NAME = "machine.json"  # in a run's directory
 _PACKAGES = ("fledge", "torch", "transformers", "safetensors", "numpy")
+
+
+def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
+    """The device of that name, refused where it is not there; None: a GPU if any, else the CPU."""
+    import torch
+
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if not wanted:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise BadInput(f"'{wanted}' is no device", fix="cpu, cuda or cuda:1") from None
+    if device.type == "cpu":
+        return device
+    if here is None or device.type != here.type:
+        seen = "no GPU" if here is None else f"only {here.type}"
+        raise BadInput(f"{wanted} was asked for, but torch sees {seen}", fix="use cpu")
+    if (device.index or 0) >= (count := torch.accelerator.device_count()):
+        raise BadInput(f"{wanted} was asked for, but the last one is {device.type}:{count - 1}")
+    return device
 
 
 def describe_machine() -> dict[str, Any]:

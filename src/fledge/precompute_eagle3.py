@@ -15,7 +15,6 @@ Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a f
 """
 
 import argparse
-import errno
 import logging
 import os
 import sys
@@ -28,7 +27,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fledge.errors import BadInput
+from fledge.errors import BadInput, explain
+from fledge.files import check_place
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.batch import Eagle3TargetBatch
 from fledge.target.cache_format import ENCODINGS
@@ -128,8 +128,8 @@ def _validate_args(args: argparse.Namespace) -> None:
         if value is not None and value < least:
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{value} is too small", where=flag, fix=f"at least {least}")
-    if args.quota_gb is not None and not args.quota_gb > 0:
-        raise BadInput(f"{args.quota_gb} leaves room for nothing", where="--quota-gb")
+    if args.quota_gb is not None and not 0 < args.quota_gb < 1e9:
+        raise BadInput(f"{args.quota_gb} is no size of a disk", where="--quota-gb", fix="500, say")
     if args.dtype not in _DTYPES:
         raise BadInput(f"{args.dtype!r} is not a dtype", where="--dtype", fix=", ".join(_DTYPES))
     if str(args.log_level).upper() not in _LEVELS:
@@ -151,6 +151,7 @@ def _validate_args(args: argparse.Namespace) -> None:
             fix="leave it out",
         )
     directory = Path(args.output_dir).expanduser()
+    check_place(directory, directory=True)
     ensure_free(directory, resume=args.resume)
     if existing_shards(directory) and not (directory / "manifest.json").exists():
         _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
@@ -224,8 +225,10 @@ def _ensure_resume_compatible(
 
 def _run(args: argparse.Namespace) -> int:
     """Load the target, scan the dataset once, and write the sharded cache; the exit code."""
+    from fledge.cli.console import quiet_libraries
     from fledge.train.distributed import pick_device
 
+    quiet_libraries()
     device = pick_device(args.device)
     job, model = _job(args)
     dtype = _DTYPES[args.dtype]
@@ -388,18 +391,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _validate_args(args)
         logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
         return _run(args)
-    except BadInput as error:
-        print(f"precompute_eagle3: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        explained = explain(error)
+        if explained is None:
             raise
-        print(
-            f"precompute_eagle3: the disk is full ({args.output_dir}); free some space, then "
-            "continue with --resume",
-            file=sys.stderr,
-        )
-        return STOPPED
+        line, code = explained
+        again = "" if code == 2 else ", with --resume"
+        print(f"precompute_eagle3: {line}{again}", file=sys.stderr)
+        return code
     except KeyboardInterrupt:
         print("precompute_eagle3: interrupted; --resume continues", file=sys.stderr)
         return 130

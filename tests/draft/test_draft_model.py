@@ -251,10 +251,53 @@ def test_reading_says_what_is_missing(tmp_path):
     tensors = load_file(path)
     tensors["extra"] = tensors.pop("fc.weight")
     save_file(tensors, path)
-    with pytest.raises(
-        BadInput, match=r"missing tensors \['fc.weight'\], unknown tensors \['extra'\]"
-    ):
+    with pytest.raises(BadInput, match=r"tensors missing: fc\.weight, unknown: extra;"):
         LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (b"", "config.json: broken"),
+        (b"\xff\xfe", "config.json: broken"),
+        (b"[1]", "not a JSON object"),
+        (b"{}", "tensors missing"),  # a default Llama of 32 layers: refused before it is built
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "config.json: broken"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"draft_vocab_size": 10**9}, "draft_vocab_size"),
+        ({"num_hidden_layers": 9}, "and 6"),  # not a page of names
+        (
+            {"intermediate_size": 7},
+            "shape than config.json says: layers.0.mlp.down_proj",
+        ),
+    ],
+)
+def test_a_broken_config_is_one_line(tmp_path, config, message):
+    make_draft().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    if isinstance(config, dict):
+        config = json.dumps({**json.loads(path.read_text()), **config}).encode()
+    path.write_bytes(config)
+    with pytest.raises(BadInput) as caught:
+        LlamaEagle3DraftModel.from_pretrained(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 999, "half", "nan"])
+def test_broken_weights_are_one_line(tmp_path, content):
+    make_draft().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    if content == "nan":
+        tensors = load_file(path)
+        tensors["fc.weight"][0, 0] = torch.nan
+        save_file(tensors, path)
+    else:
+        path.write_bytes(path.read_bytes()[:4000] if content == "half" else content)
+    with pytest.raises(BadInput, match="not finite: fc.weight" if content == "nan" else "broken"):
+        LlamaEagle3DraftModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

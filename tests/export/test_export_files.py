@@ -299,15 +299,15 @@ def test_a_draft_that_is_not_what_its_config_says(tmp_path):
     common = {"engine": "vllm", "without_target": True}
     draft = make_draft(tmp_path / "draft")
     rewrite(draft, config=put("intermediate_size", 49))
-    with pytest.raises(BadInput, match=r"shape \(48, 32\), its config says \(49, 32\)"):
+    with pytest.raises(BadInput, match=r"gate_proj.weight \(48, 32\) not \(49, 32\)"):
         export_draft(draft, tmp_path / "out", **common)
     rewrite(draft, config=put("intermediate_size", 48))
     rewrite(draft, tensors=lambda state: state.update(bias=torch.zeros(1)))
-    with pytest.raises(BadInput, match=r"no rule of plain-vllm knows: bias"):
+    with pytest.raises(BadInput, match="unknown: bias"):
         export_draft(draft, tmp_path / "out", **common)
     rewrite(draft, tensors=drop("bias"))
     rewrite(draft, tensors=drop("norm.weight"))
-    with pytest.raises(BadInput, match=r"no tensor norm\.weight"):
+    with pytest.raises(BadInput, match=r"missing: norm\.weight"):
         export_draft(draft, tmp_path / "out", **common)
     assert not (tmp_path / "out").exists()
 

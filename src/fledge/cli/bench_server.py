@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from fledge.addresses import server_address
 from fledge.cli.console import out, print_json, watching
 from fledge.errors import BadInput
 
@@ -45,14 +46,14 @@ def bench(
         ) from None
     asked = [dict_messages(prompt.messages) for prompt in read_prompts(prompts or ["mixed"])]
     servers = [("baseline", baseline)] * bool(baseline) + [("draft", url)]
+    for _, address in servers:
+        server_address(address)
     levels = concurrency or [1]
     found: list[tuple[str, Any]] = []
     with watching() as watch:
         for level in levels:
             load = Load(asked, requests, level, max_tokens, temperature)
             for name, address in servers:
-                if not address.startswith(("http://", "https://")):
-                    raise BadInput(f"'{address}' is no address", fix="http://localhost:8000")
                 label = f"{name}, {level} at a time"
 
                 def on_answer(done: int, label: str = label) -> None:

@@ -19,6 +19,7 @@ from fledge.cli.precompute import (
     cache_options,
     run_job,
 )
+from fledge.files import check_place
 
 app = typer.Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
 Directory = Annotated[Path, typer.Argument(help="Directory of the cache.", show_default=False)]
@@ -136,6 +137,7 @@ def convert(
     from fledge.train.distributed import pick_device
 
     quiet_libraries()
+    check_place(output_dir.expanduser(), directory=True)
     device = pick_device("auto")
     target = CachedEagle3TargetModel(source, device=device)
     chosen = cache_options(

@@ -29,7 +29,7 @@ def chat(
     ] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For temperatures above 0.")] = 0,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     compare: Annotated[
         bool, typer.Option(help="Decode every answer without the draft too: the same text, slower.")

@@ -23,10 +23,12 @@ err = Console(stderr=True, highlight=False)
 
 
 def quiet_libraries() -> None:
-    """Our own bars are enough: transformers draws one for every model it loads."""
+    """Our own bars and lines are enough: transformers draws a bar for every model it loads, and
+    prints a table about weights that do not fit, which are refused in one line anyway."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def print_json(value: Any) -> None:

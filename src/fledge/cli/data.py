@@ -61,7 +61,10 @@ def _options(
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise BadInput(f"{pair!r} is not name=value", where="--template-option")
-        variables[name] = yaml.safe_load(value)
+        try:
+            variables[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise BadInput(f"{value!r} is not YAML", where="--template-option") from None
     return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
 
 
@@ -139,10 +142,12 @@ def preview(
     """Show which tokens are supervised, in colour, and which rows would be dropped and why."""
     from fledge.data import preview as view
     from fledge.data.tokenise import Encoder
-    from fledge.files import write_text
+    from fledge.files import check_place, write_text
     from fledge.models.resolve import local_model
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
+    if html is not None:
+        check_place(html)
     encoder = Encoder.load(local_model(model, weights=False), options)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:

@@ -7,6 +7,8 @@ import typer
 
 from fledge.cli.console import err, out, print_json, quiet_libraries, watching
 from fledge.errors import BadInput
+from fledge.files import check_place
+from fledge.machine import find_device
 
 EXAMPLE = (
     "Example: fledge diagnose runs/my_draft\n\n"
@@ -48,6 +50,9 @@ def diagnose(
     quiet_libraries()
     if fix is not None and fix.exists():
         raise BadInput("exists already", where=str(fix), fix="name a new directory for --fix")
+    if fix is not None:
+        check_place(fix, directory=True)
+    chosen, where = _dtype(dtype), find_device(device)
     directory, name = _places(draft, target)
     with watching() as watch:
 
@@ -56,8 +61,8 @@ def diagnose(
                 facts,
                 prompts=prompts,
                 max_new_tokens=max_new_tokens,
-                dtype=_dtype(dtype),
-                device=device or None,
+                dtype=chosen,
+                device=str(where),
                 watch=watch,
             )
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from fledge.cli.console import err, out, print_json, quiet_libraries, watching
 from fledge.cli.loading import load_draft, load_target, numbers
 from fledge.errors import BadInput
-from fledge.files import write_json
+from fledge.files import check_place, write_json
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
 
@@ -62,6 +62,8 @@ def evaluate(
     options = _options(
         draft_tokens, method, tree, live, max_new_tokens, samples if output is not None else 0
     )
+    if output is not None:
+        check_place(output)
     found = measure(
         drafts,
         prompts or ["mixed"],
@@ -118,16 +120,18 @@ def measure(
 ) -> Measured:
     """The target answers, every draft is replayed and decoded live; a bar shows how far it is."""
     from fledge.decode.answers import cached_answers
-    from fledge.decode.evaluation import DraftEvaluation
+    from fledge.decode.evaluation import DraftEvaluation, check_fits
     from fledge.decode.prompts import read_prompts
     from fledge.train.runs import draft_directory
 
     quiet_libraries()
-    paths = [draft_directory(path) for path in drafts]
+    paths, labels = [draft_directory(path) for path in drafts], _labels(drafts)
     asked = read_prompts(prompts, limit=limit or None)
     with watching() as watch:
         watch("loading the target", 0, 1)
         backend = load_target(paths[0], target, aux_layers, dtype, device)
+        for label, path in zip(labels, paths, strict=True):  # a bad one is told before the answers
+            check_fits(backend, load_draft(path, backend), label)
         answers = cached_answers(
             backend,
             asked,
@@ -140,7 +144,7 @@ def measure(
         evaluation = DraftEvaluation(backend, answers.turns, options, watch)
         reports = [
             evaluation.evaluate(label, load_draft(path, backend))
-            for label, path in zip(_labels(drafts), paths, strict=True)
+            for label, path in zip(labels, paths, strict=True)
         ]
     return Measured(reports, answers, backend, prompts)
 

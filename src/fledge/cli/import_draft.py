@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fledge.cli.console import out, print_json, quiet_libraries
+from fledge.files import check_place
 
 EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m --out drafts/mine"
 
@@ -30,6 +31,7 @@ def import_draft(
     quiet_libraries()
     path = Path(draft).expanduser()
     directory = path if path.is_dir() else local_model(draft)
+    check_place(destination, directory=True)
     written = bring_in(directory, destination, target=target)
     layout, ours = read_files(directory).view.layout, read_files(written)
     facts = {

@@ -1,6 +1,5 @@
 """Targets and drafts loaded as verbs name them: by path, or by what a run knows about itself."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from fledge.errors import BadInput
 
 
 def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
-    from fledge.draft.files import CONFIG_NAME
+    from fledge.draft.files import read_config
     from fledge.target.hf import HFEagle3TargetModel
     from fledge.train.runs import recipe_of
 
@@ -19,7 +18,7 @@ def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: s
     dtype = dtype or (getattr(recipe.target, "dtype", "auto") if recipe is not None else "auto")
     ids = numbers(aux_layers, 3, "--aux-layers") if aux_layers else None
     if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
-        ids = json.loads((draft / CONFIG_NAME).read_bytes()).get("aux_layer_ids")
+        ids = read_config(draft).get("aux_layer_ids")
     if ids is None and recipe is not None:
         ids = list(recipe.target.aux_layer_ids or ()) or None
     return HFEagle3TargetModel.from_pretrained(

@@ -3,9 +3,9 @@
 Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
 """
 
-import errno
 import os
 import sys
+from typing import NoReturn
 
 # Before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine spinning
 # threads halve the speed of everybody, this program included.
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fledge import __version__
-from fledge.errors import BadInput
+from fledge.errors import explain
 
 # Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -92,31 +92,34 @@ _attach_verbs()
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Entry point: bad input is one line and exit code 2, an interrupt 130."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130."""
     try:
         code = app(args=argv, standalone_mode=False)
         if code == 130:  # Typer turns an interrupt into this code without a word
             raise KeyboardInterrupt
-    except (BadInput, _UsageError) as error:
-        text = str(error) if isinstance(error, BadInput) else error.format_message()  # type: ignore[attr-defined]
-        errors.print("fledge: ", style="bold red", end="")
-        errors.print(" ".join(text.split()))
-        sys.exit(2)
+        sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the last handler
+    except _UsageError as error:
+        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        errors.print("fledge: interrupted")
-        sys.exit(130)
+        _fail("interrupted", 130)
     except BrokenPipeError:  # `fledge data preview | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
         sys.exit(0)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        explained = explain(error)
+        if explained is None:
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        errors.print("fledge: ", style="bold red", end="")
-        errors.print(f"the disk is full{where}; make room and run the same command again")
-        sys.exit(3)
+        _fail(*explained)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    """One line on stderr (none where help was shown instead), and the exit code."""
+    if text.strip():
+        errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        errors.print("fledge: ", style="" if code == 130 else "bold red", end="")
+        errors.print(" ".join(text.split()))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.files import check_place
 
 EXAMPLE = (
     "Example: fledge precompute recipes/smollm2_gpu.yaml data.train=chats.jsonl "
@@ -55,6 +56,7 @@ def precompute(
 
     path, overrides = split_arguments(arguments)
     recipe = load_recipe(path, overrides)
+    check_place(output_dir.expanduser(), directory=True)
     device = pick_device(recipe.training.device)
     quiet_libraries()
     chosen = cache_options(
@@ -94,8 +96,8 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
         raise BadInput(
             f"{dtype!r} is not a dtype", where="--dtype", fix=nearest(dtype, ["auto", *DTYPES])
         )
-    if quota_gb is not None and not quota_gb > 0:
-        raise BadInput(f"{quota_gb} leaves room for nothing", where="--quota-gb")
+    if quota_gb is not None and not 0 < quota_gb < 1e9:
+        raise BadInput(f"{quota_gb} is no size of a disk", where="--quota-gb", fix="500, say")
     return CacheOptions(
         dtype=natural() if dtype == "auto" else DTYPES[dtype],
         quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),

@@ -10,6 +10,7 @@ import typer
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.errors import BadInput
+from fledge.files import check_place
 
 EXAMPLE = (
     "Examples: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
@@ -30,7 +31,7 @@ def regenerate(
     model: Annotated[str, typer.Option(help="The server's model; default: its only one.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For temperatures above 0.")] = 0,
     reasoning: Annotated[
         str, typer.Option(help="keep: as reasoning_content of the answer; drop: leave it out.")
     ] = "keep",
@@ -72,6 +73,7 @@ def regenerate(
         keep_reasoning=reasoning == "keep",
         template_options=_template_options(template_option or []),
     )
+    check_place(output)
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:

@@ -7,7 +7,7 @@ import typer
 
 from fledge.cli.console import out, print_json
 from fledge.errors import BadInput
-from fledge.files import write_json, write_text
+from fledge.files import check_place, write_json, write_text
 
 EXAMPLE = "Example: fledge report runs/my_draft --measure"
 
@@ -44,6 +44,8 @@ def report(
 
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
+    path = output or run / "report.html"
+    check_place(path)
     if measure:
         if evaluation is not None:
             raise BadInput("measure, or show what was measured?", where="--eval")
@@ -58,7 +60,6 @@ def report(
         )
         write_json(run / EVALUATION_NAME, found.to_json())
     data = gather(run, evaluation)
-    path = output or run / "report.html"
     write_text(path, render(data))
     if as_json:
         print_json({"page": str(path), **data})

@@ -30,7 +30,7 @@ def serve(
         int, typer.Option(min=0, help="Tokens drafted per round (k); 0: as trained.")
     ] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on; default: the engine's.")] = "",
-    port: Annotated[int, typer.Option(min=0, help="Port; 0: the engine's default.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: the engine's default.")] = 0,
     run: Annotated[bool, typer.Option("--run", help="Start the engine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the words as JSON.")] = False,
 ) -> None:

@@ -49,10 +49,16 @@ def serve_target(
         int, typer.Option(min=0, help="Small requests run together up to this size; 0: never.")
     ] = 16384,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests held at once.")] = 64,
-    max_reply_gb: Annotated[float, typer.Option(help="Memory for replies under way.")] = 8.0,
+    max_reply_gb: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Memory for replies under way.")
+    ] = 8.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one request.")] = 262144,
-    max_body_mb: Annotated[float, typer.Option(help="Size of one request.")] = 64.0,
-    drain_s: Annotated[float, typer.Option(help="Time to finish requests after SIGTERM.")] = 60.0,
+    max_body_mb: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Size of one request.")
+    ] = 64.0,
+    drain_s: Annotated[
+        float, typer.Option(min=0, max=1e6, help="Time to finish requests after SIGTERM.")
+    ] = 60.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="When ready, print address and facts as one JSON line.")
     ] = False,

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.errors import BadInput
+from fledge.files import check_place
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
 
@@ -46,6 +47,7 @@ def check_existing(recipe: Any) -> None:
     from fledge.train.recipe import RESOLVED_NAME, load_recipe
 
     directory = Path(recipe.run.output_dir)
+    check_place(directory, directory=True)
     resolved = directory / RESOLVED_NAME
     if not resolved.exists():
         if directory.is_dir() and any(directory.iterdir()):

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from fledge import __version__
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.regenerate_dialogue import Dialogue
-from fledge.data.regenerate_journal import Journal
+from fledge.data.regenerate_journal import Journal, json_line
 from fledge.data.sources import Row, fingerprint, make_parts
 from fledge.errors import BadInput
 from fledge.files import atomic_file, write_json
@@ -289,7 +289,7 @@ class _Job:
                 if entry.truncated and self._exclude:
                     summary.excluded += 1
                     continue
-                handle.write(json.dumps(record["value"], ensure_ascii=False).encode() + b"\n")
+                handle.write(json_line(record["value"]))
                 summary.written += 1
         failures = [entry.read() for _, entry in journal.failed()]
         for one in failures:
@@ -298,7 +298,7 @@ class _Job:
         if failures:
             with atomic_file(self._failed) as handle:
                 for one in failures:
-                    handle.write(json.dumps(one, ensure_ascii=False).encode() + b"\n")
+                    handle.write(json_line(one))
         else:
             self._failed.unlink(missing_ok=True)
         result = {**summary.to_json(), "exclude_truncated": self._exclude}

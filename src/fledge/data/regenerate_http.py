@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
+from fledge.addresses import server_address
 from fledge.data.drops import BadRow
 from fledge.data.regenerate import Outcome, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
@@ -218,9 +218,7 @@ def retry_after(header: str | None) -> float | None:
 
 def endpoint(url: str) -> str:
     """The chat endpoint of an address given with or without its path."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise BadInput(f"'{url}' is not an address", where="--url", fix="http://host:port")
+    parts = server_address(url, where="--url")
     plain = url.rstrip("/")
     if plain.endswith(_ENDPOINT):
         return plain

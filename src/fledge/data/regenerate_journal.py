@@ -15,6 +15,14 @@ from typing import Any
 _PATTERN = "part-*.jsonl"
 
 
+def json_line(value: Any) -> bytes:
+    """One line of JSON, readable where it can be: half a surrogate pair is kept as an escape."""
+    try:
+        return (json.dumps(value, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(value) + "\n").encode()
+
+
 @dataclass(frozen=True)
 class Entry:
     """Where a row's line is, and what it says in short."""
@@ -68,7 +76,7 @@ class Journal:
     def add(self, row: int, value: dict[str, Any], *, good: bool) -> None:
         """One line, in one write."""
         record = {"row": row, "good": good, **value}
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        line = json_line(record)
         if self._handle is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._handle = os.open(self._path, flags, 0o666)

@@ -83,7 +83,10 @@ def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer
     """Token ids up to where the assistant begins to speak."""
     try:
         text = template.render(messages, prompt=True)
+        text.encode()  # tokenizers take no half surrogate pairs, JSON does
     except BadRow as bad:
         raise BadInput(f"the chat template refuses a prompt ({bad})") from None
+    except UnicodeEncodeError:
+        raise BadInput(f"a prompt is not UTF-8 text: {messages[-1]['content'][:40]!r}") from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

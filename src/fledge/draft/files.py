@@ -3,8 +3,9 @@
 Engine-specific layouts are made from this one by `export`.
 """
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from fledge.draft.config import check_draft_config
 from fledge.draft.rotary import rope_parameters
-from fledge.errors import BadInput
+from fledge.errors import BadInput, broken_files, first_line
 from fledge.files import atomic_directory, save_tensors, write_json
 
 CONFIG_NAME = "config.json"
@@ -53,21 +55,74 @@ def write_draft_files(directory: Path, config: Any, state: Mapping[str, Tensor])
     save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a draft, as it stands."""
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        raise _absent(path)
+    with _one_line(path):
+        values = json.loads(path.read_bytes())
+    if not isinstance(values, dict):
+        raise BadInput("not a JSON object", where=str(path), fix="is it the config of a draft?")
+    return values
+
+
 def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if not (directory / name).is_file():
-            fix = "give the directory of a draft"
-            raise BadInput(f"no {name} here", where=str(directory), fix=fix)
-    values = json.loads((directory / CONFIG_NAME).read_text())
-    return LlamaConfig(**values), load_file(directory / WEIGHTS_NAME)
+    """The checked config, and the tensors; whether they fit it is asked by `check_tensors`."""
+    values = read_config(directory)
+    with _one_line(directory / CONFIG_NAME):
+        config = LlamaConfig(**values)
+        check_draft_config(config)
+    path = directory / WEIGHTS_NAME
+    if not path.is_file():
+        raise _absent(path)
+    with _one_line(path):
+        return config, load_file(path)
 
 
-def check_tensor_names(directory: Path, *, want: Collection[str], have: Collection[str]) -> None:
-    """Refuse a file that would leave a tensor random or unread."""
-    missing, unknown = sorted(set(want) - set(have)), sorted(set(have) - set(want))
-    if missing or unknown:
+def _absent(path: Path) -> BadInput:
+    return BadInput(
+        f"no {path.name} here", where=str(path.parent), fix="give the directory of a draft"
+    )
+
+
+@contextlib.contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except broken_files() as error:
         raise BadInput(
-            f"missing tensors {missing}, unknown tensors {unknown}",
+            f"broken ({first_line(error)})", where=str(path), fix="is it a draft, and whole?"
+        ) from error
+
+
+def check_tensors(
+    directory: Path, *, want: Mapping[str, Tensor], have: Mapping[str, Tensor]
+) -> None:
+    """Refuse files that would leave a tensor random or unread, or whose numbers cannot be used."""
+    both = sorted(set(want) & set(have))
+    faults = {
+        "missing": sorted(set(want) - set(have)),
+        "unknown": sorted(set(have) - set(want)),
+        "of another shape than config.json says": [
+            f"{name} {tuple(have[name].shape)} not {tuple(want[name].shape)}"
+            for name in both
+            if want[name].shape != have[name].shape
+        ],
+        "not finite": [name for name in both if not _finite(have[name])],
+    }
+    said = [f"{fault}: {_some(names)}" for fault, names in faults.items() if names]
+    if said:
+        raise BadInput(
+            f"tensors {', '.join(said)}",
             where=str(directory / WEIGHTS_NAME),
-            fix="is it a draft in the plain layout?",
+            fix="is it a draft in the plain layout? `fledge import` reads others",
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())

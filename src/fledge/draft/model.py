@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fledge.draft.config import check_draft_config
-from fledge.draft.files import check_tensor_names, read_draft, write_draft
+from fledge.draft.files import check_tensors, read_draft, write_draft
 from fledge.draft.layer import (
     DeepDraftLayer,
     FusedDraftLayer,
@@ -89,8 +89,9 @@ class LlamaEagle3DraftModel(ParallelDrafting):
     def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None) -> Self:
         """Read a draft; every tensor must be there and none may be left over."""
         config, tensors = read_draft(Path(directory))
+        with torch.device("meta"):  # before memory is spent on what the config promises
+            check_tensors(Path(directory), want=cls(config).state_dict(), have=tensors)
         model = cls(config)
-        check_tensor_names(Path(directory), want=model.state_dict(), have=tensors)
         model.to(dtype or tensors["fc.weight"].dtype)
         model.load_state_dict(tensors)
         return model

@@ -49,7 +49,8 @@ class Rotary:
     """cos and sin for positions. No module: casting the draft to bf16 must not touch it."""
 
     def __init__(self, config: Any) -> None:
-        self.inv_freq, self.scale = rotary_frequencies(config)
+        with torch.device("cpu"):  # also where the draft is built only for its shapes (on "meta")
+            self.inv_freq, self.scale = rotary_frequencies(config)
 
     def __call__(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[T, rotated channels] each, computed in fp32; both halves carry the same angles."""

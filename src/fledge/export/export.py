@@ -41,7 +41,7 @@ from fledge.export.self_check import (
     with_target_embeddings,
 )
 from fledge.export.source import DraftSource, name_for_engines, read_source, target_facts
-from fledge.files import atomic_directory, save_tensors, write_json, write_text
+from fledge.files import atomic_directory, check_place, save_tensors, write_json, write_text
 
 Watch = Callable[[str, float, int], None]  # what is going on, done, in all
 
@@ -89,6 +89,9 @@ def export_draft(
         check or CheckOptions(),
     )
     out = Path(out)
+    check_place(out, directory=True)
+    if out.resolve() == Path.cwd():  # it is moved into place as a whole
+        raise BadInput("the current directory", where=str(out), fix="name a new one for --out")
     if out.exists() and not (out / RECORD_NAME).is_file() and any(out.iterdir()):
         raise BadInput("not empty, and not an export", where=str(out), fix="give another --out")
     job = _Job(

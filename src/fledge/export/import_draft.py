@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.draft.config import check_draft_config
-from fledge.draft.files import CONFIG_NAME, check_tensor_names, write_draft
+from fledge.draft.files import CONFIG_NAME, check_tensors, write_draft
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
 from fledge.export.checks.base import Subject, TargetFiles
@@ -55,14 +55,14 @@ def build_draft(subject: Subject) -> LlamaEagle3DraftModel:
     if refusals:
         raise BadInput(refusals[0], where=str(subject.directory))
     state = own_state(subject)
-    draft = LlamaEagle3DraftModel(own_config(subject))
-    check_tensor_names(subject.directory, want=draft.state_dict(), have=state)
+    config = own_config(subject)
+    with torch.device("meta"):
+        check_tensors(
+            subject.directory, want=LlamaEagle3DraftModel(config).state_dict(), have=state
+        )
+    draft = LlamaEagle3DraftModel(config)
     draft.to(_dtype(state))
-    try:
-        draft.load_state_dict(state)
-    except RuntimeError as error:
-        first = str(error).splitlines()[-1].strip()
-        raise BadInput(first, where=str(subject.directory)) from None
+    draft.load_state_dict(state)
     return draft.eval()
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fledge.draft.config import check_draft_config
-from fledge.draft.files import check_tensor_names, read_draft
+from fledge.draft.files import check_tensors, read_draft
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
 from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
@@ -73,7 +73,6 @@ class DraftSource:
     def model(self) -> LlamaEagle3DraftModel:
         """The checkpoint as it is, nothing put in order."""
         model = LlamaEagle3DraftModel(self.config)
-        check_tensor_names(self.directory, want=model.state_dict(), have=self.tensors)
         model.to(self.tensors["fc.weight"].dtype)
         model.load_state_dict(self.tensors)
         return model
@@ -82,7 +81,8 @@ class DraftSource:
 def read_source(path: Path) -> DraftSource:
     directory = draft_directory(path)
     config, tensors = read_draft(directory)
-    check_draft_config(config)
+    with torch.device("meta"):
+        check_tensors(directory, want=LlamaEagle3DraftModel(config).state_dict(), have=tensors)
     if config.norm_before_residual:
         raise BadInput(
             "it was imported with norm_before_residual, which our exports do not carry",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.errors import BadInput, nearest
+from fledge.errors import BadInput, broken_files, first_line, nearest
 from fledge.models import convert_gguf, embedded, hub
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def _one_line(part: str, name: str) -> Iterator[None]:
     """transformers explains a broken directory over several lines: the first one is enough."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), repr(error))
-        raise BadInput(f"cannot load the {part} of '{name}'", where="model", fix=first) from error
+    except broken_files() as error:
+        raise BadInput(
+            f"cannot load the {part} of '{name}'", where="model", fix=first_line(error)
+        ) from error

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from fledge import __version__
-from fledge.errors import BadInput
+from fledge.errors import BadInput, first_line
 from fledge.machine import MACHINE_NAME
 
 EVALUATION_NAME = "eval.json"
@@ -38,7 +38,7 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
         "objective": recipe.get("objective", {}).get("kind", ""),
         "training": _curves(steps),
         "held_out": _held_out(held_out),
-        "evaluation": None if evaluation is None else _json(evaluation),
+        "evaluation": None if evaluation is None else _evaluation(evaluation),
         "recipe": recipe,
         "machine": _json(machine) if machine.is_file() else None,
     }
@@ -49,7 +49,7 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if not path.is_file():
         raise BadInput("not a run of fledge: no metrics.jsonl", where=str(path.parent))
     lines = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             lines.append(json.loads(line))
         except ValueError:
@@ -61,7 +61,10 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _recipe(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    value = yaml.safe_load(path.read_text())
+    try:
+        value = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError as error:
+        raise BadInput(f"not YAML ({first_line(error)})", where=str(path)) from None
     return value if isinstance(value, dict) else {}
 
 
@@ -70,6 +73,13 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise BadInput(f"not JSON ({error})", where=str(path)) from None
+
+
+def _evaluation(path: Path) -> Any:
+    value = _json(path)
+    if not isinstance(value, dict) or not isinstance(value.get("drafts"), list):
+        raise BadInput("not figures of `fledge eval --out`", where=str(path))
+    return value
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import ipaddress
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,15 @@ class Address:
         for path in (self.tls_cert, self.tls_key):
             if path is not None and not path.is_file():
                 raise BadInput("not a file", where=str(path))
+        if self.tls_cert is not None:
+            try:
+                ssl.create_default_context().load_cert_chain(self.tls_cert, self.tls_key)
+            except ssl.SSLError as error:
+                raise BadInput(
+                    f"no certificate chain with its key ({error.reason})",
+                    where=f"{self.tls_cert}, {self.tls_key}",
+                    fix="give both in PEM form",
+                ) from None
         if not self.is_loopback and token is None and not insecure:
             raise BadInput(
                 f"{self.host} can be reached from other machines, and no token is set",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fledge.errors import BadInput, nearest
+from fledge.machine import find_device
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.batch import Supervision
 
@@ -41,7 +42,7 @@ def open_target(engine: str, model: str, options: TargetOptions) -> Eagle3Target
 def _hf(model: str, options: TargetOptions) -> Eagle3TargetBackend:
     from fledge.target.hf import HFEagle3TargetModel
 
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(options.device)
     return HFEagle3TargetModel.from_pretrained(
         model,
         aux_layer_ids=options.aux_layer_ids,

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from fledge.errors import BadInput
 from fledge.files import atomic_file, write_json
 from fledge.target.base import InputEmbedding, TargetInfo
-from fledge.target.cache_format import DTYPES, FORMAT, Shape, shard_name
+from fledge.target.cache_format import DTYPES, ENCODINGS, FORMAT, Shape, shard_name
 from fledge.target.head import TargetHead
 from fledge.target.layers import FinalNorm
 
@@ -28,6 +29,13 @@ TARGET = "target.safetensors"
 TARGET_FILES = "target"  # config and tokenizer
 VOCABULARY = "vocabulary.safetensors"
 LOCK = ".lock"
+# What every reader relies on; which of it fits which encoding is checked where it is used.
+_FIELDS: dict[str, type | UnionType] = {
+    "encoding": str, "dtype": str, "hidden_size": int, "vocabulary": dict | None,
+    "top_k": int | None, "supervised_only": bool, "rows": int, "held_out_rows": int,
+    "shard_size": int, "aux_layer_ids": list, "vocab_size": int, "target": dict,
+}  # fmt: skip
+_KNOWN = {"encoding": ENCODINGS, "dtype": tuple(DTYPES)}
 LATE = "target"  # the one field that is known only when the target is loaded
 _SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 _COPIED = re.compile(
@@ -59,6 +67,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             where=str(path),
             fix="make the cache again",
         )
+    for name, kinds in _FIELDS.items():
+        known = _KNOWN.get(name)
+        if not isinstance(manifest.get(name), kinds) or (known and manifest[name] not in known):
+            raise BadInput(
+                f"the manifest is damaged: '{name}' is {manifest.get(name)!r}",
+                where=str(path),
+                fix="make the cache again",
+            )
     return manifest
 
 

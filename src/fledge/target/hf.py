@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.errors import BadInput
+from fledge.machine import find_device
 from fledge.target import fp8
 from fledge.target.base import TargetInfo
 from fledge.target.batch import Supervision
@@ -121,7 +122,7 @@ class HFEagle3TargetModel(InProcessTarget):
         For a quantised target name the quantised checkpoint, or give a `quantization_config` of
         transformers: a draft must learn from the states that will be served.
         """
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = find_device(device)
         if dtype == "fp8" and (reason := fp8.why_not(device)):
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_target(

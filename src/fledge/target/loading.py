@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fledge.errors import BadInput
+from fledge.errors import BadInput, broken_files, first_line
+from fledge.machine import find_device
 from fledge.target.weights import quantisation_method
 
 # One of these is in every directory that holds a tokenizer; without any, transformers makes up an
@@ -43,7 +44,7 @@ def load_target(
     from fledge.models.resolve import local_model
 
     directory = local_model(str(name_or_path))
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -56,17 +57,36 @@ def load_target(
         stored_as = quantisation_method(config)
         if stored_as is not None or quantization_config is not None:
             options["device_map"] = {"": device}  # quantised weights are packed where they will run
-        model: nn.Module = _loader_for(config).from_pretrained(directory, **options)
-    except (OSError, ValueError, RuntimeError, ImportError, NotImplementedError) as error:
+        model, report = _loader_for(config).from_pretrained(
+            directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except broken_files() as error:
         raise BadInput(
-            f"the target could not be loaded on {device} ({_first_line(error)})",
+            f"the target could not be loaded on {device} ({first_line(error)})",
             where=str(name_or_path),
             fix="check the files, and whether this machine can run their number format",
         ) from error
+    if "device_map" in options:  # quantised: what is missing is made from what is there
+        report["missing_keys"] = ()
+    _check_complete(report, str(name_or_path))
     if "device_map" not in options:
         model = model.to(device)
     tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
     return LoadedTarget(model, tokenizer, stored_as)
+
+
+def _check_complete(report: dict[str, Any], where: str) -> None:
+    """Refuse weights that transformers would fill up with random numbers."""
+    mismatched = [one[0] for one in report["mismatched_keys"]]  # (name, stored, wanted)
+    for reason, names in (
+        ("the weights lack", sorted(report["missing_keys"])),
+        ("config.json gives another shape to", sorted(mismatched)),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            raise BadInput(
+                f"{reason} {names[0]}{more}", where=where, fix="config.json and weights must match"
+            )
 
 
 def _loader_for(config: Any) -> Any:
@@ -91,7 +111,3 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
         )
     except (OSError, ValueError, ImportError, KeyError):
         return None  # a target runs without one; its fingerprint is then absent
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,11 +16,11 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fledge.addresses import server_address
 from fledge.errors import BadInput
 from fledge.target.wire import CHUNK_BYTES, DigestCheck, WireError
 
@@ -93,9 +93,8 @@ class Server:
         ca_file: str | None = None,
         buffers: Buffers | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadInput(f"{url!r} is not the address of a server", fix="http://host:port")
+        parts = server_address(url)
+        assert parts.hostname is not None
         if parts.path not in ("", "/") or parts.query:
             raise BadInput("a server's address has no path", where=url)
         self.url = f"{parts.scheme}://{parts.netloc}"

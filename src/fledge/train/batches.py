@@ -145,7 +145,8 @@ class PackStream:
         micro = []
         for index in range(self._accumulate):
             start = begin + (index * self._world.size + self._world.rank) * self._micro
-            found = [self._at(start + i) for i in range(self._micro)]
+            stop = start + self._micro if self._end is None else min(start + self._micro, self._end)
+            found = [self._at(position) for position in range(start, stop)]
             packs = [pack for at in found if at is not None for pack in (at[1],)]
             micro.append(collate(self.rows, packs, self.tokens, self.pad_id) if packs else None)
         return StepBatch(step, first[0], tuple(micro))
@@ -155,10 +156,10 @@ class PackStream:
         if ahead == 0:
             yield from (self.batch(step) for step in range(start, self.steps))
             return
-        ready: queue.Queue[StepBatch | Exception | None] = queue.Queue(ahead)
+        ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(ahead)
         stop = threading.Event()
 
-        def offer(item: StepBatch | Exception | None) -> None:
+        def offer(item: StepBatch | BaseException | None) -> None:
             while not stop.is_set():
                 try:
                     ready.put(item, timeout=0.1)
@@ -173,14 +174,14 @@ class PackStream:
                         return
                     offer(self.batch(step))
                 offer(None)
-            except (OSError, ValueError, IndexError) as error:  # raised again where it is awaited
+            except BaseException as error:  # noqa: BLE001  (raised where the batch is awaited)
                 offer(error)
 
         thread = threading.Thread(target=work, daemon=True, name="fledge-batches")
         thread.start()
         try:
             while (item := ready.get()) is not None:
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:

@@ -90,9 +90,9 @@ def _check_model(name: str, manifest: dict[str, object], where: str) -> None:
 
     directory = local_model(name, weights=False)
     differing = []
-    if tokenizer_fingerprint(directory) != manifest["tokenizer"]:
+    if tokenizer_fingerprint(directory) != manifest.get("tokenizer"):
         differing.append("tokenizer")
-    if has_weights(directory) and files_fingerprint(directory) != manifest["model_files"]:
+    if has_weights(directory) and files_fingerprint(directory) != manifest.get("model_files"):
         differing.append("weights or config")
     if differing:
         raise BadInput(

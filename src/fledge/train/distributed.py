@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fledge.errors import BadInput
+from fledge.machine import find_device
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,7 @@ def pick_device(name: str) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         name = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadInput(f"'{name}' is no device", fix="auto, cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"{name} was asked for, but torch sees no GPU", fix="use device=cpu or auto")
+    device = find_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -222,7 +222,7 @@ class Training(Section):
     final_lr_share: Share = 0.0
     """The schedule ends at this share of lr."""
 
-    epochs: PositiveCount = 1
+    epochs: Annotated[PositiveCount, Field(le=10_000)] = 1
     """Passes over the data, unless steps is given."""
 
     steps: PositiveCount | None = None

@@ -245,9 +245,16 @@ def _vocabulary(
     """The draft's vocabulary: the run's own, else that of `init_from`, else that of a cache of
     probabilities, else counted on the rows."""
     saved = directory / VOCABULARY_NAME
-    if saved.exists():  # a resumed run keeps its map, always
-        return DraftVocabulary.load(saved)
     size, vocab_size = recipe.draft.draft_vocab_size, target.info().vocab_size
+    if saved.exists():  # a resumed run keeps its map, always
+        kept = DraftVocabulary.load(saved)
+        if kept.vocab_size != vocab_size:
+            raise BadInput(
+                f"made for a target of {kept.vocab_size} tokens, this one has {vocab_size}",
+                where=str(saved),
+                fix="name the target that the run was started with",
+            )
+        return kept
     counts_V = count_supervised(
         ((row.input_ids, row.loss_mask) for row in (train[i] for i in range(len(train)))),
         vocab_size,
@@ -259,8 +266,8 @@ def _vocabulary(
             raise BadInput("the draft has no vocabulary map", where=recipe.draft.init_from)
         covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
         return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
-    if (kept := cache_vocabulary(target)) is not None:
-        return kept
+    if (cached := cache_vocabulary(target)) is not None:
+        return cached
     special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
     return select_vocabulary(counts_V, size, special_ids=special, fingerprint=fingerprint)
 
