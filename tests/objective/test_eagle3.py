@@ -442,6 +442,32 @@ def test_masks_say_yes_or_no_in_any_dtype(dtype):
     assert_same(run(make_module(), batch | masks), expected, tolerance=0)
 
 
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("loss_mask", lambda x: x[:, :-1]),
+        ("loss_mask", lambda x: x[..., None]),
+        ("attention_mask", lambda x: x[:1]),
+        ("aux_hidden_states", lambda x: x[..., 1:]),
+        ("aux_hidden_states", lambda x: x[:, 1:]),
+        ("target_last_hidden_states", lambda x: x[..., 1:]),
+        ("target_last_hidden_states", lambda x: x[:1]),
+        ("target_logits", lambda x: F.pad(x, (0, 1))),
+        ("target_logits", lambda x: x[..., :-1]),
+        ("target_probs", lambda x: x[..., :-1]),
+        ("position_mask", lambda x: x[:, :-1]),
+    ],
+)
+def test_what_does_not_fit_is_named(field, change):
+    batch = padded_batch(make_documents(LENGTHS))
+    if field == "target_logits":
+        batch = with_logits(batch, make_head())
+    elif field in ("target_probs", "position_mask"):
+        batch = with_probs(batch, make_head(), *vocabulary())
+    with pytest.raises(ValueError, match=f"^{field}: must be"):
+        make_module()(**batch | {field: change(batch[field])})
+
+
 def test_padding_inside_a_document_is_refused():
     batch = padded_batch(make_documents([6, 6], supervised=1.1))
     batch["attention_mask"][0, 2] = 0
@@ -462,7 +488,7 @@ def test_a_target_head_as_people_have_it():
         assert {name.partition(".")[0] for name, _ in trainer.named_parameters()} == {"draft_model"}
     biased = nn.Linear(D, V, dtype=torch.float64)
     assert torch.equal(TargetHead.of(biased).bias_V, biased.bias)
-    for bad in (nn.Identity(), torch.zeros(V), "lm_head"):
+    for bad in (nn.Identity(), torch.zeros(V), "lm_head", torch.zeros(V + 1, D)):
         with pytest.raises(ValueError, match="target_head"):
             make_module(target_head=bad)
 

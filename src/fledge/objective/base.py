@@ -111,6 +111,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self.compute_dtype, self.attention = compute_dtype, attention
         self.chunk_rows = chunk_rows
         self.target_head = None if target_head is None else TargetHead.of(target_head)
+        if self.target_head is not None and len(self.target_head.weight_VD) != len(member_V):
+            raise ValueError(
+                f"target_head: {len(self.target_head.weight_VD)} tokens, the vocabulary has "
+                f"{len(member_V)}"
+            )
         self._draft_head: TargetHead | None = None
 
     # --- what an objective says -----------------------------------------------------------------
@@ -172,6 +177,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         Takes the same arguments as the call; hand the result over as `prepared`.
         """
         packing = {name: rest.pop(name, None) for name in _PACKING}
+        rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
+        self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
         plan = plan or self.plan(loss_mask, attention_mask, seed=seed, **packing)
         covered_M = self._supervision(plan, **rest).coverage()
         if plan.asked_MK is None:
@@ -268,6 +275,24 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             charged=charged_K,
             correct=correct_K,
         )
+
+    def _check_shapes(self, input_ids: Tensor, **given: Tensor | None) -> None:
+        """Everything fits the rows, the draft and its vocabulary, or is named."""
+        rows_BT = list(input_ids.shape)
+        shapes = {
+            "attention_mask": rows_BT,
+            "loss_mask": rows_BT,
+            "aux_hidden_states": [*rows_BT, self.draft_model.fc.in_features],
+            "target_logits": [*rows_BT, len(self.selected_token_mask)],
+            "target_probs": [*rows_BT, len(self.selected_token_ids)],
+            "position_mask": [*rows_BT, 1],
+        }
+        if self.target_head is not None:
+            shapes["target_last_hidden_states"] = [*rows_BT, self.target_head.weight_VD.shape[1]]
+        for name, shape in shapes.items():
+            tensor = given.get(name)
+            if tensor is not None and list(tensor.shape) != shape:
+                raise ValueError(f"{name}: must be {shape}, got {list(tensor.shape)}")
 
     def _per_depth(self, plan: Plan, values_N: Tensor) -> Tensor:
         """[K] sums of per-element values; counts in int64."""
