@@ -36,7 +36,7 @@ def test_rooms_import_downwards_only(path):
     if room in ROOMS:
         later = set(ROOMS[ROOMS.index(room) + 1 :])
         assert not used & later, f"{room} must not know about {used & later}"
-    elif path.name not in ("__init__.py", "precompute_eagle3.py"):  # the latter is a command
+    elif path.name not in ("__init__.py", "__main__.py", "precompute_eagle3.py"):  # commands
         assert not used & set(ROOMS), "files beside the rooms are for everybody"
 
 
@@ -54,6 +54,15 @@ def loaded_after(code: str) -> set[str]:
 def test_import_fledge_is_light():
     loaded = loaded_after("import fledge")
     assert not loaded & {"torch", "transformers", "pydantic", *ENGINES}
+
+
+def test_python_m_fledge_is_fledge():
+    command = [sys.executable, "-m", "fledge", "recipe", "check", "/nowhere.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    [line] = result.stderr.strip().splitlines()
+    assert line.startswith("fledge: ")
+    assert "/nowhere.yaml" in line
 
 
 def verbs():

@@ -1,4 +1,4 @@
-"""Precompute the EAGLE-3 offline cache: run the target once, train many times.
+r"""Precompute the EAGLE-3 offline cache: run the target once, train many times.
 
     python -m fledge.precompute_eagle3 \
         --target-model meta-llama/Llama-3.1-8B-Instruct --input-data chats.jsonl \
@@ -16,12 +16,13 @@ Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a f
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -70,8 +71,15 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 STOPPED = 3
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; `--help` has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"precompute_eagle3: {message}; --help lists the flags\n")
+
+
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m fledge.precompute_eagle3",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -80,7 +88,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--target-model", required=True, help="directory, hub id, GGUF file or embedded name")
     add("--input-data", required=True, nargs="+", help="files, directories or data set ids")
     add("--output-dir", required=True, help="directory of the cache")
-    add("--split", help="split of a data set id, e.g. train or train[:1000]")
+    add("--split", help="split of a data set id, e.g. train or train[:1000]; of files: train")
     add("--seq-length", type=int, default=2048, help="longest row in tokens (2048)")
     add("--draft-vocab-size", type=int, help="draft vocabulary; left out: the whole vocabulary")
     add("--batch-size", type=int, default=4, help="rows per forward of the target (4)")
@@ -89,7 +97,12 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
     add("--target-probs-topk", type=int, help="keep the k largest probabilities (encoding topk)")
     add("--supervised-only", action="store_true", help="no supervision at unsupervised tokens")
-    add("--aux-layer-ids", help="three decoder layers, e.g. 1,15,28; left out: the default")
+    add(
+        "--aux-layer-ids",
+        nargs="+",
+        metavar="ID",
+        help="three decoder layers, 1,15,28 or 1 15 28; left out: the default",
+    )
     add("--shuffle-seed", type=int, help="order of the rows; left out: as in the data")
     add("--resume", action="store_true", help="continue the cache in --output-dir")
     add("--quota-gb", type=float, help="never write more than this; --resume continues")
@@ -131,13 +144,21 @@ def _validate_args(args: argparse.Namespace) -> None:
             where="--target-probs-topk",
             fix="at most --draft-vocab-size",
         )
-    if args.split and any(Path(name).expanduser().exists() for name in args.input_data):
-        raise BadInput("a local file has no splits", where="--split", fix="leave it out")
+    if args.split not in (None, "train") and any(map(_is_local, args.input_data)):
+        raise BadInput(
+            f"a local file is one split, train, and has no {args.split!r}",
+            where="--split",
+            fix="leave it out",
+        )
     directory = Path(args.output_dir).expanduser()
     check_place(directory, directory=True)
     ensure_free(directory, resume=args.resume)
     if existing_shards(directory) and not (directory / "manifest.json").exists():
         _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).expanduser().exists()
 
 
 def _encoding(args: argparse.Namespace) -> Any:
@@ -156,13 +177,14 @@ def _encoding(args: argparse.Namespace) -> Any:
 def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
     if args.aux_layer_ids is None:
         return None
+    given = ",".join(args.aux_layer_ids)
     try:
-        ids = [int(text) for text in str(args.aux_layer_ids).split(",")]
+        ids = [int(text) for text in given.split(",")]
     except ValueError:
         ids = []
     if len(ids) != 3 or len(set(ids)) != 3 or min(ids) < 0:
         raise BadInput(
-            f"{args.aux_layer_ids!r} is not three distinct layers",
+            f"{given!r} is not three distinct layers",
             where="--aux-layer-ids",
             fix="for example 1,15,28",
         )
@@ -223,8 +245,30 @@ def _run(args: argparse.Namespace) -> int:
             trust_remote_code=args.trust_remote_code,
         )
 
-    done = execute(job, model.head_bytes(dtype), load, device=device, say=logger.info)
+    with _progress(len(job.rows)) as show:
+        done = execute(
+            job, model.head_bytes(dtype), load, device=device, say=logger.info, on_progress=show
+        )
+    if done.outcome.complete:
+        logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
     return done.code
+
+
+@contextmanager
+def _progress(rows: int) -> Iterator[Callable[[Progress], None]]:
+    """A bar from the first written row on (lines that are said before it stay), in one process."""
+    from fledge.cli.console import watching
+
+    with ExitStack() as stack:
+        bars: list[Callable[[str, float, int], None]] = []
+
+        def show(at: Progress) -> None:
+            if not bars:
+                bars.append(stack.enter_context(watching()))
+            bars[0]("asking the target", at.rows, rows)
+
+        wanted = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+        yield show if wanted else lambda _: None
 
 
 def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
@@ -240,7 +284,10 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
         aux_layer_ids=_aux_layer_ids(args),
         trust_remote_code=args.trust_remote_code,
     )
-    data = [f"{name}:{args.split}" if args.split else name for name in args.input_data]
+    data = [
+        f"{name}:{args.split}" if args.split and not _is_local(name) else name
+        for name in args.input_data
+    ]
     options = TokeniseOptions(max_length=args.seq_length)
     rows = prepare_rows(data, model.directory, options, workers=args.num_workers or None)
     order = np.arange(len(rows), dtype=np.int64)

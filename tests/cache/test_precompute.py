@@ -1,9 +1,11 @@
 """precompute_eagle3: the seed's flags, refusals before any harm, resumption to the byte."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -109,6 +111,28 @@ def test_bytes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
     assert sizes == list(plans[0].shard_bytes)
 
 
+def test_progress_is_shown_by_one_process_that_may_speak(argv, tmp_path, monkeypatch, caplog):
+    seen = []
+
+    @contextlib.contextmanager
+    def watching():
+        yield lambda what, done, total: seen.append((done, total))
+
+    monkeypatch.setattr("fledge.cli.console.watching", watching)
+    with caplog.at_level("INFO"):
+        assert main(argv()) == 0
+        assert seen == sorted(seen)
+        assert seen[-1] == (60, 60)
+        assert caplog.messages[-1].endswith(f"target.cached_target_path={tmp_path / 'cache'}")
+        seen.clear()
+        monkeypatch.setenv("RANK", "1")
+        assert main(argv(output_dir=tmp_path / "second")) == 0
+    monkeypatch.delenv("RANK")
+    with caplog.at_level("ERROR"):
+        assert main(argv(output_dir=tmp_path / "quiet")) == 0
+    assert seen == []
+
+
 BAD = [
     ({"seq_length": 1}, "--seq-length"),
     ({"batch_size": 0}, "--batch-size"),
@@ -129,7 +153,8 @@ BAD = [
     ({"shuffle_seed": -1}, "--shuffle-seed"),
     ({"quota_gb": 0}, "--quota-gb"),
     ({"log_level": "LOUD"}, "--log-level"),
-    ({"split": "train"}, "--split"),
+    ({"split": "train[:9]"}, "--split"),
+    ({"split": "test"}, "--split"),
     ({"target_model": "/nowhere"}, "no such model"),
     ({"input_data": "/nowhere.jsonl"}, "no such file"),
     ({"device": "cuda"}, "no GPU"),
@@ -149,10 +174,42 @@ def test_bad_input_is_one_line_and_touches_nothing(
     assert not (tmp_path / "cache").exists()
 
 
-def test_words_that_are_no_flags_end_with_code_2(argv):
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--seq-length", "long"], "--seq-length"),
+        (["--dtype"], "--dtype"),
+        (["--aux-layer-ids"], "--aux-layer-ids"),
+    ],
+)
+def test_words_that_cannot_be_read_are_one_line_and_code_2(argv, extra, words, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([*argv(), "--no-such-flag"])
+        main([*argv(), *extra])
     assert stop.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert words in line
+    assert "--help" in line
+
+
+def test_layers_apart_and_the_split_that_a_file_is(argv, tmp_path):
+    """`--aux-layer-ids 0 1 2` is `0,1,2`; a local file is its own `train`, as in `datasets`."""
+    assert main(argv()) == 0
+    apart = argv(aux_layer_ids=None, split="train", output_dir=tmp_path / "apart")
+    assert main([*apart, "--aux-layer-ids", "0", "1", "2"]) == 0
+    for name in ("manifest.json", *shards(tmp_path / "cache")):
+        assert (tmp_path / "cache" / name).read_bytes() == (tmp_path / "apart" / name).read_bytes()
+
+
+def test_help_shows_a_command_that_can_be_pasted(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    command = text[text.index("    python -m") : text.index("\n\nThen")]
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:3] == ["python", "-m", "fledge.precompute_eagle3"]
+    _build_parser().parse_args(words[3:])
 
 
 def test_validation_needs_no_model_and_no_data(argv, monkeypatch):

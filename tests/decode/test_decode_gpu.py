@@ -1,6 +1,7 @@
 """The same on a GPU: every method says what the target says, recorded or not; replay agrees."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -79,22 +80,22 @@ def test_recorded_rounds_are_the_rounds(target, drafts, asked, kind, method, bat
 
 def test_a_round_waits_once(target, drafts, asked):
     """With everything recorded, only the tokens of a round make Python wait."""
-    ours = on_gpu(target, drafts["trained"], "chain")
-    ours.generate(asked[:1], Stops(30))
-    waits = 0
-    fetch = torch.Tensor.tolist
-
-    def counted(tensor):
-        nonlocal waits
-        waits += tensor.is_cuda
-        return fetch(tensor)
-
-    torch.Tensor.tolist = counted
-    try:
-        ours.generate(asked[:1], Stops(30))
-    finally:
-        torch.Tensor.tolist = fetch
-    assert waits == ours.timing.rounds + 1  # and the first token
+    ours = on_gpu(target, drafts["random"], "chain")
+    counts = []
+    for length in (60, 10, 60):  # the first one records
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                ours.generate(asked[:1], Stops(length))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [one for one in heard if "synchronizing" in str(one.message)]
+        counts.append((len(waits), ours.timing.rounds))
+    (few, short), (many, long) = counts[1:]
+    assert ours.timing.recording_s == 0.0
+    assert long > short
+    assert many - few == long - short
 
 
 def test_a_pass_that_waits_falls_back(target, drafts, asked, answers, caplog):

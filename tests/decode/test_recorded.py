@@ -13,6 +13,7 @@ from fledge.decode.clock import Clock
 from fledge.decode.recorded import Passes
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
+from fledge.decode.target import CachedTarget
 from fledge.decode.tree import TreeShape
 
 TREE = TreeShape(depth=4, width=3, nodes=9)
@@ -130,13 +131,15 @@ def test_what_cannot_be_recorded_runs_step_by_step(
     monkeypatch.setattr(PretendPasses, "broken", True)
     ours = decoder(target, drafts["trained"])
     with caplog.at_level(logging.WARNING):
-        for begin in (0, 6):
-            found = ours.generate(asked[begin : begin + 6], STOPS)
-            want = answers[begin : begin + 6]
-            assert [(one.token_ids, one.finish) for one in found] == want
+        for own in (slice(0, 1), slice(1, 7)):
+            found = ours.generate(asked[own], STOPS)
+            assert [(one.token_ids, one.finish) for one in found] == answers[own]
     [line] = caplog.messages
     assert line.endswith("(operation not permitted when stream is capturing)")
     assert len(ours.passes.learned) == 1
+    for prompt, (tokens, _) in zip(asked[:8], answers, strict=False):
+        [one] = decoder(target, drafts["trained"]).generate([prompt], STOPS)
+        assert one.token_ids == tokens
 
 
 def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, target, drafts, asked):
@@ -152,11 +155,37 @@ def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, target,
 
 @pytest.mark.parametrize(("kind", "method"), METHODS)
 def test_a_pass_recorded_at_any_time_has_done_no_harm(narrow, target, drafts, asked, kind, method):
-    """Recording runs a pass twice beforehand."""
-    plainly = decoder(target, drafts[kind], method=method, record=False)
-    ours = decoder(target, drafts[kind], method=method)
-    found = ours.generate(asked[:5], STOPS, on_round=lambda rows: ours.passes.forget())
-    assert said(found) == said(plainly.generate(asked[:5], STOPS))
+    """Recording runs a pass twice beforehand: the target's cache holds what it should hold."""
+    slim = TreeShape(depth=4, width=2, nodes=8)  # accepted nodes stand close by
+    ours = decoder(target, drafts[kind], method=method, tree=slim)
+    seen = 0
+
+    def look(rows):
+        nonlocal seen
+        ours.passes.forget()
+        [row] = rows
+        if row.finish is None:
+            seen += row.rounds[-1].accepted > 2
+            text = [*row.prompt_ids, *row.token_ids][:-1]
+            alone = CachedTarget(target, None)
+            alone.begin([text])
+            for layer, want in zip(ours.target._cache.layers, alone._cache.layers, strict=True):
+                torch.testing.assert_close(layer.keys[:1, :, : len(text)], want.keys)
+                torch.testing.assert_close(layer.values[:1, :, : len(text)], want.values)
+
+    for prompt in asked[:6]:
+        ours.generate([prompt], STOPS, on_round=look)
+    assert seen > 2
+
+
+def test_a_pass_first_seen_at_the_end_of_its_width_serves_shorter_texts(
+    narrow, target, drafts, asked, answers
+):
+    for prompt, (tokens, _) in zip(asked[:12], answers, strict=False):
+        ours = decoder(target, drafts["trained"])
+        ours.generate([[*range(11)]], Stops(2))  # a round of 11 + 1 + 4: up to 16
+        [one] = ours.generate([prompt], STOPS)
+        assert one.token_ids == tokens
 
 
 def test_only_so_many_passes_are_kept(monkeypatch):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
+from tiny_decode import AUX, STOPS, make_draft, make_target, plain_greedy, random_prompts
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
     Gemma3TextConfig,
@@ -12,6 +13,7 @@ from transformers import (
     Qwen3Config,
     Qwen3NextConfig,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
@@ -134,6 +136,28 @@ def test_other_architectures_and_sliding_windows(kind):
         ours = decoder(model, draft, method=method)
         assert texts(ours.generate(prompts, stops)) == want
         assert texts(run(ours, prompts, stops, batch=1)) == want  # where no row needs a mask
+
+
+def test_attention_that_takes_no_mask_gives_way_where_one_is_needed(drafts, asked, answers):
+    """A kernel like flash attention: causal from the end, and nothing else."""
+    calls = []
+
+    def maskless(module, query, key, value, attention_mask, **options):
+        assert attention_mask is None
+        calls.append(query.shape[2])
+        count, seen = query.shape[2], key.shape[2]
+        visible = torch.ones(count, seen, dtype=torch.bool).tril(seen - count)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, visible, **options)
+
+    AttentionInterface.register("maskless", maskless)
+    model = make_target()
+    model.config._attn_implementation = "maskless"
+    for method in ("chain", "tree"):
+        ours = decoder(model, drafts["trained"], method=method)
+        assert texts(run(ours, asked[:4], STOPS, batch=1)) == answers[:4]
+        assert texts(run(ours, asked[:8], STOPS, batch=8)) == answers[:8]
+    assert 5 in calls  # a chain of one row needs none
+    assert model.config._attn_implementation == "maskless"
 
 
 def test_a_target_with_a_running_state_is_refused(target, drafts):

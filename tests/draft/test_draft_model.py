@@ -83,7 +83,7 @@ def test_d2t_is_an_offset():
     assert (torch.arange(9) + draft.d2t).tolist() == ids.tolist()
     assert torch.equal(draft.t2d, mask)
     assert torch.equal(draft.selected_token_ids, ids)
-    draft.set_vocab_mapping(ids, mask)  # the same again is fine
+    draft.set_vocab_mapping(ids.int(), mask.float())  # the same again is fine
 
 
 def test_bad_maps_are_refused():
@@ -91,7 +91,10 @@ def test_bad_maps_are_refused():
     other = mask.roll(1)
     twice = ids.clone()
     twice[0] = twice[1]
-    for bad_ids, bad_mask in ((ids[:-1], mask), (ids, mask[:-1]), (ids, other), (twice, mask)):
+    negative = torch.where(ids == 22, -1, ids)  # as an index the same token, in d2t another
+    bad_maps = [(ids[:-1], mask), (ids, mask[:-1]), (ids, other), (twice, mask)]
+    bad_maps += [(negative, mask), (ids + 23, mask), (ids.float(), mask)]
+    for bad_ids, bad_mask in bad_maps:
         with pytest.raises(ValueError, match="selected_token"):
             make_draft().set_vocab_mapping(bad_ids, bad_mask)
     draft = make_draft()

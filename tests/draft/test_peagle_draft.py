@@ -198,6 +198,18 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
     assert len(calls) == own
 
 
+def test_the_flat_forward_runs_under_autocast():
+    draft = make_parallel(dtype=torch.float32)
+    batch, aux, ids = make_batch()
+    plan = make_plan(batch)
+    full = flat_forward(draft, plan, aux.float(), ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flat_forward(draft, plan, aux.float(), ids)
+    assert torch.nn.functional.cosine_similarity(out, full, dim=-1).min() > 0.99
+    out.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in draft.layers.parameters())
+
+
 # --- the parameter and the files ---------------------------------------------------------------
 
 
@@ -282,6 +294,7 @@ def test_signatures_are_the_seeds():
     assert names(draft.forward_peagle) == [
         "sampled_input_ids", "sampled_projected_hidden", "position_ids", "block_mask",
     ]  # fmt: skip
+    assert names(draft._run_draft_layer) == ["layer_fn", "args", "kwargs"]
     assert names(draft.build_peagle_block_mask) == [
         "anchor_pos", "depth", "lengths", "total_seq_len",
     ]  # fmt: skip

@@ -9,14 +9,8 @@ from transformers import LlamaConfig
 
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
-from fledge.export.formats import (
-    ENGINES,
-    FORMATS,
-    expected_tensors,
-    format_for,
-    get_path,
-    set_path,
-)
+from fledge.export.engines import ENGINES, format_for
+from fledge.export.formats import FORMATS, expected_tensors, get_path, set_path
 from fledge.export.layout import (
     PlainDraft,
     TargetFacts,

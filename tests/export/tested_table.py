@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fledge.export.formats import ENGINES, SPECULATORS_PEAGLE_LIMITS
+from fledge.export.engines import ENGINES, SPECULATORS_PEAGLE_LIMITS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "export.md"

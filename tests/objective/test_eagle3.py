@@ -19,8 +19,10 @@ from naive_eagle3 import (
     with_logits,
     with_probs,
 )
+from torch import nn
+from torch.nn import functional as F
 
-from fledge import Eagle3TrainerModule, simulated_accept_length
+from fledge import Eagle3TrainerModule, TargetHead, simulated_accept_length
 from fledge.objective.losses import LossSpec, reference_loss
 
 STEPS = 4
@@ -320,6 +322,24 @@ def test_bf16_compute_trains_fp32_masters():
         assert cosine > 0.97, name
 
 
+def test_autocast_is_a_compute_dtype():
+    """The forward under torch.autocast, as many loops have it: one dtype for the whole step."""
+    draft, head = make_draft(dtype=torch.float32), make_head(torch.float32)
+    batch = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
+    expected = run(make_module(draft, target_head=head, compute_dtype=torch.bfloat16), batch)
+    told, asked = (
+        make_module(draft, target_head=head, compute_dtype=dtype) for dtype in (torch.float32, None)
+    )
+    full = run(told, batch)
+    for module, wanted in ((asked, expected), (told, full)):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(**batch)
+        out.loss.backward()
+        grads = {name: p.grad for name, p in draft.named_parameters()}
+        assert_same((out, grads), wanted, tolerance=0)
+
+
 def test_evaluation_without_gradients():
     module = make_module()
     batch = padded_batch(make_documents(LENGTHS))
@@ -345,11 +365,18 @@ def test_conditional_accuracy_multiplies_to_the_prefix():
         ([2, 1], [4, 4], 1.75),
         ([0, 0], [0, 0], 1.0),
         ([3, 0], [4, 0], 1.75),
+        ([0.25, 0.0], [0.5, 0.0], 1.5),  # means over ranks are fractions
+        ([], [], 1.0),
     ],
 )
 def test_tau_hand_values(hits, valid, tau):
     assert simulated_accept_length(torch.tensor(hits), torch.tensor(valid)) == tau
     assert simulated_accept_length(hits, valid) == tau
+
+
+def test_tau_of_different_depths_is_refused():
+    with pytest.raises(ValueError, match="step_valid"):
+        simulated_accept_length([1], [2, 3])
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, 2.0, True, "3", None])
@@ -386,11 +413,84 @@ def test_exactly_one_supervision():
         make_module(target_head=None)(**batch)
 
 
-def test_left_padding_is_refused():
+@pytest.mark.parametrize("compact", [True, False])
+def test_padding_on_either_side_is_the_same(compact):
+    """Rolled to the right, a right-padded row is a left-padded one; the last row is all padding."""
+    documents = make_documents(LENGTHS, supervised=1.1)
+    batch = {name: F.pad(x, [0, 0] * (x.ndim - 1) + [0, 1]) for name, x in
+             padded_batch(documents, max(LENGTHS) + 2).items()}  # fmt: skip
+    left = {
+        name: torch.stack(
+            [row.roll(len(row) - n, 0) for row, n in zip(x, [*LENGTHS, 0], strict=True)]
+        )
+        for name, x in batch.items()
+    }
+    for row, length in enumerate(LENGTHS):
+        left["loss_mask"][row, :-length] = 1  # what padding says is nobody's business
+        left["aux_hidden_states"][row, :-length] = 9.0
+    module = make_module(make_draft(num_hidden_layers=2), compact=compact)
+    assert_same(run(module, left), run(module, batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
+def test_masks_say_yes_or_no_in_any_dtype(dtype):
+    """Also by fractions: whatever is not zero is supervised, in every encoding."""
+    batch = padded_batch(make_documents(LENGTHS))
+    expected = run(make_module(), batch)
+    factor = 0.5 if dtype.is_floating_point else 1
+    masks = {name: batch[name].to(dtype) * factor for name in ("loss_mask", "attention_mask")}
+    assert_same(run(make_module(), batch | masks), expected, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("loss_mask", lambda x: x[:, :-1]),
+        ("loss_mask", lambda x: x[..., None]),
+        ("attention_mask", lambda x: x[:1]),
+        ("aux_hidden_states", lambda x: x[..., 1:]),
+        ("aux_hidden_states", lambda x: x[:, 1:]),
+        ("target_last_hidden_states", lambda x: x[..., 1:]),
+        ("target_last_hidden_states", lambda x: x[:1]),
+        ("target_logits", lambda x: F.pad(x, (0, 1))),
+        ("target_logits", lambda x: x[..., :-1]),
+        ("target_probs", lambda x: x[..., :-1]),
+        ("position_mask", lambda x: x[:, :-1]),
+    ],
+)
+def test_what_does_not_fit_is_named(field, change):
+    batch = padded_batch(make_documents(LENGTHS))
+    if field == "target_logits":
+        batch = with_logits(batch, make_head())
+    elif field in ("target_probs", "position_mask"):
+        batch = with_probs(batch, make_head(), *vocabulary())
+    with pytest.raises(ValueError, match=f"^{field}: must be"):
+        make_module()(**batch | {field: change(batch[field])})
+
+
+def test_padding_inside_a_document_is_refused():
     batch = padded_batch(make_documents([6, 6], supervised=1.1))
-    batch["attention_mask"][0, :2] = 0
+    batch["attention_mask"][0, 2] = 0
     with pytest.raises(ValueError, match="attention_mask"):
         make_module()(**batch)
+
+
+def test_a_target_head_as_people_have_it():
+    """The model's own output module, or its weight; nothing of it is trained or saved."""
+    head = make_head()
+    module = nn.Linear(D, V, bias=False, dtype=torch.float64)
+    module.weight = nn.Parameter(head.weight_VD.clone())
+    batch = padded_batch(make_documents(LENGTHS))
+    expected = run(make_module(target_head=head), batch)
+    for offered in (module, module.weight, module.weight.detach()):
+        trainer = make_module(target_head=offered)
+        assert_same(run(trainer, batch), expected, tolerance=0)
+        assert {name.partition(".")[0] for name, _ in trainer.named_parameters()} == {"draft_model"}
+    biased = nn.Linear(D, V, dtype=torch.float64)
+    assert torch.equal(TargetHead.of(biased).bias_V, biased.bias)
+    for bad in (nn.Identity(), torch.zeros(V), "lm_head", torch.zeros(V + 1, D)):
+        with pytest.raises(ValueError, match="target_head"):
+            make_module(target_head=bad)
 
 
 def test_a_draft_keeps_its_vocabulary_map():

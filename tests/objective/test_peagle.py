@@ -242,6 +242,18 @@ def test_encodings_agree_logits_and_probs_bitwise():
     assert_same(from_logits, run(module, hidden), tolerance=2e-6)
 
 
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_padding_on_either_side_is_the_same(partitions):
+    """What is sampled of a document does not depend on where it lies in its row."""
+    batch = padded_batch(make_documents(LENGTHS), max(LENGTHS) + 1)
+    left = {
+        name: torch.stack([row.roll(len(row) - n, 0) for row, n in zip(x, LENGTHS, strict=True)])
+        for name, x in batch.items()
+    }
+    module = make_module(sequence_partitions=partitions)
+    assert_same(run(module, left), run(module, batch))
+
+
 def test_the_public_call():
     """As a user's script makes it: a target's batch in any encoding, straight into the module."""
     inputs = padded_batch(make_documents(LENGTHS))
@@ -408,6 +420,24 @@ def test_bf16_compute_trains_fp32_masters():
                 grad.flatten(), grads[name].flatten(), dim=0
             )
             assert cosine > 0.97, name
+
+
+def test_autocast_is_a_compute_dtype():
+    """The forward under torch.autocast, as many loops have it: one dtype for the whole step."""
+    draft, head = make_parallel_draft(dtype=torch.float32), make_head(torch.float32)
+    batch = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
+    expected = run(make_module(draft, target_head=head, compute_dtype=torch.bfloat16), batch)
+    told, asked = (
+        make_module(draft, target_head=head, compute_dtype=dtype) for dtype in (torch.float32, None)
+    )
+    full = run(told, batch)
+    for module, wanted in ((asked, expected), (told, full)):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(**batch, seed=SEED)
+        out.loss.backward()
+        grads = {name: p.grad for name, p in draft.named_parameters()}
+        assert_same((out, grads), wanted, tolerance=0)
 
 
 def test_evaluation_without_gradients():

@@ -162,4 +162,4 @@ def test_bad_metadata_names_the_field():
     with pytest.raises(ValueError, match="position_ids"):
         plan_rollout(**(good | {"position_ids": torch.tensor([[0, 1, 2, 3, 5, 6]])}), num_depths=2)
     with pytest.raises(ValueError, match="attention_mask"):
-        plan_rollout(torch.ones(1, 4), torch.tensor([[0, 1, 1, 1]]), num_depths=1)
+        plan_rollout(torch.ones(1, 4), torch.tensor([[1, 0, 1, 1]]), num_depths=1)

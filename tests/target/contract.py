@@ -186,6 +186,21 @@ def same_tokens_give_the_same_batch(case: Case) -> None:
 
 
 @check
+def masks_may_have_any_dtype(case: Case) -> None:
+    packed = packed_rows(some_documents(), 14)
+    with case.backend() as backend:
+        for ids, mask, loss, *packing in (padded_rows(), packed):
+            expected = backend.generate_batch(ids, mask, loss, *packing)
+            real = mask.bool()
+            for dtype in (torch.bool, torch.int32, torch.float32):
+                batch = backend.generate_batch(ids, mask.to(dtype), loss.to(dtype), *packing)
+                assert batch.loss_mask.dtype == dtype
+                assert torch.equal(batch.loss_mask.long(), expected.loss_mask)
+                _close(batch.aux_hidden_states[real], expected.aux_hidden_states[real])
+                _close(answer(batch).float(), answer(expected).float())
+
+
+@check
 def what_stands_in_the_padding_does_not_matter(case: Case) -> None:
     ids, mask, loss = padded_rows()
     with case.backend() as backend:

@@ -287,6 +287,25 @@ def test_layer_outputs_of_any_kind(wrap: str, supervision: Any) -> None:
     torch.testing.assert_close(logits, shifted(model.lm_head(states)))
 
 
+class Weightless(nn.Module):
+    """Nothing to learn and nowhere to be: runs where its input lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Tanh() for _ in range(8))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        states = nn.functional.one_hot(input_ids % 5, 5).float()
+        for layer in self.layers:
+            states = layer(states)
+        return states
+
+
+def test_a_model_without_parameters_runs_on_the_cpu() -> None:
+    batch = HFEagle3TargetModel(Weightless()).generate_batch(*padded_rows())
+    assert batch.aux_hidden_states.shape[-1] == 15
+
+
 def test_a_layer_that_never_runs_is_reported() -> None:
     model = HandMade("model.layers", "list", "tensor")
     model.ordered = model.ordered[:3]

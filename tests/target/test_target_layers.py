@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -44,7 +45,21 @@ def test_validation_accepts_exactly_three_distinct_ids_in_range(ids: list[int], 
 
 
 @pytest.mark.parametrize(
-    "ids", [[1, 2], [1, 2, 3, 4], [1, 1, 2], [0, 1, 8], [-1, 1, 2], [1.0, 2, 3]]
+    "ids", [(5, 0, 2), range(3), np.array([5, 0, 2]), torch.tensor([5, 0, 2]), iter([5, 0, 2])]
+)
+def test_ids_of_any_integer_kind_become_ints(ids: Any) -> None:
+    expected = [0, 1, 2] if isinstance(ids, range) else [5, 0, 2]
+    found = validate_aux_layer_ids(ids, 8)
+    assert found == expected
+    assert {type(i) for i in found} == {int}
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        *([1, 2], [1, 2, 3, 4], [1, 1, 2], [0, 1, 8], [-1, 1, 2], [1.0, 2, 3]),
+        *([True, 2, 3], [np.True_, 2, 3], ["1", "2", "3"], "123", [None, 1, 2], 5),
+    ],
 )
 def test_bad_ids_are_refused_before_any_hook(ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:

@@ -72,6 +72,8 @@ def test_the_worked_example() -> None:
     assert remaining.tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
     documents = find_documents(ids, mask, positions, seq_lens, remaining)
     assert documents == Documents((0, 3), (3, 2))
+    zeroed = positions * mask  # positions of padding are nobody's business
+    assert find_documents(ids, mask, zeroed, seq_lens, remaining) == documents
     plan = plan_groups(documents.lengths, overhead_tokens=100, max_tokens=8)
     (group,) = group_documents(documents, plan, device=torch.device("cpu"))
     assert group.take(ids).tolist() == [[11, 12, 13], [14, 15, 15]]

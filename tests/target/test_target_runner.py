@@ -87,6 +87,50 @@ def test_a_runner_with_the_seeds_surface_is_enough() -> None:
     target.close()
 
 
+def test_a_runner_may_inherit_from_the_protocol() -> None:
+    class Inheriting(SeedRunner, TargetRunner):
+        pass
+
+    model = tiny_model("llama")
+    target = RunnerEagle3TargetModel(Inheriting(model))
+    assert_same(
+        target.generate_batch(*padded_rows()),
+        HFEagle3TargetModel(model).generate_batch(*padded_rows()),
+    )
+    incomplete = SimpleNamespace(set_aux_layers=print, forward_eagle3=print, model=model)
+    assert not isinstance(incomplete, TargetRunner)
+    incomplete.input_embedding_weight = print
+    assert isinstance(incomplete, TargetRunner)
+    del incomplete.model
+    assert not isinstance(incomplete, TargetRunner)
+
+
+class TwoMethods(fledge.Eagle3TargetBackend):
+    """A backend of somebody else's that answers with logits, and has no more to say."""
+
+    def __init__(self, model: Any) -> None:  # does not call ours
+        self.inner = HFEagle3TargetModel(model)
+
+    def generate_batch(self, *rows: Any, **more: Any) -> fledge.Eagle3TargetBatch:
+        self._check_open()
+        return self.inner.generate_batch(*rows, **more)
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+
+def test_two_methods_make_a_backend() -> None:
+    with TwoMethods(tiny_model("llama")) as backend:
+        assert backend.supervision == backend.generate_batch(*padded_rows()).supervision == "logits"
+        assert backend.generate_batch_async(*padded_rows()).result().logits is not None
+        with pytest.raises(fledge.BadInput, match=r"TwoMethods.*head"):
+            backend.info()
+    with pytest.raises(RuntimeError, match="closed"):
+        backend.generate_batch(*padded_rows())
+    with pytest.raises(TypeError, match="abstract"):
+        fledge.Eagle3TargetBackend()
+
+
 def test_a_runner_may_show_a_model_that_is_no_module() -> None:
     """All that is read of it is `config` and `parameters()`, which may be any iterable."""
     model = tiny_model("llama")

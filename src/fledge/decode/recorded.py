@@ -37,6 +37,7 @@ class Passes:
         self.recording_s = 0.0  # spent on recording since `begin`
         self._held: dict[Any, Callable[[dict[str, Tensor]], Any]] = {}
         self._pool: tuple[int, int] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def begin(self, *, greedy: bool) -> None:
         """Before a text: drawn tokens are not recorded, their random numbers would repeat."""
@@ -96,7 +97,9 @@ class Passes:
         with torch.cuda.device(self._device), torch.cuda.stream(here):  # also after a failure
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            return RecordedPass(run, inputs, pool=self._pool, strict=True)
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            return RecordedPass(run, inputs, pool=self._pool, stream=self._stream, strict=True)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

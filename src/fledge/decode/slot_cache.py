@@ -8,6 +8,7 @@ rows get new memory.
 Shapes: B rows, N new tokens of a row, U places, G key heads, C channels of a head.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +16,30 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+@dataclass
+class Where:
+    """What all layers of a cache share: its size, and where their next states go."""
+
+    rows: int = 0
+    places: int = 0
+    index_BN: Tensor | None = None  # None: behind `before`, in every row
+    used: int = 0  # places that the next pass looks at
+    before: int = 0  # of them, before its own tokens; models make their own mask from that
+
+
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a `SlotCache`, in the form that transformers asks for."""
 
     is_sliding = False  # every token is kept, windows are the mask's matter
 
-    def __init__(self, cache: "SlotCache") -> None:
+    def __init__(self, where: Where) -> None:
         super().__init__()
-        self._cache = cache
+        self._where = where
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        size = (self._cache.rows, self._cache.places)
+        rows, places = self._where.rows, self._where.places
         self.keys, self.values = (
-            states.new_zeros((size[0], states.shape[1], size[1], states.shape[3]))
+            states.new_zeros((rows, states.shape[1], places, states.shape[3]))
             for states in (key_states, value_states)
         )  # zeros, not garbage: a masked NaN is still a NaN
         self.is_initialized = True
@@ -41,20 +53,20 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._put(self.keys, key_states), self._put(self.values, value_states)
 
     def _put(self, held_BGUC: Tensor, states_BGNC: Tensor) -> Tensor:
-        index_BN, used = self._cache.index_BN, self._cache.used
-        seen_BGUC = held_BGUC[: len(states_BGNC), :, :used]
-        if index_BN is None:
-            seen_BGUC[:, :, self._cache.before :] = states_BGNC
-        else:
-            index_BGNC = index_BN[:, None, :, None].expand(states_BGNC.shape)
-            seen_BGUC.scatter_(2, index_BGNC, states_BGNC)
+        where = self._where
+        seen_BGUC = held_BGUC[: len(states_BGNC), :, : where.used]
+        if where.index_BN is None:
+            seen_BGUC[:, :, where.before :] = states_BGNC
+        else:  # layers may lie on several devices
+            index_BN = where.index_BN.to(held_BGUC.device)
+            seen_BGUC.scatter_(2, index_BN[:, None, :, None].expand(states_BGNC.shape), states_BGNC)
         return seen_BGUC
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
-        return self._cache.used, 0
+        return self._where.used, 0
 
     def get_seq_length(self) -> int:
-        return self._cache.before
+        return self._where.before
 
     def get_max_length(self) -> int:
         return -1
@@ -64,23 +76,22 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The layers, and where their next states go."""
+    """The layers of a target, and the memory of them all."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
-        self.rows = self.places = 0
-        self.index_BN: Tensor | None = None  # None: behind `before`, in every row
-        self.used = 0  # places that the next pass looks at
-        self.before = 0  # of them, before its own tokens; models make their own mask from that
+        self._where = Where()
+        super().__init__(layers=[SlotLayer(self._where) for _ in range(layers)])
 
     def aim(self, index_BN: Tensor | None, *, used: int, count: int) -> None:
         """Where the `count` new tokens of the next pass go, and how far it looks."""
-        self.index_BN, self.used, self.before = index_BN, used, used - count
+        where = self._where
+        where.index_BN, where.used, where.before = index_BN, used, used - count
 
     def start(self, rows: int, places: int) -> bool:
         """Empty rows; whether the memory has moved."""
-        moved = rows > self.rows or places > self.places
-        self.rows, self.places = max(rows, self.rows), max(places, self.places)
+        where = self._where
+        moved = rows > where.rows or places > where.places
+        where.rows, where.places = max(rows, where.rows), max(places, where.places)
         for layer in self._made():
             if moved:
                 layer.is_initialized = False
@@ -92,14 +103,15 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def reserve(self, places: int) -> bool:
         """Room for so many places of each row; whether the memory has moved."""
-        if places <= self.places:
+        held_places = self._where.places
+        if places <= held_places:
             return False
-        before, self.places = self.places, max(places, 2 * self.places)
+        self._where.places = max(places, 2 * held_places)
         for layer in self._made():
             for name in ("keys", "values"):
                 held = getattr(layer, name)
-                more = held.new_zeros((*held.shape[:2], self.places, held.shape[3]))
-                more[:, :, :before] = held
+                more = held.new_zeros((*held.shape[:2], self._where.places, held.shape[3]))
+                more[:, :, :held_places] = held
                 setattr(layer, name, more)
         return True
 
@@ -116,7 +128,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self._made():
             for held in (layer.keys, layer.values):
                 shape = (-1, held.shape[1], -1, held.shape[3])
-                source, into = (i[:, None, :, None].expand(shape) for i in (source_BN, into_BN))
+                source, into = (
+                    index.to(held.device)[:, None, :, None].expand(shape)
+                    for index in (source_BN, into_BN)
+                )
                 held[:batch].scatter_(2, into, held[:batch].gather(2, source))
 
     def _made(self) -> list[Any]:

@@ -81,6 +81,11 @@ def gated_mlp(
     x_NE: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, *, recompute: bool = False
 ) -> Tensor:
     """SwiGLU."""
+    kind = x_NE.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # the backward pass is written out, and runs where autocast casts nothing
+        dtype = torch.get_autocast_dtype(kind)
+        x_NE, gate_IE, up_IE, down_EI = (x.to(dtype) for x in (x_NE, gate_IE, up_IE, down_EI))
     out_NE: Tensor = _GatedMlp.apply(x_NE, gate_IE, up_IE, down_EI, recompute)  # type: ignore[no-untyped-call]
     return out_NE
 

@@ -123,9 +123,10 @@ class LlamaEagle3DraftModel(ParallelDrafting):
             raise ValueError(
                 f"selected_token_mask: expected shape ({full},), got {tuple(mask.shape)}"
             )
-        wanted = torch.zeros_like(mask)
-        wanted[ids.to(mask.device)] = True
-        if int(wanted.sum()) != width or not torch.equal(wanted, mask):
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"selected_token_ids: must be integers, got {ids.dtype}")
+        marked = mask.nonzero()[:, 0].to(ids.device)
+        if not torch.equal(ids.sort().values.long(), marked):
             raise ValueError("selected_token_mask: must mark exactly the distinct ids selected")
         current = self.selected_token_ids
         if current is not None:

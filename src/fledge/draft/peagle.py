@@ -84,11 +84,11 @@ class ParallelDrafting(nn.Module):
             hidden = self.norm(hidden)
         return hidden
 
-    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any) -> Any:
+    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer; under gradient checkpointing its activations are recomputed instead."""
         if not (self.gradient_checkpointing and self.training):
-            return layer_fn(*args)
-        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False)
+            return layer_fn(*args, **kwargs)
+        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     # --- a plan ---------------------------------------------------------------------------------
 

@@ -19,17 +19,8 @@ from fledge.data.tokenise import checksum
 from fledge.errors import BadInput, nearest
 from fledge.export.card import model_card
 from fledge.export.commands import serve_command
-from fledge.export.formats import (
-    CARD_NAME,
-    CONFIG_NAME,
-    ENGINES,
-    RECORD_NAME,
-    WEIGHTS_NAME,
-    Engine,
-    Feature,
-    Format,
-    format_for,
-)
+from fledge.export.engines import ENGINES, Engine, format_for
+from fledge.export.formats import CARD_NAME, CONFIG_NAME, RECORD_NAME, WEIGHTS_NAME, Feature, Format
 from fledge.export.layout import (
     TargetFacts,
     check_representable,

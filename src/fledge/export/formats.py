@@ -1,4 +1,4 @@
-"""What each engine reads from a draft, as tables: tensors, config keys, versions, limits.
+"""What each engine reads from a draft, as tables: tensors and config keys (`engines`: versions).
 
 The writer follows these tables; `diagnose` and `import` look things up in them. Nothing here opens
 a file or imports torch. The facts come from running the engines (see docs/export.md for which
@@ -19,12 +19,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
-from packaging.version import Version
-
-from fledge.errors import BadInput
-
 FormatName = Literal["plain-vllm", "plain-sglang", "speculators-eagle3", "speculators-peagle"]
-EngineName = Literal["vllm", "sglang", "speculators"]
 # required: without it the engine fails or, worse, serves noise. optional: not needed; read by the
 # engine or by trainers when there. ignored: the engine takes the target's. forbidden: misread.
 Need = Literal["required", "optional", "forbidden", "ignored"]
@@ -248,113 +243,6 @@ _SPECULATORS = {
 FORMATS: dict[FormatName, Format] = {
     one.name: one for one in (_PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS.values())
 }
-
-
-# --- engines and their versions ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A feature that an engine learnt late, or never."""
-
-    feature: Feature
-    since: str | None  # the first version known to serve it; None: no version does
-    instead: str  # what would work
-
-
-@dataclass(frozen=True)
-class Engine:
-    name: EngineName
-    title: str
-    oldest: str  # the oldest version whose reading is known
-    tested: tuple[str, ...]  # oldest first
-    limits: tuple[Limit, ...]
-
-    def check_version(self, version: str | None) -> str:
-        """The version asked for, or the newest tested one."""
-        if version is None:
-            return self.tested[-1]
-        try:
-            known = Version(version) >= Version(self.oldest)
-        except ValueError:
-            raise BadInput(
-                f"'{version}' is not a version", where="--engine-version", fix=self.tested[-1]
-            ) from None
-        if not known:
-            raise BadInput(
-                f"what {self.title} {version} reads is not known: {self.oldest} is the oldest",
-                where="--engine-version",
-                fix=f"tested: {', '.join(self.tested)}",
-            )
-        return version
-
-    def refusals(self, features: frozenset[Feature], version: str) -> list[Limit]:
-        """What this version cannot serve of a draft."""
-        return [
-            limit
-            for limit in self.limits
-            if limit.feature in features
-            and (limit.since is None or Version(version) < Version(limit.since))
-        ]
-
-    def oldest_for(self, features: frozenset[Feature]) -> str:
-        """The oldest version that serves a draft with these features."""
-        since = [limit.since for limit in self.limits if limit.feature in features]
-        return str(max(Version(one) for one in (self.oldest, *since) if one is not None))
-
-
-_FROZEN = "train with draft.freeze_embeddings=true, or export with --target-embeddings"
-ENGINES: dict[EngineName, Engine] = {
-    "vllm": Engine(
-        "vllm",
-        "vLLM",
-        oldest="0.16.0",
-        tested=("0.32.0",),
-        limits=(
-            Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
-            Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
-            Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
-        ),
-    ),
-    "sglang": Engine(
-        "sglang",
-        "SGLang",
-        oldest="0.5.9",
-        tested=("0.5.9", "0.5.23"),
-        limits=(
-            Limit("parallel drafting", None, "--engine vllm serves P-EAGLE"),
-            Limit("several layers", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
-            Limit("fc_norm", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
-            Limit("norm_output", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
-            Limit("other width", None, "--engine vllm takes a target of another width"),
-            Limit("trained embeddings", None, f"it always uses the target's: {_FROZEN}"),
-            Limit("last layer", None, "train with target.aux_layer_ids below the last layer"),
-            Limit("partial rotary", None, "--engine vllm"),
-            Limit("yarn attention factor", None, "--engine vllm"),
-        ),
-    ),
-    "speculators": Engine(
-        "speculators",
-        "speculators",
-        oldest="0.9.0",
-        tested=("0.9.0",),
-        limits=(
-            Limit("other width", None, "--engine vllm takes a target of another width"),
-            Limit("partial rotary", None, "--engine vllm"),
-        ),
-    ),
-}  # fmt: skip
-# vLLM reads the speculators format of P-EAGLE without these two flags.
-SPECULATORS_PEAGLE_LIMITS = (
-    Limit("fc_norm", None, "--engine vllm writes the plain format, which carries it"),
-    Limit("norm_output", None, "--engine vllm writes the plain format, which carries it"),
-)
-
-
-def format_for(engine: EngineName, *, parallel: bool) -> Format:
-    if engine == "speculators":
-        return FORMATS["speculators-peagle" if parallel else "speculators-eagle3"]
-    return FORMATS["plain-sglang" if engine == "sglang" else "plain-vllm"]
 
 
 # --- the tables applied to one draft -----------------------------------------------------------

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fledge.draft.rotary import rope_parameters
 from fledge.errors import BadInput
+from fledge.export.engines import SPECULATORS_PEAGLE_LIMITS, Engine
 from fledge.export.formats import (
-    SPECULATORS_PEAGLE_LIMITS,
-    Engine,
     Feature,
     Format,
     default_engine_aux_ids,

@@ -7,6 +7,8 @@ shifted (see `target.batch`), nothing shifts here.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +28,7 @@ from fledge.objective.supervision import (
 )
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.plan import RolloutPlan
-from fledge.target.head import TargetHead
+from fledge.target.head import HeadLike, TargetHead
 
 _PACKING = ("position_ids", "seq_lens", "doc_remaining")
 Plan = TypeVar("Plan", bound=RolloutPlan)
@@ -66,6 +68,18 @@ class PreparedBatch(Generic[Plan]):
     charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
 
 
+@contextmanager
+def _no_autocast(kind: str) -> Iterator[torch.dtype | None]:
+    """Switch torch.autocast off, and say which dtype it asked for: a step computes all of its
+    matrices in one dtype, and its gradients, written out, in the same."""
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        yield None
+        return
+    asked = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        yield asked
+
+
 class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     """A draft and its objective; call it with `**batch.to_trainer_inputs()`."""
 
@@ -79,7 +93,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         selected_token_ids: Tensor,
         selected_token_mask: Tensor,
         spec: LossSpec,
-        target_head: TargetHead | None,
+        target_head: HeadLike | None,
         compute_dtype: torch.dtype | None,
         chunk_rows: int | None,
         attention: AttentionKind,
@@ -96,7 +110,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self.spec = spec
         self.compute_dtype, self.attention = compute_dtype, attention
         self.chunk_rows = chunk_rows
-        self.target_head = target_head
+        self.target_head = None if target_head is None else TargetHead.of(target_head)
+        if self.target_head is not None and len(self.target_head.weight_VD) != len(member_V):
+            raise ValueError(
+                f"target_head: {len(self.target_head.weight_VD)} tokens, the vocabulary has "
+                f"{len(member_V)}"
+            )
         self._draft_head: TargetHead | None = None
 
     # --- what an objective says -----------------------------------------------------------------
@@ -125,8 +144,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         """
 
     @abstractmethod
-    def _states(self, plan: Plan, aux_TD: Tensor, input_ids_T: Tensor) -> Tensor:
-        """Head inputs [all depths' rows end to end, E], after the final norm."""
+    def _states(
+        self, plan: Plan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
+        """Head inputs [all depths' rows end to end, E], after the final norm, computed in `dtype`
+        (None: the parameters')."""
 
     @abstractmethod
     def _charged(self, covered_N: Tensor) -> Tensor:
@@ -155,6 +177,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         Takes the same arguments as the call; hand the result over as `prepared`.
         """
         packing = {name: rest.pop(name, None) for name in _PACKING}
+        rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
+        self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
         plan = plan or self.plan(loss_mask, attention_mask, seed=seed, **packing)
         covered_M = self._supervision(plan, **rest).coverage()
         if plan.asked_MK is None:
@@ -184,6 +208,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         """Loss and metrics of one batch.
 
         With `normalizer` the losses of the micro-batches of a step add up to the loss of the step.
+        Under torch.autocast its dtype is the step's, unless the module has a `compute_dtype`; the
+        backward pass belongs outside, as always.
         """
         answers: dict[str, Any] = {
             "target_logits": target_logits,
@@ -191,34 +217,36 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             "position_mask": position_mask,
             "target_last_hidden_states": target_last_hidden_states,
         }
-        if prepared is None:
-            prepared = self.prepare(
-                input_ids, attention_mask, loss_mask, aux_hidden_states, seed=seed,
-                position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining,
-                **answers,
-            )  # fmt: skip
-        plan = prepared.plan
-        hidden_EE = self._states(
-            plan, plan.on_key_axis(aux_hidden_states), plan.on_key_axis(input_ids)
-        )
-        covered_N = prepared.covered_M[plan.head.target_N]
-        charged_N = self._charged(covered_N)
-        count_K = prepared.charged_K if normalizer is None else normalizer
-        scored = head_loss(
-            hidden_EE,
-            self.draft_model.lm_head.weight,
-            elements=plan.head,
-            supervision=self._supervision(plan, **answers),
-            charged_N=charged_N,
-            coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
-            num_depths=self.depths,
-            spec=self.spec,
-            chunk_rows=self.chunk_rows,
-        )
-        loss_sums = self._per_depth(plan, scored.row_loss_N * charged_N)
-        # a target that the draft cannot say is a rejection, charged or not
-        charged_K = self._per_depth(plan, charged_N)
-        return self._output(plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N)
+        with _no_autocast(self.selected_token_ids.device.type) as asked_dtype:
+            if prepared is None:
+                prepared = self.prepare(
+                    input_ids, attention_mask, loss_mask, aux_hidden_states, seed=seed,
+                    position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining,
+                    **answers,
+                )  # fmt: skip
+            plan = prepared.plan
+            aux_TD, input_ids_T = plan.on_key_axis(aux_hidden_states), plan.on_key_axis(input_ids)
+            hidden_EE = self._states(plan, aux_TD, input_ids_T, self.compute_dtype or asked_dtype)
+            covered_N = prepared.covered_M[plan.head.target_N]
+            charged_N = self._charged(covered_N)
+            count_K = prepared.charged_K if normalizer is None else normalizer
+            scored = head_loss(
+                hidden_EE,
+                self.draft_model.lm_head.weight,
+                elements=plan.head,
+                supervision=self._supervision(plan, **answers),
+                charged_N=charged_N,
+                coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
+                num_depths=self.depths,
+                spec=self.spec,
+                chunk_rows=self.chunk_rows,
+            )
+            loss_sums = self._per_depth(plan, scored.row_loss_N * charged_N)
+            # a target that the draft cannot say is a rejection, charged or not
+            charged_K = self._per_depth(plan, charged_N)
+            return self._output(
+                plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N
+            )
 
     def _output(
         self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
@@ -247,6 +275,24 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             charged=charged_K,
             correct=correct_K,
         )
+
+    def _check_shapes(self, input_ids: Tensor, **given: Tensor | None) -> None:
+        """Everything fits the rows, the draft and its vocabulary, or is named."""
+        rows_BT = list(input_ids.shape)
+        shapes = {
+            "attention_mask": rows_BT,
+            "loss_mask": rows_BT,
+            "aux_hidden_states": [*rows_BT, self.draft_model.fc.in_features],
+            "target_logits": [*rows_BT, len(self.selected_token_mask)],
+            "target_probs": [*rows_BT, len(self.selected_token_ids)],
+            "position_mask": [*rows_BT, 1],
+        }
+        if self.target_head is not None:
+            shapes["target_last_hidden_states"] = [*rows_BT, self.target_head.weight_VD.shape[1]]
+        for name, shape in shapes.items():
+            tensor = given.get(name)
+            if tensor is not None and list(tensor.shape) != shape:
+                raise ValueError(f"{name}: must be {shape}, got {list(tensor.shape)}")
 
     def _per_depth(self, plan: Plan, values_N: Tensor) -> Tensor:
         """[K] sums of per-element values; counts in int64."""

@@ -15,7 +15,7 @@ from fledge.objective.losses import LossKind, loss_spec
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.plan import RolloutPlan, plan_rollout
-from fledge.target.head import TargetHead
+from fledge.target.head import HeadLike
 
 __all__ = ["Eagle3Output", "Eagle3TrainerModule", "PreparedBatch", "simulated_accept_length"]
 
@@ -43,7 +43,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         lk_loss_type: str | None = None,
         lk_kl_scale: float = 1.0,
         lk_kl_decay: float = 3.0,
-        target_head: TargetHead | None = None,
+        target_head: HeadLike | None = None,
         loss: LossKind = "ce",
         step_decay: float = 0.8,
         depth_keep: float = 1.0,
@@ -101,9 +101,11 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     def _keep(self) -> float:
         return self.depth_keep if self.draft_model.training else 1.0
 
-    def _states(self, plan: RolloutPlan, aux_TD: Tensor, input_ids_T: Tensor) -> Tensor:
+    def _states(
+        self, plan: RolloutPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
         states = self.draft_model(
-            aux_TD, input_ids_T, plan, compute_dtype=self.compute_dtype, attention=self.attention
+            aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
         )
         return torch.cat(states)
 
@@ -129,4 +131,7 @@ def simulated_accept_length(
     """
     hits = torch.as_tensor(step_prefix_hits).double().cpu().numpy()
     valid = torch.as_tensor(step_valid).double().cpu().numpy()
-    return np.float64(1.0 + (hits / np.maximum(valid, 1.0)).sum())
+    if hits.shape != valid.shape:
+        raise ValueError(f"step_valid: {valid.size} depths, step_prefix_hits has {hits.size}")
+    share = np.divide(hits, valid, out=np.zeros_like(hits), where=valid > 0)
+    return np.float64(1.0 + share.sum())

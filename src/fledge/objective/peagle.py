@@ -14,7 +14,7 @@ from fledge.objective.losses import LossKind, loss_spec
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.cod import check_cod_options, draw_seed
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
-from fledge.target.head import TargetHead
+from fledge.target.head import HeadLike
 
 EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is the draft
 
@@ -43,7 +43,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         down_sample_ratio: float = 0.7,
         down_sample_ratio_min: float = 0.2,
         sequence_partitions: int = 1,
-        target_head: TargetHead | None = None,
+        target_head: HeadLike | None = None,
         lk_loss_type: str | None = None,
         lk_kl_scale: float = 1.0,
         lk_kl_decay: float = 3.0,
@@ -111,9 +111,11 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             device=self.selected_token_ids.device,
         )
 
-    def _states(self, plan: ParallelPlan, aux_TD: Tensor, input_ids_T: Tensor) -> Tensor:
+    def _states(
+        self, plan: ParallelPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
         return self.draft_model.unroll_parallel(
-            aux_TD, input_ids_T, plan, compute_dtype=self.compute_dtype, attention=self.attention
+            aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
         )
 
     def _charged(self, covered_N: Tensor) -> Tensor:

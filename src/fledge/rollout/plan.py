@@ -183,17 +183,16 @@ def flatten_slots(
     doc_remaining: Tensor | None,
 ) -> Slots:
     rows, width = loss_mask.shape
-    given = [loss_mask, attention_mask, position_ids, seq_lens, doc_remaining]
+    given = [loss_mask != 0, attention_mask != 0, position_ids, seq_lens, doc_remaining]
     loss, attend, position, lens, remaining = _to_host(given)
     assert loss is not None
     assert attend is not None
     index = np.arange(rows * width, dtype=np.int64)
-    if lens is None:
-        start = index - index % width if width else index
-        end = start + width
-    else:
-        start, end = _document_bounds(lens, width)
     real = attend.reshape(-1) != 0
+    if lens is None:  # padding in front of a row is a document of its own, which nobody asks
+        ahead = np.argmax(real.reshape(rows, width), axis=1) if width else np.zeros(rows, np.int64)
+        lens = np.stack([ahead, width - ahead], axis=1)
+    start, end = _document_bounds(lens, width)
     reach = end - index
     if remaining is not None:
         reach = np.minimum(reach, remaining.reshape(-1))
@@ -272,7 +271,7 @@ def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
     last_anchor = _per_document(slots, np.where(last_S >= 0, index, -1), np.maximum)
     keep = np.flatnonzero(index <= last_anchor)
     if not slots.real[keep].all():
-        raise ValueError("attention_mask: rows must be right-padded (ones, then zeros)")
+        raise ValueError("attention_mask: padding lies inside a document, not at a row's ends")
     key_of = np.cumsum(index <= last_anchor) - 1  # slot -> key axis
     anchors = np.flatnonzero(last_S >= 0)
     rows = anchors[np.lexsort((anchors, -last_S[anchors]))]

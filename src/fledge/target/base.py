@@ -52,20 +52,20 @@ class Eagle3TargetBackend(ABC):
     """
 
     aux_layer_ids: list[int]
-    supervision: Supervision
+    supervision: Supervision = "logits"
     supports_async: bool = False  # whether generate_batch_async really overlaps with the caller
     prefetch: int = 0  # if so: how many batches a trainer should ask for in advance
+    _selected_token_ids: Tensor | None = None
+    _selected_token_mask: Tensor | None = None
+    _closed = False
 
-    def __init__(self, supervision: Supervision) -> None:
+    def __init__(self, supervision: Supervision = "logits") -> None:
         if supervision not in get_args(Supervision):
             raise BadInput(
                 f"supervision {supervision!r} is not an encoding",
                 fix=nearest(str(supervision), list(SUPERVISIONS)),
             )
         self.supervision = supervision
-        self._selected_token_ids: Tensor | None = None
-        self._selected_token_mask: Tensor | None = None
-        self._closed = False
 
     @abstractmethod
     def generate_batch(
@@ -83,9 +83,16 @@ class Eagle3TargetBackend(ABC):
     def get_input_embeddings(self) -> HasWeight:
         """The target's input embedding: anything with a `.weight` [V, D]."""
 
-    @abstractmethod
     def info(self) -> TargetInfo:
-        """Head, sizes, dtype and fingerprints; computed once."""
+        """Head, sizes, dtype and fingerprints; computed once.
+
+        A backend that answers with logits can do without: only `hidden` supervision, caches and
+        servers need the head.
+        """
+        raise BadInput(
+            f"{type(self).__name__} says nothing about its target's head",
+            fix="use supervision 'logits', or give the backend an info()",
+        )
 
     def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
         """The draft vocabulary, needed by `probs` supervision: ids [W] in draft order, mask [V]."""

@@ -285,12 +285,19 @@ def check_packing(
             )
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def _check_integers(name: str, tensor: Tensor) -> None:
+    _check_tensor(name, tensor)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got {tensor.dtype}")
 
 
 def _check_states(name: str, tensor: Tensor, rows_BT: tuple[int, ...]) -> None:
+    _check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
     if tensor.ndim != 3 or tuple(tensor.shape[:2]) != rows_BT:
@@ -301,5 +308,6 @@ def _check_states(name: str, tensor: Tensor, rows_BT: tuple[int, ...]) -> None:
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    _check_tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")

@@ -27,6 +27,7 @@ from fledge.target.cache_format import Field
 from fledge.target.cache_manifest import VOCABULARY, read_target
 from fledge.target.cache_store import CachedRows, CacheStore, OnDamage
 from fledge.target.packing import Documents, find_documents
+from fledge.transfer import send
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,16 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         states = {
             name: tensor.view(*rows_BT, -1) for name, tensor in self._states(rows_BT, found).items()
         }
-        loss_BT = _shift_left_with_zero(loss_mask.to(device))
+        loss_BT = _shift_left_with_zero(send(loss_mask, device))
         if "position_mask" in states:
             states["position_mask"] = states["position_mask"] & loss_BT.bool()[..., None]
         position_ids, seq_lens, doc_remaining = (
-            None if tensor is None else tensor.to(device) for tensor in packing
+            None if tensor is None else send(tensor, device) for tensor in packing
         )
         batch = Eagle3TargetBatch(
             **states,
-            input_ids=_shift_left_with_zero(input_ids.to(device)),
-            attention_mask=attention_mask.to(device),
+            input_ids=_shift_left_with_zero(send(input_ids, device)),
+            attention_mask=send(attention_mask, device),
             loss_mask=loss_BT,
             position_ids=position_ids,
             seq_lens=seq_lens,

@@ -69,10 +69,11 @@ class RecordedPass(Generic[Result]):
         inputs: dict[str, Tensor],
         *,
         pool: Any = None,  # torch.cuda.graph_pool_handle()
+        stream: torch.cuda.Stream | None = None,  # to record on; each keeps memory of its own
         strict: bool = False,
     ) -> None:
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile, choose algorithms, fill caches
             run(**self._inputs)

@@ -9,7 +9,7 @@ Shapes: N rows (any flattened positions), D target hidden, V target vocabulary, 
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -34,9 +34,30 @@ class TargetHead:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         return logits_NV
 
+    @classmethod
+    def of(cls, head: "HeadLike") -> "TargetHead":
+        """A head as people have it at hand: a model's `lm_head` module, or its weight [V, D].
+
+        A scale or soft cap that the model applies behind the module is not seen here; a backend's
+        `info().head` has been checked for them.
+        """
+        if isinstance(head, cls):
+            return head
+        weight_VD = head if isinstance(head, Tensor) else getattr(head, "weight", None)
+        if not isinstance(weight_VD, Tensor) or weight_VD.ndim != 2:
+            raise ValueError(
+                "target_head: must be a TargetHead, the target's output module or its weight "
+                f"[V, D], got {type(head).__name__}"
+            )
+        bias_V = getattr(head, "bias", None)
+        return cls(weight_VD.detach(), None if bias_V is None else bias_V.detach())
+
     def to(self, device: torch.device | str) -> "TargetHead":
         bias_V = None if self.bias_V is None else self.bias_V.to(device)
         return replace(self, weight_VD=self.weight_VD.to(device), bias_V=bias_V)
+
+
+HeadLike = TargetHead | nn.Module | Tensor  # what `TargetHead.of` understands
 
 
 @torch.no_grad()

@@ -306,7 +306,8 @@ class HFEagle3TargetModel(InProcessTarget):
         return self._head
 
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
 
     def _vocabulary_rows(self) -> int | None:
         if not hasattr(self.model, "get_input_embeddings"):

@@ -6,6 +6,7 @@ architectures need no entry here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,9 +113,13 @@ def default_aux_layer_ids(depth: int) -> list[int]:
 
 def validate_aux_layer_ids(aux_layer_ids: Sequence[int], depth: int) -> list[int]:
     """Exactly three distinct ids in range; the order given is the order of concatenation."""
-    ids = list(aux_layer_ids)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise BadInput(f"aux_layer_ids must be integers, got {ids}")
+    try:
+        given = list(aux_layer_ids)
+        ids = [index(i) for i in given]  # numpy's and torch's integers are integers too
+    except TypeError:
+        raise BadInput(f"aux_layer_ids must be three integers, got {aux_layer_ids!r}") from None
+    if any(isinstance(i, bool) for i in given):
+        raise BadInput(f"aux_layer_ids must be integers, got {given}")
     if len(ids) != 3:
         raise BadInput(f"aux_layer_ids must be exactly three layers, got {len(ids)}: {ids}")
     if len(set(ids)) != 3:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
 from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero
 from fledge.target.packing import find_documents
+from fledge.transfer import send
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,13 @@ class RememberingTarget(Eagle3TargetBackend):
             aux[span], hidden[span] = self._known[key].aux, self._known[key].hidden
         device = aux.device
         position_ids, seq_lens, doc_remaining = (
-            None if tensor is None else tensor.to(device) for tensor in packing
+            None if tensor is None else send(tensor, device) for tensor in packing
         )
         return Eagle3TargetBatch(
             aux_hidden_states=aux.view(*input_ids.shape, -1),
-            input_ids=_shift_left_with_zero(input_ids.to(device)),
-            attention_mask=attention_mask.to(device),
-            loss_mask=_shift_left_with_zero(loss_mask.to(device)),
+            input_ids=_shift_left_with_zero(send(input_ids, device)),
+            attention_mask=send(attention_mask, device),
+            loss_mask=_shift_left_with_zero(send(loss_mask, device)),
             last_hidden_states=hidden.view(*input_ids.shape, -1),
             position_ids=position_ids,
             seq_lens=seq_lens,

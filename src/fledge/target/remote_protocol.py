@@ -157,7 +157,7 @@ class Question:
 
 def _narrow(name: str, tensor: Tensor) -> Tensor:
     """Integers as small as their meaning allows: masks are 0 or 1, ids and lengths fit 32 bits."""
-    return tensor.to(torch.uint8 if name.endswith("_mask") else torch.int32)
+    return (tensor != 0).to(torch.uint8) if name.endswith("_mask") else tensor.to(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ it.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,11 +30,18 @@ from fledge.target.weights import describe_weights, tokenizer_fingerprint, weigh
 
 @runtime_checkable
 class TargetRunner(Protocol):
-    """The narrow surface a concrete engine must implement."""
+    """The narrow surface a concrete engine must implement.
 
-    @property
-    def model(self) -> Any:
-        """The loaded module: exposes `.config` and `.parameters()`."""
+    `model` is the loaded module: it exposes `.config` and `.parameters()`.
+    """
+
+    if TYPE_CHECKING:  # reading is enough
+
+        @property
+        def model(self) -> Any: ...
+
+    else:  # and a runner that inherits from the protocol may still assign it
+        model: Any
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
         """Capture the outputs of these three decoder layers from now on, in this order."""

@@ -345,9 +345,8 @@ def _in_this_process() -> Iterator[None]:
 
 def _real_tokens(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
     """The tokens of each right-padded row."""
-    lengths = attention_mask.sum(1).tolist()
-    width = attention_mask.shape[1]
-    packed_left = torch.arange(width) < torch.tensor(lengths)[:, None]
-    if not torch.equal(attention_mask.bool().cpu(), packed_left):
+    real_BT = attention_mask.bool().cpu()
+    lengths = real_BT.sum(1).tolist()
+    if not torch.equal(real_BT, torch.arange(real_BT.shape[1]) < real_BT.sum(1, keepdim=True)):
         raise ValueError("attention_mask must be ones followed by zeros in every row")
     return [tokens[:length] for tokens, length in zip(input_ids.tolist(), lengths, strict=True)]

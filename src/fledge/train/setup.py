@@ -18,12 +18,9 @@ from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
 from fledge.decode.packed import Ints
-from fledge.draft.derive import derive_draft_config, verify_rotary
-from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
 from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.errors import BadInput
-from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.models.resolve import load_tokenizer, local_model
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.backends import TargetOptions, open_target
@@ -33,13 +30,13 @@ from fledge.train.batches import PackStream, RowView, split_rows
 from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
 from fledge.train.clock import Clock
 from fledge.train.distributed import join_world, pick_device
+from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.recipe import Recipe
 from fledge.train.recipe_sections import (
     Data,
     Eagle1Objective,
     Eagle3Objective,
-    PeagleObjective,
 )
 from fledge.train.recipe_target import (
     CacheTarget,
@@ -273,96 +270,6 @@ def _vocabulary(
         return cached
     special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
     return select_vocabulary(counts_V, size, special_ids=special, fingerprint=fingerprint)
-
-
-def make_draft(
-    recipe: Recipe,
-    target: Eagle3TargetBackend,
-    vocabulary: DraftVocabulary,
-    tokenizer: Any,
-    device: torch.device,
-) -> LlamaEagle3DraftModel:
-    """A fresh draft that fits the target, or the one that the recipe starts from; in float32."""
-    section = recipe.draft
-    ids = torch.from_numpy(vocabulary.selected_token_ids)
-    mask = torch.from_numpy(vocabulary.t2d)
-    if section.init_from is not None:
-        draft = _warm_draft(recipe, target, vocabulary, tokenizer)
-        draft.set_vocab_mapping(ids, mask)
-    else:
-        draft = LlamaEagle3DraftModel(_draft_config(recipe, target, vocabulary, tokenizer))
-        draft.set_vocab_mapping(ids, mask)
-        draft.copy_embeddings_from_target(target.get_input_embeddings())
-        if section.head_from_target:
-            draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
-    # Which layers it listens to is part of what a draft is: other ones are noise to it.
-    draft.config.aux_layer_ids = list(target.aux_layer_ids)
-    model = getattr(getattr(target, "inner", target), "model", None)
-    if model is not None:
-        verify_rotary(draft.config, model)
-    draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
-    draft.gradient_checkpointing = recipe.training.gradient_checkpointing
-    return draft.to(device)
-
-
-def _draft_config(
-    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
-) -> Any:
-    """The config of the draft that a recipe describes."""
-    section, objective = recipe.draft, recipe.objective
-    parallel, mask_token_id = isinstance(objective, PeagleObjective), None
-    if isinstance(objective, PeagleObjective):
-        rows, wanted = target.info().vocab_size, objective.mask_token_id
-        mask_token_id = (
-            choose_mask_token_id(tokenizer, rows)
-            if wanted is None
-            else check_mask_token_id(wanted, tokenizer, rows)
-        )
-    return derive_draft_config(
-        load_config(model_name(recipe)),
-        draft_vocab_size=vocabulary.size,
-        num_hidden_layers=section.layers,
-        intermediate_size=section.intermediate_size,
-        fc_norm=section.fc_norm,
-        norm_output=section.norm_output,
-        parallel_drafting=parallel,
-        mask_token_id=mask_token_id,
-    )
-
-
-def _warm_draft(
-    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
-) -> LlamaEagle3DraftModel:
-    """The draft that `init_from` names; an EAGLE-3 one grows into P-EAGLE where that is trained."""
-    start = recipe.draft.init_from
-    assert start is not None
-    draft = LlamaEagle3DraftModel.from_pretrained(start, dtype=torch.float32)
-    vocab_size = target.info().vocab_size
-    if draft.config.vocab_size != vocab_size:
-        raise BadInput(
-            f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}",
-            where=start,
-        )
-    layers = getattr(draft.config, "aux_layer_ids", None)  # foreign drafts do not say
-    if layers is not None and list(layers) != list(target.aux_layer_ids):
-        raise BadInput(
-            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}",
-            where=start,
-            fix=f"target.aux_layer_ids={','.join(map(str, layers))}",
-        )
-    parallel = isinstance(recipe.objective, PeagleObjective)
-    if parallel and not draft.config.parallel_drafting:
-        return peagle_from_eagle3(draft, _draft_config(recipe, target, vocabulary, tokenizer))
-    if draft.config.parallel_drafting and not parallel:
-        raise BadInput(
-            "a P-EAGLE draft", where=start, fix="objective.kind=peagle goes on training it"
-        )
-    return draft
-
-
-@dataclass(frozen=True)
-class _HeadWeight:
-    weight: torch.Tensor
 
 
 def make_objective(

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from fledge.errors import BadInput
 from fledge.export.checks.base import Finding, Subject, check, error, note, warning
+from fledge.export.engines import ENGINES, EngineName
 from fledge.export.foreign import AUX_KEY, AUX_PLACES, DraftFiles
-from fledge.export.formats import ENGINES, EngineName
 from fledge.export.import_draft import own_config
 from fledge.export.layout import PlainDraft, TargetFacts, draft_features
 from fledge.target.weights import quantisation_method

@@ -1,0 +1,6 @@
+"""`python -m fledge` is `fledge`."""
+
+from fledge.cli.main import run
+
+if __name__ == "__main__":
+    run()
