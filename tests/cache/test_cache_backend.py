@@ -11,6 +11,7 @@ from fledge.errors import BadInput
 from fledge.target import cache as cache_backend
 from fledge.target.cache import CachedEagle3TargetModel
 from fledge.target.cache_codec import decode_states
+from fledge.target.cache_format import FORMAT
 from fledge.target.cache_store import CachedRows, CacheStore
 from fledge.target.hf import HFEagle3TargetModel
 from target.contract import (
@@ -272,7 +273,7 @@ def test_a_cache_with_a_broken_or_missing_file_is_not_opened(damaged, victim):
 
 def test_a_cache_of_a_later_format_is_refused(damaged):
     path = damaged[0] / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', '"format": 9'))
     with pytest.raises(BadInput, match="cache format 9"):
         CachedEagle3TargetModel(damaged[0])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import multiprocessing
 import os
 import random
@@ -330,14 +331,16 @@ def test_other_weights_behind_the_same_files_are_noticed(argv, tmp_path, monkeyp
     assert payload(tmp_path / "cache") == before
 
 
-def test_the_seeds_resume_check(tmp_path):
-    _ensure_resume_compatible(str(tmp_path), {"format": 1}, set())
+@pytest.mark.parametrize("more", [{}, {"format": 1}])
+def test_the_seeds_resume_check(tmp_path, more):
+    _ensure_resume_compatible(str(tmp_path), more, set())
     with pytest.raises(ValueError, match="without a manifest"):
-        _ensure_resume_compatible(str(tmp_path), {"format": 1}, {0})
-    (tmp_path / "manifest.json").write_text('{"format": 1, "dtype": "float32", "seed": 1}')
-    _ensure_resume_compatible(str(tmp_path), {"format": 1, "dtype": "float32", "seed": 1}, {0})
+        _ensure_resume_compatible(str(tmp_path), more, {0})
+    made_with = {**more, "dtype": "float32", "seed": 1}
+    (tmp_path / "manifest.json").write_text(json.dumps(made_with))
+    _ensure_resume_compatible(str(tmp_path), made_with, {0})
     with pytest.raises(ValueError, match=r"dtype: 'float32' -> 'bfloat16'; seed: 1 -> None"):
-        _ensure_resume_compatible(str(tmp_path), {"format": 1, "dtype": "bfloat16"}, {0})
+        _ensure_resume_compatible(str(tmp_path), {**more, "dtype": "bfloat16"}, {0})
 
 
 def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished, caplog):

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from fledge.errors import BadInput, nearest
 
-FORMAT = 1  # raise when the meaning of the files changes
+FORMAT = 2  # raise when the meaning of the files changes
 Encoding = Literal["hidden", "hidden-fp8", "probs", "topk"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -168,7 +168,7 @@ class ShardLayout:
             (Field("row_start", torch.int64, 1), rows + 1),
             (Field("slot_start", torch.int64, 1), rows + 1),
             (Field("row_key", torch.uint8, KEY_BYTES), rows),
-            (Field("row_crc", torch.int64, 1), rows),
+            (Field("row_digest", torch.int64, 1), rows),
         ]
         # wide numbers first: every tensor then begins at a multiple of its own item size
         counted.sort(key=lambda item: (-_STORED[item[0].dtype][1], item[0].name))
@@ -190,7 +190,7 @@ class ShardLayout:
         return place.begin + first * width, place.begin + last * width
 
 
-_FLAT = {"input_ids", "loss_mask", "row_start", "slot_start", "row_crc"}  # one number a row
+_FLAT = {"input_ids", "loss_mask", "row_start", "slot_start", "row_digest"}  # one number a row
 
 
 def _header(counted: list[tuple[Field, int]], facts: dict[str, Any]) -> bytes:

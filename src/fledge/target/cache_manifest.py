@@ -47,24 +47,30 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a cache, checked for its version."""
+def stored_manifest(directory: Path) -> dict[str, Any]:
+    """What the manifest says, of whichever version."""
     path = directory / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
-        version = manifest["format"]
+        manifest.keys()
     except FileNotFoundError:
         raise BadInput(
             "not a cache: it has no manifest.json",
             where=str(directory),
             fix="`fledge precompute` makes one",
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"the manifest cannot be read ({error})", where=str(path)) from None
-    if version != FORMAT:
+    return manifest
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a cache, checked for its version."""
+    manifest = stored_manifest(directory)
+    if manifest.get("format") != FORMAT:
         raise BadInput(
-            f"cache format {version}, this version of fledge reads {FORMAT}",
-            where=str(path),
+            f"cache format {manifest.get('format')}, this version of fledge reads {FORMAT}",
+            where=str(directory / MANIFEST),
             fix="make the cache again",
         )
     return manifest
@@ -129,7 +135,7 @@ def ensure_resumable(directory: Path, manifest: dict[str, Any], shards: Iterable
             where=str(directory),
             fix="remove them, or give another output directory",
         )
-    stored = read_manifest(directory)
+    stored = stored_manifest(directory)
     if LATE not in manifest:
         stored = {key: value for key, value in stored.items() if key != LATE}
     if lines := differing_fields(manifest, stored):

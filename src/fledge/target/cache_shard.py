@@ -9,7 +9,6 @@ import hashlib
 import json
 import mmap
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -59,7 +59,8 @@ class ShardWriter:
 
     def __init__(self, descriptor: int, layout: ShardLayout, rows: Sequence[CacheRow]) -> None:
         self._descriptor, self._layout, self._rows = descriptor, layout, rows
-        self._crc = np.full(len(rows), -1, dtype=np.int64)
+        self._digests = np.zeros(len(rows), dtype=np.int64)
+        self._written = np.zeros(len(rows), dtype=np.bool_)
         # the whole size at once: a disk that is too full says so before the target runs
         os.posix_fallocate(descriptor, 0, layout.n_bytes)
         self._write(0, layout.header)
@@ -73,20 +74,21 @@ class ShardWriter:
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
         """Write what the target said about one row: the payload fields of its tokens and slots."""
-        crc = _tokens_crc(self._rows[row])
+        own = self._rows[row]
+        digest = _Digest(np.ascontiguousarray(own.input_ids, dtype=np.int32), _mask(own))
         for name in _payload_names(self._layout.shape):
             data = payload[name].contiguous().flatten().view(torch.uint8).numpy().data
             begin, end = self._layout.span(name, row)
             if len(data) != end - begin:
                 raise ValueError(f"{name} of row {row} has {len(data)} bytes, not {end - begin}")
-            crc = zlib.crc32(data, crc)
+            digest.add(data)
             self._write(begin, data)
-        self._crc[row] = crc
+        self._digests[row], self._written[row] = digest.number(), True
 
     def finish(self) -> None:
-        missing = np.flatnonzero(self._crc < 0)
+        missing = np.flatnonzero(~self._written)
         assert not len(missing), f"rows {missing[:3]} of the shard were never written"
-        self._array("row_crc", self._crc)
+        self._array("row_digest", self._digests)
 
     def _array(self, name: str, values: NDArray[Any]) -> None:
         self._write(self._layout.places[name].begin, values.data.cast("B"))
@@ -131,7 +133,7 @@ class Shard:
         self.input_ids = self._view("input_ids", np.int32)
         self.loss_mask = self._view("loss_mask", np.uint8)
         self.keys = self._view("row_key", np.uint8).reshape(-1, KEY_BYTES)
-        self._crc = self._view("row_crc", np.int64)
+        self._digests = self._view("row_digest", np.int64)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -160,10 +162,10 @@ class Shard:
         ids, mask = self.tokens(row)
         if row_key(ids) != self.keys[row].tobytes():
             return False
-        crc = zlib.crc32(mask.data, zlib.crc32(ids.data))
+        digest = _Digest(ids, mask)
         for name in _payload_names(self.layout.shape):
-            crc = zlib.crc32(self.payload(name, row).data, crc)
-        return crc == int(self._crc[row])
+            digest.add(self.payload(name, row).data)
+        return digest.number() == int(self._digests[row])
 
     def read_ahead(self, row: int) -> None:
         """Ask the system to fetch a row in the background."""
@@ -188,9 +190,19 @@ def _mask(row: CacheRow) -> NDArray[np.uint8]:
     return np.ascontiguousarray(row.loss_mask, dtype=np.uint8)
 
 
-def _tokens_crc(row: CacheRow) -> int:
-    ids = np.ascontiguousarray(row.input_ids, dtype=np.int32)
-    return zlib.crc32(_mask(row).data, zlib.crc32(ids.data))
+class _Digest:
+    """A row's checksum: XXH3, which costs a CPU a tenth of what a CRC does."""
+
+    def __init__(self, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> None:
+        self._state = xxhash.xxh3_64(ids.data)
+        self._state.update(mask.data)
+
+    def add(self, data: memoryview) -> None:
+        self._state.update(data)
+
+    def number(self) -> int:
+        """Its 64 bits as a signed number, the way the shard keeps it."""
+        return int.from_bytes(self._state.digest(), "big", signed=True)
 
 
 def _payload_names(shape: Shape) -> list[str]:

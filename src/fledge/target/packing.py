@@ -80,23 +80,25 @@ def find_documents(
         return None
     width = input_ids.shape[1]
     real_BT = attention_mask.detach().cpu().bool()
-    real_per_row = real_BT.sum(1).tolist()
-    if not torch.equal(real_BT, torch.arange(width) < real_BT.sum(1, keepdim=True)):
+    real_B = real_BT.sum(1)
+    if not torch.equal(real_BT, torch.arange(width) < real_B[:, None]):
         raise ValueError("attention_mask of a packed row must be ones followed by zeros")
     starts: list[int] = []
     lengths: list[int] = []
-    expected_BT = torch.zeros(input_ids.shape, dtype=torch.long)
-    for row, documents in enumerate(seq_lens.tolist()):
+    for row, (documents, filled) in enumerate(zip(seq_lens.tolist(), real_B.tolist(), strict=True)):
         begin = 0
         for length in documents:
-            real = min(length, real_per_row[row] - begin)
+            real = min(length, filled - begin)
             if real > 0:
                 starts.append(row * width + begin)
                 lengths.append(real)
-            expected_BT[row, begin : begin + length] = torch.arange(length)
             begin += length
     if position_ids.device.type == "cpu":  # what padding says about itself does not matter
-        wrong_BT = (position_ids != expected_BT) & real_BT
+        start_D, length_D = torch.tensor([starts, lengths], dtype=torch.long)
+        slot_N = torch.arange(input_ids.numel())[real_BT.flatten()]
+        expected_N = slot_N - start_D.repeat_interleave(length_D)
+        wrong_BT = torch.zeros_like(real_BT)
+        wrong_BT[real_BT] = position_ids[real_BT] != expected_N
         if bool(wrong_BT.any()):
             row = int(wrong_BT.any(1).nonzero()[0])
             raise ValueError(
