@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,27 +35,17 @@ from fledge.target.cache_format import ENCODINGS
 from fledge.target.cache_job import (
     CacheOptions,
     ModelFacts,
-    describe_plan,
     make_job,
-    readable,
+    quota_in_bytes,
 )
 from fledge.target.cache_manifest import (
-    LOCK,
     ensure_free,
     ensure_resumable,
     existing_shards,
 )
-from fledge.target.cache_precompute import (
-    CacheJob,
-    Outcome,
-    Progress,
-    begin_cache,
-    check_disk,
-    check_target,
-    plan_cache,
-    run_job,
-)
+from fledge.target.cache_precompute import CacheJob, Progress
 from fledge.target.head import TargetHead
+from fledge.train.cache_run import execute
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +58,6 @@ _DTYPES = {
     "float16": torch.float16,
 }
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-STOPPED = 3
 
 
 class _Parser(argparse.ArgumentParser):
@@ -128,8 +117,7 @@ def _validate_args(args: argparse.Namespace) -> None:
         if value is not None and value < least:
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{value} is too small", where=flag, fix=f"at least {least}")
-    if args.quota_gb is not None and not 0 < args.quota_gb < 1e9:
-        raise BadInput(f"{args.quota_gb} is no size of a disk", where="--quota-gb", fix="500, say")
+    quota_in_bytes(args.quota_gb)
     if args.dtype not in _DTYPES:
         raise BadInput(f"{args.dtype!r} is not a dtype", where="--dtype", fix=", ".join(_DTYPES))
     if str(args.log_level).upper() not in _LEVELS:
@@ -310,7 +298,7 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
         shard_size=args.shard_size,
         batch_size=args.batch_size,
         resume=args.resume,
-        quota_bytes=None if args.quota_gb is None else int(args.quota_gb * 1e9),
+        quota_bytes=quota_in_bytes(args.quota_gb),
     )
     facts = {
         "data": sources.fingerprint(data),
@@ -323,65 +311,6 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
     directory = Path(args.output_dir).expanduser()
     view = RowView(rows, order)
     return make_job(directory, view, model, chosen, facts=facts, vocabulary=vocabulary), model
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a precompute ended."""
-
-    code: int  # exit code
-    predicted_bytes: int
-    reused_shards: int
-    outcome: Outcome
-
-
-def execute(
-    job: CacheJob,
-    head_bytes: int,
-    load: Callable[[], Eagle3TargetBackend],
-    *,
-    device: torch.device,
-    say: Callable[[str], None],
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Done:
-    """Check, predict, load the target, write: the whole of a precompute, in every process."""
-    from fledge.train.distributed import join_world, leave_world
-
-    plan = plan_cache(job, head_bytes=head_bytes)
-    free = check_disk(job, plan)
-    # everybody has looked at the directory before anybody writes: joining waits for all
-    world = join_world(device)
-    if world.is_main:
-        for line in describe_plan(job, plan, free):
-            say(line)
-    with load() as target:
-        check_target(job, target)
-        with _locked(job.directory, world.is_main):
-            begin_cache(job, target, write=world.is_main)
-            world.barrier()  # the manifest is there before the first shard
-            outcome = run_job(
-                job, plan, target, rank=world.rank, world=world.size, on_progress=on_progress
-            )
-    leave_world(world)
-    if not outcome.complete:
-        say(f"stopped by the quota of {readable(job.quota_bytes or 0)}; --resume continues")
-    return Done(0 if outcome.complete else STOPPED, plan.total_bytes, len(plan.done), outcome)
-
-
-@contextmanager
-def _locked(directory: Path, main: bool) -> Iterator[None]:
-    """Keep a second precompute out of the directory while one is at work."""
-    from filelock import FileLock, Timeout
-
-    if not main:
-        yield
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(directory / LOCK, timeout=0):
-            yield
-    except Timeout:
-        raise BadInput("another precompute is writing here", where=str(directory)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from fledge.precompute_eagle3 import (
 from fledge.target import cache_job, cache_shard
 from fledge.target.cache_store import CacheStore
 from fledge.target.hf import HFEagle3TargetModel
+from fledge.train import cache_run
 from target.contract import draft_vocabulary, padded_rows
 from target.tiny_models import tiny_model
 from train.tiny import make_chats, make_target
@@ -95,17 +96,16 @@ def test_the_seeds_own_command_line_works(argv, tmp_path, caplog):
 
 @pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs", "topk"])
 def test_bytes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
-    from fledge import precompute_eagle3
 
     plans = []
-    real = precompute_eagle3.plan_cache
+    real = cache_run.plan_cache
 
     def spying(job, **more):
         plans.append(real(job, **more))
         assert not (tmp_path / "cache").exists()  # before anything is written
         return plans[-1]
 
-    monkeypatch.setattr(precompute_eagle3, "plan_cache", spying)
+    monkeypatch.setattr(cache_run, "plan_cache", spying)
     top_k = 5 if encoding == "topk" else None
     assert main(argv(encoding=encoding, draft_vocab_size=100, target_probs_topk=top_k)) == 0
     sizes = [(tmp_path / "cache" / name).stat().st_size for name in shards(tmp_path / "cache")]

@@ -4,11 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_decode import AUX, make_draft
+from tiny_decode import AUX, NumberedTarget, make_draft
 from transformers import MistralConfig, MistralForCausalLM
 
 from fledge.decode.drafter import Drafter
-from fledge.decode.target import CachedTarget
 from fledge.decode.tree import TreeShape, propose_tree, tree_layout
 from fledge.rollout.plan import plan_rollout
 from fledge.target.hf import HFEagle3TargetModel
@@ -39,7 +38,7 @@ def test_the_target_forgets_exactly_what_was_rejected(target, kind, data):
     model = target if kind == "full" else windowed()
     tokens = st.lists(st.integers(0, 39), min_size=1, max_size=9)
     rows = data.draw(st.lists(tokens, min_size=1, max_size=4))
-    cached = CachedTarget(model, AUX[:2])
+    cached = NumberedTarget(model, AUX[:2])
     with torch.no_grad():
         answer = cached.begin(rows)
         for index, row in enumerate(rows):
@@ -77,7 +76,7 @@ def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
     nodes = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25], [31, 32, 33, 34, 35]]
     roots = [4, 8, 3]
     paths = {0: [0], 1: [0, 1], 2: [0, 2], 3: [0, 1, 3], 4: [4]}
-    cached = CachedTarget(target, AUX[:2])
+    cached = NumberedTarget(target, AUX[:2])
     with torch.no_grad():
         cached.begin(rows)
         depth, visible = tree_layout(torch.tensor(parents), 3)
@@ -100,7 +99,7 @@ def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
 def test_a_window_counts_places_in_the_text_not_nodes():
     """0 and 1 from the root, 1 -> 2 -> 3: node 1 stands next to the root, behind node 0."""
     model, row, nodes = windowed(2), [5, 6, 7], [11, 12, 13, 14]
-    cached = CachedTarget(model, AUX[:2])
+    cached = NumberedTarget(model, AUX[:2])
     with torch.no_grad():
         cached.begin([row])
         depth, visible = tree_layout(torch.tensor([[-1, -1, 1, 2]]), 3)

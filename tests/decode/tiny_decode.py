@@ -4,6 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.decode.stops import Stops
+from fledge.decode.target import CachedTarget
 from fledge.draft.model import LlamaEagle3DraftModel
 
 VOCAB, AUX = 40, [0, 1, 2]
@@ -97,3 +98,28 @@ def plain_greedy(model, prompt, stops: Stops):
         count, finish = stops.cut(new, len(new) - 1)
         if finish:
             return new[:count], finish
+
+
+class NumberedTarget(CachedTarget):
+    """The target's passes by plain numbers, as a decoder's rounds would ask for them."""
+
+    def begin(self, prompts, **options):
+        self.lengths = [len(prompt) for prompt in prompts]
+        return super().begin(prompts, **options)
+
+    def step(self, token_BN, **tree):
+        """Read new tokens behind each row. They stay in the cache until `keep` is called."""
+        used = self.room(max(self.lengths) + token_BN.shape[1])
+        level = len({*self.lengths}) == 1
+        return self.read(token_BN, torch.tensor(self.lengths), used=used, level=level, **tree)
+
+    def keep(self, rows, kept):
+        """Go on with these rows, each with these of its last step's tokens (ascending)."""
+        if rows != list(range(len(self.lengths))):
+            self.select(rows)
+        lengths = [self.lengths[row] for row in rows]
+        most = max(1, *(len(own) for own in kept))
+        self.room(max(lengths) + most)
+        place_BQ = torch.tensor([[*own, *range(len(own), most)] for own in kept])
+        self.settle(torch.tensor(lengths), place_BQ)
+        self.lengths = [length + len(own) for length, own in zip(lengths, kept, strict=True)]

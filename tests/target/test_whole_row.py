@@ -10,7 +10,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)
 from fledge.target import hf
 from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.one_row import needs_no_mask
+from fledge.target.one_row import CAUSAL, needs_no_mask
 
 
 def in_whole_rows(model, monkeypatch):
@@ -57,7 +57,10 @@ def test_rows_that_need_no_mask_answer_alike_without(architecture):
     target = HFEagle3TargetModel(model)
     assert not target.skip_masks  # a CPU has nothing to wait for
     target.skip_masks = True
+    seen = set()
+    target._layers[0].register_forward_hook(lambda *_: seen.add(model.config._attn_implementation))
     got = target.generate_batch(*rows)
+    assert seen == {CAUSAL}
     assert torch.equal(got.aux_hidden_states, want.aux_hidden_states)
     assert torch.equal(got.logits, want.logits)
     assert model.config._attn_implementation == "sdpa"  # nothing stays behind

@@ -53,13 +53,13 @@ def _facts(directory: Path) -> dict[str, Any]:
     from fledge.target.cache_manifest import (
         LATE,
         existing_shards,
-        read_whole_manifest,
+        read_manifest,
         shape_of,
         shards_of,
     )
     from fledge.target.cache_shard import Shard
 
-    manifest = read_whole_manifest(directory)
+    manifest = read_manifest(directory)
     shape, there = shape_of(manifest), sorted(existing_shards(directory))
     opened = [Shard(directory / shard_name(index), shape) for index in there]
     tokens = sum(int(shard.layout.row_start[-1]) for shard in opened)

@@ -104,7 +104,7 @@ def run(argv: list[str] | None = None) -> None:
     """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell (>&-)
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (to the end)
     try:
         code = app(args=argv, standalone_mode=False)
         if code == 130:  # Typer turns an interrupt into this code without a word

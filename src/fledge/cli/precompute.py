@@ -14,7 +14,6 @@ EXAMPLE = (
     "Example: fledge precompute recipes/smollm2_gpu.yaml data.train=chats.jsonl "
     "--output-dir cache --encoding hidden-fp8"
 )
-STOPPED = 3  # by the quota, or a full disk
 
 Encoding = Annotated[str, typer.Option(help="hidden | hidden-fp8 | probs | topk.")]
 Dtype = Annotated[str, typer.Option(help="float32 | bfloat16 | float16; auto: the target's.")]
@@ -85,7 +84,7 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
     """The flags as `CacheOptions`, refused in one line where they make no sense."""
     from fledge.errors import BadInput, nearest
     from fledge.target.cache_format import DTYPES, ENCODINGS
-    from fledge.target.cache_job import CacheOptions
+    from fledge.target.cache_job import CacheOptions, quota_in_bytes
 
     if chosen["encoding"] not in ENCODINGS:
         hint = nearest(chosen["encoding"], list(ENCODINGS))
@@ -96,11 +95,9 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
         raise BadInput(
             f"{dtype!r} is not a dtype", where="--dtype", fix=nearest(dtype, ["auto", *DTYPES])
         )
-    if quota_gb is not None and not 0 < quota_gb < 1e9:
-        raise BadInput(f"{quota_gb} is no size of a disk", where="--quota-gb", fix="500, say")
     return CacheOptions(
         dtype=natural() if dtype == "auto" else DTYPES[dtype],
-        quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
+        quota_bytes=quota_in_bytes(quota_gb),
         **chosen,
     )
 
@@ -109,8 +106,8 @@ def run_job(
     job: Any, head_bytes: int, load: Any, device: Any, bar: Any, task: Any, *, as_json: bool
 ) -> int:
     """Run a job with its progress shown; the exit code."""
-    from fledge.precompute_eagle3 import execute
     from fledge.target.cache_job import readable
+    from fledge.train.cache_run import STOPPED, execute
 
     def show(at: Any) -> None:
         bar.update(task, total=len(job.rows), completed=at.rows, note=readable(at.bytes))

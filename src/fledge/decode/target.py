@@ -2,8 +2,7 @@
 
 `begin` reads prompts. `read` is one pass over a few new tokens of every row, written as plain
 tensor code, so that it can be recorded (`recorded`): the lengths of the rows are a tensor, and the
-mask, sliding windows and trees included, is made from them. `step` and `keep` do the same from
-plain numbers.
+mask, sliding windows and trees included, is made from them.
 
 Shapes: B rows, N new tokens of a row, U cache places looked at, D target hidden, V vocabulary.
 """
@@ -47,7 +46,6 @@ class CachedTarget:
         weight = next(embedding.parameters())
         self.device, self._dtype = weight.device, weight.dtype
         self.passes = passes or Passes(self.device, record=False)
-        self.lengths: list[int] = []  # tokens of each row in the cache, for `step` and `keep`
         self._kinds = self._layer_kinds()
         self._layers, self._head = find_layers(model), find_head_module(model)
         self._attention = self._masked_attention()
@@ -58,14 +56,14 @@ class CachedTarget:
 
         `ahead` is how many tokens the first `read` will put behind them.
         """
-        self.lengths = [len(prompt) for prompt in prompts]
-        width = max(self.lengths)
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
         if self._cache.start(len(prompts), self.passes.room(width + ahead)):
             self.passes.forget()
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         token_BN = torch.tensor(padded, device=self.device)
         position_BN = torch.arange(width, device=self.device).expand(token_BN.shape)
-        last_B1 = torch.tensor(self.lengths, device=self.device)[:, None] - 1
+        last_B1 = torch.tensor(lengths, device=self.device)[:, None] - 1
         self._cache.aim(None, used=width, count=width)
         # padding stands behind the text, where a causal model does not look
         with _only(self._head, last_B1):
@@ -77,21 +75,6 @@ class CachedTarget:
         if self._cache.reserve(used):
             self.passes.forget()
         return used
-
-    def step(
-        self,
-        token_BN: Tensor,
-        *,
-        depth_BN: Tensor | None = None,
-        visible_BNN: Tensor | None = None,
-    ) -> Answer:
-        """Read N new tokens behind each row. They stay in the cache until `keep` is called."""
-        used = self.room(max(self.lengths) + token_BN.shape[1])
-        level = len({*self.lengths}) == 1 and not self.passes.fixed
-        length_B = torch.tensor(self.lengths, device=self.device)
-        return self.read(
-            token_BN, length_B, used=used, depth_BN=depth_BN, visible_BNN=visible_BNN, level=level
-        )
 
     def read(
         self,
@@ -120,23 +103,9 @@ class CachedTarget:
         self._cache.aim(index_BN, used=used, count=token_BN.shape[1])
         return self._forward(token_BN, mask, position_BN)
 
-    def keep(self, rows: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
-        """Go on with these rows, each with these of its last step's tokens (ascending)."""
-        if not rows:
-            return
-        self.select(rows)
-        most = max(1, *(len(own) for own in kept))
-        place_BQ = torch.tensor([[*own, *range(len(own), most)] for own in kept])
-        start_B = torch.tensor(self.lengths, device=self.device)
-        self.room(max(self.lengths) + most)
-        self.settle(start_B, place_BQ.to(self.device))
-        self.lengths = [length + len(own) for length, own in zip(self.lengths, kept, strict=True)]
-
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
-        if list(rows) != list(range(len(self.lengths))):
-            self._cache.select(list(rows))
-            self.lengths = [self.lengths[row] for row in rows]
+        """Go on with these rows only, moved to the front."""
+        self._cache.select(list(rows))
 
     def settle(self, start_B: Tensor, place_BQ: Tensor) -> None:
         """Move the entries at `place_BQ` behind `start_B` together: the accepted path of a tree."""

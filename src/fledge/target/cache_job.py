@@ -43,6 +43,15 @@ class CacheOptions:
     quota_bytes: int | None = None
 
 
+def quota_in_bytes(gigabytes: float | None) -> int | None:
+    """What `--quota-gb` allows; None: no limit."""
+    if gigabytes is None:
+        return None
+    if not 0 < gigabytes < 1e9:
+        raise BadInput(f"{gigabytes} is no size of a disk", where="--quota-gb", fix="500, say")
+    return int(gigabytes * 1e9)
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """A target as its files describe it, weights unread."""

@@ -65,7 +65,7 @@ def stored_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a cache, checked for its version."""
+    """The manifest of a cache: this version's, with everything that a reader relies on."""
     manifest = stored_manifest(directory)
     if manifest.get("format") != FORMAT:
         raise BadInput(
@@ -73,12 +73,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             where=str(directory / MANIFEST),
             fix="make the cache again",
         )
-    return manifest
-
-
-def read_whole_manifest(directory: Path) -> dict[str, Any]:
-    """The same, with everything that a reader of the cache relies on."""
-    manifest = read_manifest(directory)
     for name, kinds in _FIELDS.items():
         known = _KNOWN.get(name)
         if not isinstance(manifest.get(name), kinds) or (known and manifest[name] not in known):

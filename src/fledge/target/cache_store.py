@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fledge.data.tokenise import TokenRow
 from fledge.errors import BadInput
 from fledge.target.cache_format import shard_name
-from fledge.target.cache_manifest import check_complete, read_whole_manifest, shape_of, shards_of
+from fledge.target.cache_manifest import check_complete, read_manifest, shape_of, shards_of
 from fledge.target.cache_shard import Shard, row_key
 
 OnDamage = Literal["fail", "skip"]
@@ -29,7 +29,7 @@ class CacheStore:
         if on_damage not in ("fail", "skip"):
             raise BadInput(f"on_damage is fail or skip, not {on_damage!r}")
         self.directory = Path(directory).expanduser()
-        self.manifest = read_whole_manifest(self.directory)
+        self.manifest = read_manifest(self.directory)
         check_complete(self.directory, self.manifest)
         self.shape = shape_of(self.manifest)
         self.on_damage = on_damage
