@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
@@ -34,12 +35,12 @@ def by_definition(loaded, messages, limit):
     """transformers' own greedy answer, one prompt at a time."""
     tokenizer, model = loaded.tokenizer, loaded.model
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    prompt_BT = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     out = model.generate(
-        **prompt, max_new_tokens=limit, do_sample=False, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=0,
+        prompt_BT, attention_mask=torch.ones_like(prompt_BT), max_new_tokens=limit,
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
     )  # fmt: skip
-    return out[0, prompt["input_ids"].shape[1] :].tolist()
+    return out[0, prompt_BT.shape[1] :].tolist()
 
 
 def test_answers_are_the_models_own(loaded, data, tmp_path):

@@ -262,7 +262,7 @@ def test_reading_says_what_is_missing(tmp_path):
         (b"\xff\xfe", "config.json: broken"),
         (b"[1]", "not a JSON object"),
         (b"{}", "tensors missing"),  # a default Llama of 32 layers: refused before it is built
-        ({"hidden_size": "big"}, "hidden_size"),
+        ({"hidden_size": "big"}, "config.json: broken"),
         ({"num_attention_heads": 0}, "config.json: broken"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"draft_vocab_size": 10**9}, "draft_vocab_size"),

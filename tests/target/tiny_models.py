@@ -89,6 +89,8 @@ BUILDERS: dict[str, Any] = {
         )
     ),
 }
+if not hasattr(transformers, "MiniCPM3Config"):  # transformers 4.57 does not know it
+    del BUILDERS["minicpm3"]
 ARCHITECTURES = sorted(BUILDERS)
 
 

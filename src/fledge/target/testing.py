@@ -36,7 +36,10 @@ class HFTargetRunner:
     def forward_eagle3_hidden(
         self, input_ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        output = self._run(self.model.base_model, input_ids, attention_mask)
+        base = self.model.base_model
+        if base is self.model:  # Gemma 3 in transformers 4.57 names no base
+            base = self.model.model
+        output = self._run(base, input_ids, attention_mask)
         return output.last_hidden_state, self._aux(output)
 
     @staticmethod
