@@ -4,6 +4,7 @@ Which kinds of scaling a draft may carry, and how its config names them, is deci
 here a config becomes frequencies, and frequencies become cos / sin.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -38,11 +39,22 @@ def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
     if kind not in STATIC_ROPE_TYPES:
         raise ValueError(f"rope_type: {kind!r} is not one of {', '.join(STATIC_ROPE_TYPES)}")
     if kind != "default":
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        spelt = _in_both_spellings(config, parameters)
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](spelt, torch.device("cpu"))
         return inv_freq.float(), float(scale)
     channels = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     return 1.0 / parameters["rope_theta"] ** exponent, 1.0
+
+
+def _in_both_spellings(config: Any, parameters: dict[str, Any]) -> Any:
+    """A copy that transformers 5 and 4 read alike, whichever wrote the config."""
+    spelt = copy.copy(config)
+    spelt.rope_parameters = parameters
+    if not hasattr(spelt, "standardize_rope_params"):  # transformers 4
+        spelt.rope_scaling, spelt.rope_theta = parameters, parameters["rope_theta"]
+        spelt.partial_rotary_factor = parameters.get("partial_rotary_factor", 1.0)
+    return spelt
 
 
 class Rotary:
