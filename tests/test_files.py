@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from fledge.cli import main
-from fledge.errors import BadInput
+from fledge.errors import LONGEST_LINE, BadInput, first_line
 from fledge.files import atomic_directory, atomic_file, check_place, save_tensors, write_text
 
 
@@ -162,3 +162,11 @@ def test_a_full_disk_is_an_oserror_and_one_line(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err.strip()
     assert said.startswith("fledge: the disk is full")
     assert "\n" not in said
+
+
+def test_others_words_are_cut_to_a_line():
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError("these are missing:\n  a\n  b")) == "these are missing: a"
+    assert first_line(ValueError("")) == "ValueError('')"
+    assert first_line(ValueError("x" * LONGEST_LINE)) == "x" * LONGEST_LINE
+    assert first_line(ValueError("ab " * 900)) == ("ab " * 900)[:LONGEST_LINE].rstrip() + " ..."

@@ -7,6 +7,8 @@ Not for our own broken invariants: those are asserts.
 
 import errno
 
+LONGEST_LINE = 400  # of somebody else's words inside ours
+
 
 class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads as one)
     """Bad input: what is wrong, where, and what to do about it, in one line.
@@ -77,9 +79,10 @@ def broken_files() -> tuple[type[Exception], ...]:
 
 def first_line(error: BaseException) -> str:
     """Other libraries explain themselves over many lines: the first one is enough (with the next,
-    where it only announces that one)."""
+    where it only announces that one), and of a list of every model they know its beginning."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE].rstrip()} ..."
 
 
 def nearest(name: str, valid: list[str]) -> str:
