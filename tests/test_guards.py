@@ -86,7 +86,7 @@ def test_help_imports_no_torch():
 
 
 @pytest.mark.parametrize("verb", verbs(), ids=" ".join)
-def test_every_verb_has_help_with_an_example(verb):
+def test_every_verb_has_help_with_an_example_and_speaks_json(verb):
     from typer.testing import CliRunner
 
     from fledge.cli.main import app
@@ -96,6 +96,7 @@ def test_every_verb_has_help_with_an_example(verb):
     if "COMMAND [ARGS]" not in result.output:  # groups list their verbs, verbs show an example
         assert "Example" in result.output
         assert "fledge" in result.output
+        assert "--json" in result.output
 
 
 def test_public_names_exist():

@@ -23,6 +23,11 @@ class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads 
         super().__init__(" ".join(line.split()))
 
 
+class MissingPackage(BadInput, ImportError):  # noqa: N818
+    """An optional package is not installed: bad input of whoever asked for what needs it, and the
+    `ImportError` that library users guard optional parts with."""
+
+
 class TargetUnreachable(BadInput):
     """The target is not there now, and may be later: a run that meets this can be continued."""
 

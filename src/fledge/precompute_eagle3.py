@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -190,13 +190,19 @@ def _compute_batch_cache(
     """Turn one target-model batch into the per-sample tensors the trainer takes, on the CPU.
 
     The draft-vocabulary view of a batch, padded: what the `probs` encoding keeps, without its
-    rows' ends cut off. Probabilities come from the function that the live trainer calls, so they
-    are the live ones; floating-point fields are then cast to `cache_dtype`. `head` is needed
-    when the batch carries last hidden states.
+    rows' ends cut off, and with a distribution at unsupervised slots too. Probabilities come from
+    the function that the live trainer calls, so they are the live ones; floating-point fields are
+    then cast to `cache_dtype`. `head` is needed when the batch carries last hidden states.
     """
     batch = target_batch
     if batch.target_probs is None:
-        batch = batch.with_probs(head, selected_token_ids, selected_token_mask)
+        supervised = batch.loss_mask
+        batch = replace(batch, loss_mask=torch.ones_like(supervised)).with_probs(
+            head, selected_token_ids, selected_token_mask
+        )
+        assert batch.position_mask is not None
+        sayable = batch.position_mask & supervised.bool()[..., None]
+        batch = replace(batch, loss_mask=supervised, position_mask=sayable)
     kept = ("aux_hidden_states", "target_probs")
     return {
         name: (tensor.to(cache_dtype) if name in kept else tensor).cpu()

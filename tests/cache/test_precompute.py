@@ -439,6 +439,9 @@ def test_the_batch_cache_of_the_seed_is_what_a_live_trainer_sees():
         live.logits.flatten(0, 1), slots, ObjectiveVocabulary(*vocabulary)
     )
     assert torch.equal(kept["target_probs"][supervised], objective.probs(0, len(slots)))
+    ids, _ = vocabulary  # and a distribution where nothing is supervised, as SEMANTICS 4 has it
+    assert torch.equal(kept["target_probs"], live.logits[..., ids].softmax(-1, torch.float32))
+    assert torch.equal(kept["loss_mask"], live.loss_mask)
     assert torch.equal(kept["position_mask"][supervised][:, 0], objective.coverage())
     assert not kept["position_mask"][~supervised].any()
     assert torch.equal(kept["aux_hidden_states"], live.aux_hidden_states)

@@ -3,7 +3,9 @@
 import json
 
 from fledge.cli import demo
+from fledge.cli.console import out
 from fledge.demo import CHATS, RECIPE, ROWS
+from fledge.files import write_json
 from fledge.train.fit import fit
 from fledge.train.recipe import load_recipe
 from fledge.train.setup import set_up
@@ -26,6 +28,22 @@ def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, m
     assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
     kept = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert len(kept["drafts"][0]["samples"]) == 3
+
+
+def test_json_has_stdout_to_itself(tmp_path, capsys, monkeypatch):
+    def told(directory, rows):
+        out.print(f"the story of {rows} chats")
+        write_json(directory / "run" / "eval.json", {"drafts": []})
+        return True
+
+    monkeypatch.setattr(demo, "tell", told)  # minutes of training; its end is tested above
+    demo.demo(tmp_path, rows=7, as_json=True)
+    shown = capsys.readouterr()
+    wanted = {"directory": str(tmp_path / "run"), "lossless": True, "evaluation": {"drafts": []}}
+    assert json.loads(shown.out) == wanted
+    assert shown.err == "the story of 7 chats\n"
+    demo.demo(tmp_path, rows=7, as_json=False)
+    assert capsys.readouterr().out == "the story of 7 chats\n"
 
 
 def test_questions_are_new_and_of_every_kind():

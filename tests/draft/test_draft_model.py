@@ -306,6 +306,7 @@ def test_broken_weights_are_one_line(tmp_path, content):
         ({"draft_vocab_size": 0}, "draft_vocab_size"),
         ({"draft_vocab_size": 24}, "draft_vocab_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_aux_hidden_states": 0}, "num_aux_hidden_states"),
         ({"num_key_value_heads": 3}, "num_attention_heads"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),

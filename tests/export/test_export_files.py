@@ -286,6 +286,9 @@ def test_refusals_leave_nothing(tmp_path, drafts, tiny_target):
     attempt("did you mean 'vllm'", engine="vlm", target=target)
     attempt("which target.*--without-target", engine="vllm")
     attempt("the format names it", engine="speculators", without_target=True)
+    attempt(
+        "leave out --without-target", engine="vllm", without_target=True, target_embeddings=True
+    )
     attempt("no such model", engine="vllm", target="nowhere")
     attempt("oldest", engine="sglang", engine_version="0.4.0", target=target)
 

@@ -55,7 +55,9 @@ class NaiveParallel:
     valid: list = field(default_factory=list)
 
 
-def naive_peagle(draft, documents, deepest, *, head, ids, mask, num_depths, spec=None):
+def naive_peagle(
+    draft, documents, deepest, *, head, ids, mask, num_depths, spec=None, balance=False
+):
     logits, probs, charged, depths, right = [], [], [], [], []
     walks = []
     for document, deep in zip(documents, deepest, strict=True):
@@ -78,7 +80,11 @@ def naive_peagle(draft, documents, deepest, *, head, ids, mask, num_depths, spec
         outcomes = zip(hit.tolist(), pays.tolist(), strict=True)
         walks.append((elements, dict(zip(elements, outcomes, strict=True))))
     logits, probs, charged, depths, right = map(torch.cat, (logits, probs, charged, depths, right))
-    out = NaiveParallel(loss=reference_loss(logits, probs, charged, spec or LossSpec("kl")))
+    parts = [depths == k for k in range(num_depths)] if balance else [depths >= 0]
+    losses = [
+        reference_loss(logits[n], probs[n], charged[n], spec or LossSpec("kl")) for n in parts
+    ]
+    out = NaiveParallel(loss=torch.stack(losses).mean())
     for k in range(num_depths):
         out.charged.append(int((charged & (depths == k)).sum()))
         out.correct.append(int((right & (depths == k)).sum()))

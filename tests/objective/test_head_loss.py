@@ -53,7 +53,7 @@ def chunked(hidden, head, elements, supervision, charged, spec, chunk_rows):
     coefficient = torch.arange(1, DEPTHS + 1, dtype=hidden.dtype) / counts
     return head_loss(
         hidden, head, elements=elements, supervision=supervision, charged_N=charged,
-        coefficient_N=coefficient[elements.depth_N], num_depths=DEPTHS, spec=spec,
+        coefficient_N=coefficient[elements.depth_N], num_losses=DEPTHS, spec=spec,
         chunk_rows=chunk_rows,
     )  # fmt: skip
 

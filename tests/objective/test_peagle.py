@@ -82,6 +82,7 @@ LOSSES = {
     "ce": {"loss": "ce"},
     "hard": {"loss": "hard"},
     "alpha": {"lk_loss_type": "alpha"},
+    "lambda": {"lk_loss_type": "lambda"},  # one mean acceptance: all elements are one loss
 }
 
 
@@ -94,7 +95,7 @@ def check_against_textbook(changes, loss, kind, **options):
     deepest = sampled_depths(documents, num_depths=DEPTHS, ratio=0.7, ratio_min=0.2, seed=SEED)
     naive = naive_peagle(
         module.draft_model, documents, deepest, head=make_head(), ids=ids, mask=mask,
-        num_depths=DEPTHS, spec=LossSpec(kind),
+        num_depths=DEPTHS, spec=LossSpec(kind), balance=options.get("balance_depths", False),
     )  # fmt: skip
     naive.loss.backward()
     torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
@@ -117,6 +118,11 @@ def test_module_equals_the_textbook(variant):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_every_loss_equals_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind)
+
+
+@pytest.mark.parametrize("kind", ["kl", "lambda"])
+def test_balanced_depths_are_losses_of_their_own(kind):
+    check_against_textbook({}, LOSSES[kind], kind, balance_depths=True)
 
 
 @pytest.mark.parametrize("partitions", [1, 3])

@@ -131,6 +131,28 @@ def test_switching_works_for_every_pair_of_kinds(tmp_path: Path) -> None:
             assert load_recipe(path, [f"objective.kind={new}"]).objective.kind == new
 
 
+def test_the_place_of_a_cache_chooses_the_cache(tmp_path: Path) -> None:
+    in_file = load_recipe(written(tmp_path, "target: {cached_target_path: /c}"))
+    assert (in_file.target.backend, in_file.target.cached_target_path) == ("cache", "/c")
+    switched = load_recipe(written(tmp_path, ONLY_HF), ["target.cached_target_path=/c"])
+    assert switched == load_recipe(
+        written(tmp_path, ONLY_HF), ["target.backend=cache", "target.cached_target_path=/c"]
+    )
+    back = load_recipe(written(tmp_path, switched.to_yaml()), ["target.backend=hf"])
+    assert (back.target.backend, back.target.model) == ("hf", "org/name")
+
+
+@pytest.mark.parametrize("value", ["/c", "null"])
+def test_another_backend_named_beside_it_is_still_a_contradiction(value: str) -> None:
+    with pytest.raises(BadInput, match=r"belongs to target\.backend=cache, but .* is hf"):
+        load_recipe(None, ["target.backend=hf", f"target.cached_target_path={value}"])
+
+
+def test_only_what_a_kind_cannot_do_without_chooses_it() -> None:
+    with pytest.raises(BadInput, match=r"belongs to target\.backend=remote, but .* is hf"):
+        load_recipe(None, ["target.urls=[http://a]"])
+
+
 def test_naming_the_same_kind_again_keeps_everything(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, ONLY_HF), ["target.backend=hf"])
     assert recipe == load_recipe(written(tmp_path, ONLY_HF))

@@ -160,6 +160,7 @@ def test_a_cap_on_anchors(documents, cap, seed):
         ({"down_sample_ratio": 1.1}, "down_sample_ratio"),
         ({"down_sample_ratio_min": -0.1}, "down_sample_ratio_min"),
         ({"seq_length": 4}, "loss_mask"),
+        ({"loss_mask": torch.ones(2, 3)}, "one row at a time"),
     ],
 )
 def test_bad_options_name_themselves(change, field):

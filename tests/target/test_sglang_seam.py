@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fledge
+from fledge.errors import explain
 from fledge.target.runner import ClosableRunner, HiddenTargetRunner
 from fledge.target.sglang_engine import VERSIONS, Room, installed_version
 from fledge.target.sglang_options import server_options, sglang_dtype
@@ -33,8 +34,9 @@ def pretend_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_machine_without_sglang_is_told_so() -> None:
     with pytest.raises(fledge.BadInput, match=r"SGLang is not installed.*fledge\[sglang\]"):
         fledge.SGLangTargetRunner.build("smollm2-135m")
-    with pytest.raises(fledge.BadInput, match="SGLang is not installed"):
+    with pytest.raises(ImportError, match="SGLang is not installed") as refusal:
         fledge.SGLangEagle3TargetModel.from_pretrained("smollm2-135m")
+    assert explain(refusal.value) == (str(refusal.value), 2)
 
 
 def test_an_unknown_version_is_refused_before_anything_is_loaded(pretend_sglang: str) -> None:

@@ -85,6 +85,8 @@ def test_depth_comes_from_the_text_part() -> None:
     nested = SimpleNamespace(num_hidden_layers=2, text_config=SimpleNamespace(num_hidden_layers=16))
     assert target_depth(nested) == 16
     assert target_depth(SimpleNamespace(num_hidden_layers=16)) == 16
+    beside = SimpleNamespace(num_hidden_layers=16, text_config=SimpleNamespace(prompt="caption"))
+    assert target_depth(beside) == 16  # a text_config that describes no layers is something else
     assert target_depth(None, [nn.Identity()] * 9) == 9
     assert target_depth(tiny_model("gpt2").config) == 8
     with pytest.raises(ValueError, match="num_hidden_layers"):

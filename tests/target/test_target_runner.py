@@ -4,6 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -70,6 +71,21 @@ class SeedRunner:
     def input_embedding_weight(self) -> torch.Tensor:
         weight: torch.Tensor = self.model.get_input_embeddings().weight
         return weight
+
+
+def test_a_mock_of_a_runner_is_enough() -> None:
+    """Every attribute of a mock is there and is a mock: only whole numbers are sizes."""
+    runner = MagicMock(spec=["model", "set_aux_layers", "forward_eagle3", "input_embedding_weight"])
+    runner.model.config.num_hidden_layers = 16
+    runner.model.parameters.side_effect = lambda: iter([torch.zeros(1)])
+    logits, aux, ids = torch.randn(2, 5, 11), torch.randn(2, 5, 12), torch.randint(0, 11, (2, 5))
+    runner.forward_eagle3.return_value = logits, aux
+    target = fledge.RunnerEagle3TargetModel(runner)
+    runner.set_aux_layers.assert_called_once_with([1, 7, 12])
+    batch = target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+    assert batch.logits is not None
+    assert torch.equal(batch.logits[:, :-1], logits[:, 1:])
+    assert torch.equal(batch.aux_hidden_states, aux)
 
 
 def test_a_runner_with_the_seeds_surface_is_enough() -> None:

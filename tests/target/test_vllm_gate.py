@@ -17,6 +17,8 @@ def test_without_vllm_one_line_says_what_to_install() -> None:
     for make in (build, load):
         with pytest.raises(fledge.BadInput, match=r"not installed.*pip install .*vllm==0\.32"):
             make("some/model", dtype="float32")
+        with pytest.raises(ImportError):  # how others guard what is optional
+            make("some/model", dtype="float32")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])

@@ -45,6 +45,16 @@ def print_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
+def shown_on_stderr() -> Iterator[None]:
+    """While open, what verbs show goes to stderr: the JSON of all of them has stdout to itself."""
+    out.stderr = True
+    try:
+        yield
+    finally:
+        out.stderr = False
+
+
+@contextlib.contextmanager
 def progress_bar(unit: str) -> Iterator[Progress]:
     """A bar with counts, elapsed and remaining time, and a free text column `note`."""
     columns = (

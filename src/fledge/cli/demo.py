@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fledge.cli.chat import SHADES, coloured
-from fledge.cli.console import err, out
+from fledge.cli.console import err, out, print_json, shown_on_stderr
 from fledge.files import write_json, write_text
 
 EXAMPLE = "Example: fledge demo --out demo_out"
@@ -26,8 +27,27 @@ def demo(
     rows: Annotated[
         int, typer.Option(min=0, help="Chats to train on; 0: the demo's own number.")
     ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Figures as JSON; the story goes to stderr.")
+    ] = False,
 ) -> None:
     """Look at real chats, train a draft on them, see its acceptance, and decode with it."""
+    with ExitStack() as stack:
+        if as_json:
+            stack.enter_context(shown_on_stderr())
+        lossless = tell(directory, rows)
+    if as_json:
+        from fledge.report.gather import EVALUATION_NAME
+
+        run = directory / "run"
+        figures = json.loads((run / EVALUATION_NAME).read_bytes())
+        print_json({"directory": str(run), "lossless": lossless, "evaluation": figures})
+    if not lossless:
+        raise typer.Exit(1)
+
+
+def tell(directory: Path, rows: int) -> bool:
+    """The story from the chats to the report; True when decoding was lossless."""
     from fledge.cli import data, train
     from fledge.demo import CHATS, RECIPE, ROWS
     from fledge.train.recipe import load_recipe
@@ -56,8 +76,7 @@ def demo(
         "recipes/ has what real drafts are made with.",
         style="dim",
     )
-    if not lossless:
-        raise typer.Exit(1)
+    return lossless
 
 
 def _questions(lines: list[str]) -> Iterator[dict[str, Any]]:

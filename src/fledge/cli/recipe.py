@@ -40,7 +40,7 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
 @app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The same as tables for people.")
+        bool, typer.Option("--markdown/--json", help="Tables for people, or JSON.")
     ] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors and other programs."""

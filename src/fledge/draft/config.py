@@ -35,8 +35,9 @@ def check_draft_config(config: Any) -> None:
     mask_id = config.mask_token_id
     if mask_id is not None and not 0 <= mask_id < config.vocab_size:
         raise ValueError(f"mask_token_id: must be in 0..{config.vocab_size - 1}, got {mask_id}")
-    if config.num_hidden_layers < 1:
-        raise ValueError(f"num_hidden_layers: must be positive, got {config.num_hidden_layers}")
+    for name in ("num_hidden_layers", "num_aux_hidden_states"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}: must be positive, got {getattr(config, name)}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"num_attention_heads: {config.num_attention_heads} is no multiple of "

@@ -174,7 +174,9 @@ class _Job:
         """Whose embeddings the draft is served with: `the target's` or `trained`."""
         if self.in_use is None:
             if self.options.target_embeddings:
-                raise BadInput("--target-embeddings needs the target", fix="give --target MODEL")
+                raise BadInput(
+                    "--target-embeddings needs the target", fix="leave out --without-target"
+                )
             recipe = self.source.recipe
             frozen = recipe is not None and recipe.draft.freeze_embeddings
             return "the target's" if frozen else "trained"

@@ -125,6 +125,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     def depths(self) -> int:
         """Depths of a rollout: the length of every per-depth count."""
 
+    @property
+    def _num_losses(self) -> int:
+        """How many means the loss is made of: one a depth, or 1 over all elements together."""
+        return self.depths
+
     @abstractmethod
     def plan(
         self,
@@ -237,7 +242,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
                 supervision=self._supervision(plan, **answers),
                 charged_N=charged_N,
                 coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
-                num_depths=self.depths,
+                num_losses=self._num_losses,
                 spec=self.spec,
                 chunk_rows=self.chunk_rows,
             )

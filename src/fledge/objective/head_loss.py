@@ -37,7 +37,7 @@ class _Task:
     supervision: Supervision
     charged_N: Tensor  # bool
     coefficient_N: Tensor  # what a charged row's loss counts
-    num_depths: int
+    num_losses: int
     spec: LossSpec
     chunk_rows: int
     compute_dtype: torch.dtype
@@ -52,12 +52,14 @@ def head_loss(
     supervision: Supervision,
     charged_N: Tensor,
     coefficient_N: Tensor,
-    num_depths: int,
+    num_losses: int,
     spec: LossSpec,
     chunk_rows: int | None = None,
 ) -> HeadLoss:
     """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
 
+    `num_losses` is the number of depths where each is a loss with means of its own, and 1 where
+    all elements are one loss; only lambda, which weighs by a mean, asks.
     `head_WE` may be an fp32 master of a bf16 step: it is cast to the states' dtype here, and its
     gradient is summed over the chunks in fp32.
     """
@@ -66,7 +68,7 @@ def head_loss(
         supervision=supervision,
         charged_N=charged_N,
         coefficient_N=torch.where(charged_N, coefficient_N, 0.0),
-        num_depths=num_depths,
+        num_losses=num_losses,
         spec=spec,
         chunk_rows=chunk_rows or _chunk_rows(hidden_EE, len(head_WE)),
         compute_dtype=hidden_EE.dtype,
@@ -163,7 +165,8 @@ def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, _Ta
 
 
 def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
-    """Per element, the share of CE in the lambda loss; it needs the mean over the depth first.
+    """Per element, the share of CE in the lambda loss; it needs the mean acceptance of its loss
+    first, taken over this call's elements alone.
 
     A pass of its own over the logits: a third of the head's work, against two thirds for keeping
     the gradients of both terms apart.
@@ -176,9 +179,10 @@ def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
         logits_CW = F.linear(hidden_EE.index_select(0, element_C), head)
         alpha_N[part] = _alpha(logits_CW, target)
     depth_N = task.elements.depth_N
-    sums_K = alpha_N.new_zeros(task.num_depths).index_add_(0, depth_N, alpha_N * task.charged_N)
-    count_K = torch.zeros_like(sums_K).index_add_(0, depth_N, task.charged_N.to(wide))
-    return task.spec.ce_weight(sums_K / count_K.clamp_min(1))[depth_N]
+    loss_N = depth_N if task.num_losses > 1 else torch.zeros_like(depth_N)
+    sums_K = alpha_N.new_zeros(task.num_losses).index_add_(0, loss_N, alpha_N * task.charged_N)
+    count_K = torch.zeros_like(sums_K).index_add_(0, loss_N, task.charged_N.to(wide))
+    return task.spec.ce_weight(sums_K / count_K.clamp_min(1))[loss_N]
 
 
 def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:

@@ -84,6 +84,10 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     def depths(self) -> int:
         return self.num_depths
 
+    @property
+    def _num_losses(self) -> int:
+        return self.num_depths if self.balance_depths else 1
+
     def plan(
         self,
         loss_mask: Tensor,

@@ -42,6 +42,8 @@ def generate_cod_sample_indices(
     An element's position is anchor_pos + depth; at depths >= 1 it is supervised.
     """
     check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
+    if loss_mask.squeeze().ndim > 1:  # rows end to end would be one document
+        raise ValueError(f"loss_mask: one row at a time, got {list(loss_mask.shape)}")
     mask = loss_mask.reshape(-1)
     if seq_length < 0 or len(mask) < seq_length:
         raise ValueError(f"loss_mask: {len(mask)} positions for seq_length {seq_length}")

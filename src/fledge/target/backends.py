@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fledge.errors import BadInput, nearest
+from fledge.errors import BadInput, MissingPackage, nearest
 from fledge.machine import find_device
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.batch import Supervision
@@ -90,7 +90,7 @@ def _engine(
     try:
         kind: Any = getattr(import_module(f"fledge.target.{engine}_runner"), name)
     except ModuleNotFoundError as error:
-        raise BadInput(
+        raise MissingPackage(
             f"{error.name} is not installed", fix=f"pip install 'fledge[{engine}]'"
         ) from error
     backend: Eagle3TargetBackend = kind.from_pretrained(

@@ -85,9 +85,15 @@ def _find(model: nn.Module) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a config: itself, or its `text_config` when nested."""
+    """The language model's part of a config: itself, or a `text_config` that describes layers."""
     nested = getattr(config, "text_config", None)
-    return config if nested is None else nested
+    return nested if isinstance(getattr(nested, "num_hidden_layers", None), int) else config
+
+
+def stated(config: Any, name: str) -> int | None:
+    """A size of the language model, where its config states one; runners need not say them all."""
+    value = getattr(text_config(config), name, None)
+    return value if isinstance(value, int) else None
 
 
 def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:

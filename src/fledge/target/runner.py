@@ -20,8 +20,8 @@ from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     FinalNorm,
     default_aux_layer_ids,
+    stated,
     target_depth,
-    text_config,
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Group, overhead_in_tokens
@@ -156,7 +156,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
         else:
             assert isinstance(runner, HiddenTargetRunner)
             answer, aux_NLD = runner.forward_eagle3_hidden(ids, mask)
-        width = getattr(text_config(runner.model.config), "hidden_size", aux_NLD.shape[-1] // 3)
+        width = stated(runner.model.config, "hidden_size") or aux_NLD.shape[-1] // 3
         if aux_NLD.shape[-1] != 3 * width:  # some engines drop a layer without a word
             raise RuntimeError(
                 f"{type(runner).__name__} returned aux states {aux_NLD.shape[-1]} wide for layers "
@@ -182,5 +182,4 @@ class RunnerEagle3TargetModel(InProcessTarget):
         return parameters[0].device if parameters else torch.device("cpu")
 
     def _vocabulary_rows(self) -> int | None:
-        rows: int | None = getattr(text_config(self.runner.model.config), "vocab_size", None)
-        return rows
+        return stated(self.runner.model.config, "vocab_size")

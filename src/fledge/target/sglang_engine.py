@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fledge.errors import BadInput
+from fledge.errors import BadInput, MissingPackage
 from fledge.target.head import TargetHead
 from fledge.target.layers import text_config
 
@@ -33,7 +33,7 @@ def installed_version() -> str:
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as error:
-        raise BadInput(
+        raise MissingPackage(
             "SGLang is not installed in this environment",
             where="target.backend=sglang",
             fix="pip install 'fledge[sglang]', or use target.backend=hf",

@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fledge.errors import BadInput
+from fledge.errors import BadInput, MissingPackage
 from fledge.target.batch import Supervision
 from fledge.target.head import TargetHead
 from fledge.target.layers import FinalNorm
@@ -285,7 +285,7 @@ def dtype_name(dtype: torch.dtype | str | None) -> str:
 def _check_installed() -> None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:  # a directory of that name is not it
-        raise BadInput("vLLM is not installed", where="target", fix=_INSTALL)
+        raise MissingPackage("vLLM is not installed", where="target", fix=_INSTALL)
     from vllm.version import __version__
 
     check_version(__version__)

@@ -74,11 +74,11 @@ def layered(
         if key not in shapes[section].fields(kinds[section]):
             raise _unknown_key(section, key, entry.where, shapes=shapes, kind=kinds[section])
     merged: dict[str, dict[str, Any]] = {name: {} for name in shapes}
+    for (section, key), entry in entries.items():
+        merged[section][key] = entry.value
     for name, shape in shapes.items():
         if shape.tag is not None:
             merged[name][shape.tag] = kinds[name]
-    for (section, key), entry in entries.items():
-        merged[section][key] = entry.value
     return merged, entries
 
 
@@ -197,9 +197,7 @@ def _holds_mapping(shape: Shape, key: str) -> bool:
 def _kind(
     name: str, shape: Shape, entries: Mapping[Key, Entry], changes: Mapping[Key, Entry]
 ) -> str:
-    if shape.tag is None:
-        return shape.default_kind
-    entry = changes.get((name, shape.tag)) or entries.get((name, shape.tag))
+    entry = _named_kind(name, shape, changes) or _named_kind(name, shape, entries)
     if entry is None:
         return shape.default_kind
     if not isinstance(entry.value, str) or entry.value not in shape.kinds:
@@ -207,6 +205,19 @@ def _kind(
         fix = nearest(str(entry.value), sorted(shape.kinds))
         raise BadInput(what, where=entry.where, fix=fix)
     return entry.value
+
+
+def _named_kind(name: str, shape: Shape, layer: Mapping[Key, Entry]) -> Entry | None:
+    """The kind that a file, or the overrides, ask for: by the tag, else by a key that one kind
+    alone has and cannot do without (`target.cached_target_path` is of no use to another)."""
+    if shape.tag is None or (name, shape.tag) in layer:
+        return layer.get((name, shape.tag or ""))
+    for kind, model in shape.kinds.items():
+        for key, field in model.model_fields.items():
+            written = layer.get((name, key))
+            if field.is_required() and written is not None and written.value is not None:
+                return Entry(kind, written.where, written.override)
+    return None
 
 
 def _left_behind(
@@ -220,7 +231,7 @@ def _left_behind(
     gone = []
     for section, key in entries:
         shape = shapes[section]
-        if shape.tag is None or (section, shape.tag) not in changes:
+        if _named_kind(section, shape, changes) is None:
             continue
         old = _kind(section, shape, entries, {})
         if key in shape.fields(old) and key not in shape.fields(kinds[section]):

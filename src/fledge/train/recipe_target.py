@@ -187,7 +187,7 @@ class CacheTarget(_Target):
     """Checked against the model that the cache was made from; null: take the cache's."""
 
     cached_target_path: Text
-    """Directory of the cache."""
+    """Directory of the cache; giving it chooses this backend."""
 
     on_damage: Literal["fail", "skip"] = "fail"
     """What to do with a row whose checksum does not fit."""
