@@ -221,14 +221,7 @@ def _compute(
     lengths = [len(row.input_ids) for row in rows]
     packs = [(Piece(i, 0, n),) for i, n in enumerate(lengths)]
     given = collate(rows, packs, max(lengths), job.pad_id)
-    batch = target.generate_batch(
-        given.input_ids,
-        given.attention_mask,
-        given.loss_mask,
-        given.position_ids,
-        given.seq_lens,
-        given.doc_remaining,
-    )
+    batch = target.generate_batch(*given.arguments())
     slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
     device = batch.aux_hidden_states.device
     mapping = None if vocabulary is None else tuple(tensor.to(device) for tensor in vocabulary)
