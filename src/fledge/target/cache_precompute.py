@@ -328,7 +328,7 @@ class _Disk:
                 with open_shard(self._job.directory / shard_name(index), layout, rows) as shard:
                     while (item := self._take()) is not None:
                         self._put(shard, layout, *item)
-        except (OSError, ValueError, RuntimeError, _Stopped, AssertionError) as error:
+        except BaseException as error:  # noqa: BLE001  (raised where the next batch is offered)
             self._error = error
 
     def _put(
