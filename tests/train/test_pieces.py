@@ -192,6 +192,10 @@ def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats
         if epoch == 0:
             first = len(calls)
     assert len(calls) == first  # later epochs asked nobody
+    empty = torch.zeros_like(batch.attention_mask)
+    with pytest.raises(ValueError, match="no token at all"):
+        remembering.generate_batch(batch.input_ids, empty, *batch.arguments()[2:])
+    calls.pop()
     small = RememberingTarget(plain, 0)
     small.generate_batch(*batch.arguments())
     assert len(calls) == first + 1

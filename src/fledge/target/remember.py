@@ -67,7 +67,7 @@ class RememberingTarget(Eagle3TargetBackend):
             (slice(start, start + length), _key(flat[start : start + length]))
             for start, length in zip(documents.starts, documents.lengths, strict=True)
         ]
-        if any(key not in self._known for _, key in spans):
+        if not spans or any(key not in self._known for _, key in spans):
             batch = self.inner.generate_batch(input_ids, attention_mask, loss_mask, *packing)
             self._learn(batch, spans)
             return batch
@@ -78,10 +78,9 @@ class RememberingTarget(Eagle3TargetBackend):
         aux = batch.aux_hidden_states.flatten(0, 1)
         hidden = batch.last_hidden_states.flatten(0, 1)
         for span, key in spans:
-            memory = _Memory(aux[span].clone(), hidden[span].clone())
-            size = memory.aux.nbytes + memory.hidden.nbytes
+            size = aux[span].nbytes + hidden[span].nbytes
             if key not in self._known and size <= self._free:
-                self._known[key] = memory
+                self._known[key] = _Memory(aux[span].clone(), hidden[span].clone())
                 self._free -= size
 
     def _recall(
