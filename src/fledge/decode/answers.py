@@ -61,17 +61,7 @@ def cached_answers(
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
-    info = target.info()
-    key = {
-        "version": 2,
-        "weights": info.weights_fingerprint,
-        "tokenizer": info.tokenizer_fingerprint,
-        "dtype": str(info.dtype),
-        "max_new_tokens": max_new_tokens,
-        "prompts": [asdict(prompt) for prompt in prompts],
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    path = cache_dir() / "answers" / f"{digest}.json"
+    path = cache_dir() / "answers" / f"{_key(target, prompts, max_new_tokens)}.json"
     if path.is_file():
         held = json.loads(path.read_bytes())
         turns = [Answered(**turn) for turn in held["turns"]]
@@ -82,6 +72,23 @@ def cached_answers(
         value = {"skipped": skipped, "turns": [asdict(turn) for turn in turns]}
         handle.write(json.dumps(value).encode())
     return Answers(turns, skipped, False, path)
+
+
+def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:
+    info = target.info()
+    config: Any = target.model.config
+    facts = {
+        "version": 3,
+        "weights": info.weights_fingerprint,
+        "tokenizer": info.tokenizer_fingerprint,
+        "config": {k: v for k, v in config.to_dict().items() if k != "_name_or_path"},
+        "eos": sorted(eos_token_ids(target.model, target.tokenizer)),
+        "dtype": str(info.dtype),
+        "max_new_tokens": max_new_tokens,
+        "prompts": [asdict(prompt) for prompt in prompts],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 class _Writer:
