@@ -74,8 +74,8 @@ def check_existing(recipe: Any) -> None:
 def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
     """Set up, train, report; the exit code."""
     from fledge.train.distributed import leave_world
-    from fledge.train.fit import fit, peak_memory_bytes
-    from fledge.train.predict import directory_bytes, predict
+    from fledge.train.fit import fit
+    from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
     from fledge.train.setup import set_up
 
     quiet_libraries()

@@ -7,7 +7,7 @@ resumed run needs nothing but its step number, and N ranks together see what one
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -151,8 +151,9 @@ class PackStream:
             micro.append(collate(self.rows, packs, self.tokens, self.pad_id) if packs else None)
         return StepBatch(step, first[0], tuple(micro))
 
-    def prefetched(self, start: int, ahead: int) -> Iterator[StepBatch]:
-        """Batches from step `start` to the end, `ahead` of them prepared by a thread."""
+    def prefetched(self, start: int, ahead: int) -> Generator[StepBatch, None, None]:
+        """Batches from step `start` to the end, `ahead` of them prepared by a thread, which ends
+        with the last one or when the generator is closed."""
         if ahead == 0:
             yield from (self.batch(step) for step in range(start, self.steps))
             return

@@ -126,6 +126,15 @@ def _operations(recipe: Any, training: "Training", tokens: int) -> float:
     return operations
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def directory_bytes(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file() and not f.is_symlink())
 

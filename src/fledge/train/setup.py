@@ -29,7 +29,7 @@ from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream, RowView, split_rows
 from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
 from fledge.train.clock import Clock
-from fledge.train.distributed import join_world, pick_device
+from fledge.train.distributed import World, join_world, pick_device
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.recipe import Recipe
@@ -127,13 +127,31 @@ def tokenised(
 
 
 def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
-    """Build a run. Nothing is written but caches and, by the main rank, the vocabulary."""
-    directory = Path(recipe.run.output_dir)
+    """Build a run. Nothing is written but caches."""
     device = pick_device(recipe.training.device)
-    train, held_out, data_fingerprint = prepare_data(recipe, on_progress)
+    data = prepare_data(recipe, on_progress)
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
     target = make_target(recipe, device)
+    try:
+        return _assemble(recipe, target, *data, device=device, world=world)
+    except BaseException:
+        target.close()
+        raise
+
+
+def _assemble(
+    recipe: Recipe,
+    target: Eagle3TargetBackend,
+    train: RowView,
+    held_out: RowView,
+    data_fingerprint: str,
+    *,
+    device: torch.device,
+    world: World,
+) -> Training:
+    """Everything that depends on both the rows and the target."""
+    directory = Path(recipe.run.output_dir)
     tokenizer = load_tokenizer(model_name(recipe))
     vocabulary = _vocabulary(recipe, directory, target, train, tokenizer, data_fingerprint)
     target.set_vocab_mapping(
@@ -143,9 +161,35 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     draft = make_draft(recipe, target, vocabulary, tokenizer, device)
     world.copy_from_main(draft)
     objective = make_objective(recipe, draft, vocabulary, target, device)
+    pad_id = tokenizer.pad_token_id or 0
+    fingerprints = {
+        "data": data_fingerprint,
+        "target": target.info().weights_fingerprint,
+        "vocabulary": vocabulary.digest(),
+    }
+    return Training(
+        recipe=recipe,
+        directory=directory,
+        parts=_parts(recipe, target, objective, device=device, world=world),
+        stream=_stream(recipe, train, pad_id, world),
+        held_out=_held_out_batches(held_out, recipe, pad_id),
+        draft=draft,
+        vocabulary=vocabulary,
+        fingerprints=fingerprints,
+    )
+
+
+def _parts(
+    recipe: Recipe,
+    target: Eagle3TargetBackend,
+    objective: Objective,
+    *,
+    device: torch.device,
+    world: World,
+) -> Parts:
     training = recipe.training
-    parameters = [p for p in draft.parameters() if p.requires_grad]
-    parts = Parts(
+    parameters = [p for p in objective.draft_model.parameters() if p.requires_grad]
+    return Parts(
         target=target,
         objective=objective,
         parameters=parameters,
@@ -163,8 +207,11 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
         clock=Clock(device),
         seed=training.seed,
     )
-    pad_id = tokenizer.pad_token_id or 0
-    stream = PackStream(
+
+
+def _stream(recipe: Recipe, train: RowView, pad_id: int, world: World) -> PackStream:
+    training = recipe.training
+    return PackStream(
         train,
         tokens=recipe.packing.tokens,
         pad_id=pad_id,
@@ -176,13 +223,6 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
         steps=training.steps,
         world=world,
     )
-    held_batches = _held_out_batches(held_out, recipe, pad_id)
-    fingerprints = {
-        "data": data_fingerprint,
-        "target": target.info().weights_fingerprint,
-        "vocabulary": vocabulary.digest(),
-    }
-    return Training(recipe, directory, parts, stream, held_batches, draft, vocabulary, fingerprints)
 
 
 def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
