@@ -16,7 +16,7 @@ from fledge.data.pack import TokenBatch, collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
-from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.data.vocab import DraftVocabulary, special_token_ids
 from fledge.decode.packed import Ints
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
@@ -47,6 +47,7 @@ from fledge.train.recipe_target import (
 )
 from fledge.train.remote import open_remote
 from fledge.train.step import Objective, Parts
+from fledge.train.vocabulary import choose_vocabulary
 
 VOCABULARY_NAME = "vocabulary.safetensors"
 
@@ -282,10 +283,10 @@ def _vocabulary(
     tokenizer: Any,
     fingerprint: str,
 ) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else that of `init_from`, else that of a cache of
-    probabilities, else counted on the rows."""
+    """The draft's vocabulary: the run's own, else what a cache of probabilities dictates, else
+    chosen; `init_from` goes before a cache, which then has to fit it."""
     saved = directory / VOCABULARY_NAME
-    size, vocab_size = recipe.draft.draft_vocab_size, target.info().vocab_size
+    vocab_size = target.info().vocab_size
     if saved.exists():  # a resumed run keeps its map, always
         kept = DraftVocabulary.load(saved)
         if kept.vocab_size != vocab_size:
@@ -295,21 +296,16 @@ def _vocabulary(
                 fix="name the target that the run was started with",
             )
         return kept
-    counts_V = count_supervised(
-        ((row.input_ids, row.loss_mask) for row in (train[i] for i in range(len(train)))),
-        vocab_size,
+    dictated = cache_vocabulary(target)
+    if dictated is not None and recipe.draft.init_from is None:
+        return dictated
+    return choose_vocabulary(
+        recipe,
+        train,
+        vocab_size=vocab_size,
+        special_ids=special_token_ids(tokenizer),
+        fingerprint=fingerprint,
     )
-    if recipe.draft.init_from is not None:  # so does a warm start
-        draft = LlamaEagle3DraftModel.from_pretrained(recipe.draft.init_from)
-        ids = draft.selected_token_ids
-        if ids is None:
-            raise BadInput("the draft has no vocabulary map", where=recipe.draft.init_from)
-        covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
-        return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
-    if (cached := cache_vocabulary(target)) is not None:
-        return cached
-    special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
-    return select_vocabulary(counts_V, size, special_ids=special, fingerprint=fingerprint)
 
 
 def make_objective(
