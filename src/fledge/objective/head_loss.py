@@ -163,7 +163,8 @@ def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, _Ta
 
 
 def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
-    """Per element, the share of CE in the lambda loss; it needs the mean over the depth first.
+    """Per element, the share of CE in the lambda loss; it needs the mean acceptance of the depth
+    first, taken over this call's elements alone.
 
     A pass of its own over the logits: a third of the head's work, against two thirds for keeping
     the gradients of both terms apart.
