@@ -50,6 +50,7 @@ from fledge.target.probe import find_head_module, learn_head
 from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
+MOST_RECORDED = 8  # passes kept as CUDA graphs, each with memory of its own
 
 
 class HFEagle3TargetModel(InProcessTarget):
@@ -95,7 +96,8 @@ class HFEagle3TargetModel(InProcessTarget):
         gpu = self._device().type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
         self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
-        self._recorded: dict[int, RecordedPass[list[Tensor]]] = {}  # by slots
+        self._recorded: dict[int, RecordedPass[list[Tensor]]] = {}  # by slots, last used last
+        self._sizes_met: set[int] = set()  # slots of passes that could be recorded
         self.record_passes = compile_layers and gpu
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
@@ -188,7 +190,7 @@ class HFEagle3TargetModel(InProcessTarget):
             return self._run(ids, mask, group, write)
         try:
             with self._compiled.lent():
-                if isinstance(group, WholeRow) and self._launches_take_longest(ids):
+                if isinstance(group, WholeRow) and self._worth_recording(ids.numel()):
                     return self._replay(ids, group, write)
                 return self._run(ids, mask, group, write)
         except compile_errors() as error:
@@ -219,13 +221,18 @@ class HFEagle3TargetModel(InProcessTarget):
                 logits = self._call(ids, mask if group is None else None)
         return logits if self.supervision == "logits" else seen[0]
 
-    def _launches_take_longest(self, ids: Tensor) -> bool:
-        """Whether Python needs longer to start this pass than the GPU to run it."""
-        return self.record_passes and ids.numel() < 2 * self.overhead_tokens
+    def _worth_recording(self, slots: int) -> bool:
+        """Whether Python needs longer to start such a pass than the GPU to run it, and the size
+        comes back: where every batch has a size of its own, nothing is gained."""
+        if not self.record_passes or slots >= 2 * self.overhead_tokens:
+            return False
+        met = slots in self._sizes_met
+        self._sizes_met.add(slots)
+        return met
 
     def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
         inputs = {"ids": ids, **group.options()}
-        recorded = self._recorded.get(ids.numel())
+        recorded = self._recorded.pop(ids.numel(), None)
         if recorded is None:
 
             def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
@@ -233,7 +240,10 @@ class HFEagle3TargetModel(InProcessTarget):
                 answer = self._run(ids, None, group.with_options(options), states.__setitem__)
                 return [*(states[i] for i in self.aux_layer_ids), answer]
 
-            recorded = self._recorded[ids.numel()] = RecordedPass(run, inputs)
+            while len(self._recorded) >= MOST_RECORDED:
+                del self._recorded[next(iter(self._recorded))]
+            recorded = RecordedPass(run, inputs)
+        self._recorded[ids.numel()] = recorded
         *states, answer = recorded(inputs)
         for layer_id, layer_states in zip(self.aux_layer_ids, states, strict=True):
             write(layer_id, layer_states)

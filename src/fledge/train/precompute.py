@@ -128,8 +128,7 @@ def recipe_job(
 def recipe_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     """The recipe's target; states are not kept in memory, each row is asked about once.
 
-    Nor are its passes compiled: every batch has a width of its own, and a CUDA graph would be
-    recorded for each.
+    Nor are its layers compiled: every batch has a width of its own, and would be compiled for.
     """
     if isinstance(recipe.target, HfTarget):
         section = recipe.target.model_copy(update={"keep_states_gb": 0.0, "compile": False})
