@@ -1,8 +1,8 @@
 """A target's forward pass made cheap on a GPU, without changing the model.
 
-`compiled` lends the decoder layers their compiled forward for one pass: norms, rotary positions,
-activations and residuals become a few kernels each. `RecordedPass` goes further for small models,
-whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
+`CompiledLayers` lends the decoder layers their compiled forward for one pass: norms, rotary
+positions, activations and residuals become a few kernels each. `RecordedPass` goes further for
+small models, whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
 """
 
 import logging
