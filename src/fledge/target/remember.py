@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
 from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero
+from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.packing import find_documents
 from fledge.transfer import send
 
@@ -111,6 +112,12 @@ class RememberingTarget(Eagle3TargetBackend):
             seq_lens=seq_lens,
             doc_remaining=doc_remaining,
         )
+
+
+def colocated(target: Eagle3TargetBackend) -> HFEagle3TargetModel | None:
+    """The Hugging Face target behind a backend, remembered or not; None: it runs elsewhere."""
+    inner = target.inner if isinstance(target, RememberingTarget) else target
+    return inner if isinstance(inner, HFEagle3TargetModel) else None
 
 
 def _key(ids: Tensor) -> bytes:

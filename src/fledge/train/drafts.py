@@ -13,6 +13,7 @@ from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.errors import BadInput
 from fledge.models.resolve import load_config
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.remember import colocated
 from fledge.train.cached import model_name
 from fledge.train.recipe import Recipe
 from fledge.train.recipe_sections import PeagleObjective
@@ -40,9 +41,8 @@ def make_draft(
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
     # Which layers it listens to is part of what a draft is: other ones are noise to it.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
-    model = getattr(getattr(target, "inner", target), "model", None)
-    if model is not None:
-        verify_rotary(draft.config, model)
+    if (here := colocated(target)) is not None:  # elsewhere nobody can look at its rotary module
+        verify_rotary(draft.config, here.model)
     draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
     draft.gradient_checkpointing = recipe.training.gradient_checkpointing
     return draft.to(device)
