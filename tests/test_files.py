@@ -162,3 +162,19 @@ def test_a_full_disk_is_an_oserror_and_one_line(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err.strip()
     assert said.startswith("fledge: the disk is full")
     assert "\n" not in said
+
+
+def test_what_is_written_may_be_read_by_whom_the_user_allows(tmp_path):
+    """Temporary files are the writer's alone; what replaces them is as plain open() makes it."""
+    (tmp_path / "plain").touch()
+    (tmp_path / "made").mkdir()
+    with atomic_file(tmp_path / "file") as handle:
+        handle.write(b"x")
+    with atomic_directory(tmp_path / "directory") as temporary:
+        (temporary / "inside").touch(mode=0o600)
+
+    def mode(name):
+        return (tmp_path / name).stat().st_mode & 0o777
+
+    assert mode("file") == mode("directory/inside") == mode("plain")
+    assert mode("directory") == mode("made")
