@@ -332,7 +332,7 @@ def test_parallel_drafts_train_and_resume_bitwise(recipe, monkeypatch, tmp_path)
 
 def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
     train(recipe("training.epochs=6"))
-    start = f"draft.init_from={tmp_path / 'run' / 'best'}"
+    start = f"draft.init_from={tmp_path / 'run'}"  # a run stands for its best checkpoint
     grown = set_up(recipe(*PEAGLE, start, run="grown"))
     old = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
     assert torch.equal(grown.draft.lm_head.weight, old.lm_head.weight)

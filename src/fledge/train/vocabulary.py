@@ -11,6 +11,7 @@ from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
 from fledge.train.batches import RowView
 from fledge.train.recipe import Recipe
+from fledge.train.runs import starting_draft
 
 
 def choose_vocabulary(
@@ -22,12 +23,12 @@ def choose_vocabulary(
     fingerprint: str,  # of the rows
 ) -> DraftVocabulary:
     counts_V = count_supervised(((row.input_ids, row.loss_mask) for row in rows), vocab_size)
-    start = recipe.draft.init_from
+    start = starting_draft(recipe)
     if start is None:
         size = recipe.draft.draft_vocab_size
         return select_vocabulary(counts_V, size, special_ids=special_ids, fingerprint=fingerprint)
     ids = LlamaEagle3DraftModel.from_pretrained(start).selected_token_ids
     if ids is None:
-        raise BadInput("the draft has no vocabulary map", where=start)
+        raise BadInput("the draft has no vocabulary map", where=str(start))
     covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
     return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
