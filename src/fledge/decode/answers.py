@@ -15,7 +15,7 @@ from fledge.decode.stops import Finish, Stops
 from fledge.errors import BadInput
 from fledge.files import atomic_file, cache_dir
 from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.layers import text_config
+from fledge.target.layers import longest_text
 
 Watch = Callable[[float, int], None]  # answers done (parts count), answers in all
 
@@ -99,8 +99,7 @@ class _Writer:
         self._template = ChatTemplate.of(tokenizer)
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         self._stops = Stops(max_new_tokens, eos_token_ids(target.model, tokenizer))
-        config = text_config(target.model.config)
-        self._room = getattr(config, "max_position_embeddings", None) or 1 << 40
+        self._room = longest_text(target.model.config)
 
     def answer(
         self, prompts: Sequence[Prompt], on_answer: Watch | None

@@ -32,7 +32,7 @@ from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
 from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.layers import text_config
+from fledge.target.layers import longest_text
 from fledge.target.remember import colocated
 from fledge.train.evaluate import evaluate
 from fledge.train.recipe import RESOLVED_NAME, load_recipe
@@ -233,8 +233,7 @@ class DecodingCheck:
 
     def _decode(self, files: LlamaEagle3DraftModel, *, unchanged: bool) -> Decoded:
         tokenizer, model = self._target.tokenizer, self._target.model
-        longest = getattr(text_config(model.config), "max_position_embeddings", None) or 1 << 40
-        room = longest - self._options.max_new_tokens
+        room = longest_text(model.config) - self._options.max_new_tokens
         prompts = [ids for ids in self._prompts() if len(ids) <= room]
         if not prompts:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")

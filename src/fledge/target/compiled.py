@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fledge.errors import first_line
+
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -39,7 +41,7 @@ class CompiledLayers:
                 del layer.forward
 
     def give_up(self, error: BaseException) -> None:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         log.warning("the target's layers run as they are: they could not be compiled (%s)", reason)
         self._forwards = []
 
