@@ -44,11 +44,11 @@ class Limits:
     merge_tokens: int = 16384
 
 
-class _Gone(Exception):  # noqa: N818
+class _Gone(Exception):  # noqa: N818  (ends a request, no fault)
     """The client left."""
 
 
-class _Late(Exception):  # noqa: N818
+class _Late(Exception):  # noqa: N818  (an answer to the client)
     """The client takes too long to say what it wants."""
 
 

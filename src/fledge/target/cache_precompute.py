@@ -224,10 +224,10 @@ def _compute(
     batch = target.generate_batch(*given.arguments())
     slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
     device = batch.aux_hidden_states.device
-    mapping = None if vocabulary is None else tuple(tensor.to(device) for tensor in vocabulary)
+    mapping = None if vocabulary is None else (vocabulary[0].to(device), vocabulary[1].to(device))
     # the head is asked for only where probabilities have to be made of states
     head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
-    tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)  # type: ignore[arg-type]
+    tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
     tokens = {field.name for field in job.shape.token_fields()}
     sizes = {name: lengths if name in tokens else [len(s) for s in slots] for name in tensors}
     return _Payload.copy_of(tensors, sizes)

@@ -31,11 +31,11 @@ class ServerDown(Exception):  # noqa: N818  (a finding, handled by the fleet)
     """Nobody listens there: not this request's fault."""
 
 
-class ServerFault(Exception):  # noqa: N818
+class ServerFault(Exception):  # noqa: N818  (a finding too)
     """The exchange broke (time, truncation, an error inside the server): try again, elsewhere."""
 
 
-class ServerBusy(Exception):  # noqa: N818
+class ServerBusy(Exception):  # noqa: N818  (a finding too)
     """The queue is full: try again after `retry_after_s`."""
 
     def __init__(self, retry_after_s: float) -> None:

@@ -44,7 +44,7 @@ class RowView(Sequence[TokenRow]):
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, index: int) -> TokenRow:  # type: ignore[override]
+    def __getitem__(self, index: int) -> TokenRow:  # type: ignore[override]  # no slices
         row: TokenRow = self._rows[int(self._index[index])]
         return row
 
