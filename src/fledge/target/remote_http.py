@@ -166,9 +166,16 @@ class Server:
             finally:
                 with self._lock:
                     self._busy.discard(connection)
-            with self._lock:
-                self._idle.append(connection)
+            self._keep(connection)
             return reply
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        """For the next exchange, unless this one has outlived the client."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
 
     def _connect(self, deadline: float) -> tuple[http.client.HTTPConnection, bool]:
         """(connection, whether it was used before)."""
