@@ -8,7 +8,7 @@ from test_target_packing import packed_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)
-from fledge.target import hf
+from fledge.target import compiled, hf
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.one_row import CAUSAL, needs_no_mask
 
@@ -46,7 +46,7 @@ def test_passes_are_recorded_when_their_size_comes_back_and_only_so_many(monkeyp
         def __call__(self, inputs):
             return self.run(**inputs)
 
-    monkeypatch.setattr(hf, "RecordedPass", Recorded)
+    monkeypatch.setattr(compiled, "RecordedPass", Recorded)
     documents, widths = some_documents(), list(range(14, 26))
     target = in_whole_rows(tiny_model("llama"), monkeypatch)
     target.record_passes = True
@@ -61,10 +61,10 @@ def test_passes_are_recorded_when_their_size_comes_back_and_only_so_many(monkeyp
         assert torch.equal(again.aux_hidden_states, before.aux_hidden_states)
         assert torch.equal(again.last_hidden_states, before.last_hidden_states)
     assert made == [len(documents) * width for width in widths]
-    assert list(target._recorded) == made[-hf.MOST_RECORDED :]
+    assert target._recorded.sizes == made[-compiled.RecordedSizes.MOST :]
     ask(widths[-2])
     assert len(made) == len(widths)  # still there
-    assert list(target._recorded)[-1] == len(documents) * widths[-2]
+    assert target._recorded.sizes[-1] == len(documents) * widths[-2]
 
 
 def test_documents_of_a_whole_row_never_see_each_other(monkeypatch):

@@ -94,6 +94,42 @@ class RecordedPass(Generic[Result]):
         return self._results
 
 
+class RecordedSizes(Generic[Result]):
+    """Recorded passes by size: only of sizes that come back, and only so many, the last used ones,
+    because each holds memory of its own."""
+
+    MOST = 8
+
+    def __init__(self) -> None:
+        self._met: set[int] = set()
+        self._held: dict[int, RecordedPass[Result]] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Those that are recorded, last used last."""
+        return list(self._held)
+
+    def comes_back(self, size: int) -> bool:
+        """Whether this size was asked about before: where every batch has a size of its own,
+        recording gains nothing."""
+        met = size in self._met
+        self._met.add(size)
+        return met
+
+    def __call__(self, size: int, run: Callable[..., Result], inputs: dict[str, Tensor]) -> Result:
+        """`run(**inputs)`, which depends on nothing else but its size."""
+        recorded = self._held.pop(size, None)
+        if recorded is None:
+            while len(self._held) >= self.MOST:
+                del self._held[next(iter(self._held))]
+            recorded = RecordedPass(run, inputs)
+        self._held[size] = recorded
+        return recorded(inputs)
+
+    def forget(self) -> None:
+        self._held.clear()
+
+
 @contextmanager
 def _waiting_forbidden() -> Iterator[None]:
     """While open, what makes the host wait for the GPU raises `RuntimeError`."""

@@ -22,7 +22,7 @@ from fledge.target import fp8
 from fledge.target.base import TargetInfo
 from fledge.target.batch import Supervision
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
-from fledge.target.compiled import CompiledLayers, RecordedPass, compile_errors
+from fledge.target.compiled import CompiledLayers, RecordedSizes, compile_errors
 from fledge.target.head import TargetHead
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
@@ -50,7 +50,6 @@ from fledge.target.probe import find_head_module, learn_head
 from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
-MOST_RECORDED = 8  # passes kept as CUDA graphs, each with memory of its own
 
 
 class HFEagle3TargetModel(InProcessTarget):
@@ -96,8 +95,7 @@ class HFEagle3TargetModel(InProcessTarget):
         gpu = self._device().type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
         self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
-        self._recorded: dict[int, RecordedPass[list[Tensor]]] = {}  # by slots, last used last
-        self._sizes_met: set[int] = set()  # slots of passes that could be recorded
+        self._recorded = RecordedSizes[list[Tensor]]()
         self.record_passes = compile_layers and gpu
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
@@ -177,7 +175,7 @@ class HFEagle3TargetModel(InProcessTarget):
         """Drop the model, so that its memory can go as soon as nobody else holds it."""
         if not self._closed:
             del self.model, self._layers, self._compiled
-            self._recorded.clear()
+            self._recorded.forget()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
@@ -222,29 +220,17 @@ class HFEagle3TargetModel(InProcessTarget):
         return logits if self.supervision == "logits" else seen[0]
 
     def _worth_recording(self, slots: int) -> bool:
-        """Whether Python needs longer to start such a pass than the GPU to run it, and the size
-        comes back: where every batch has a size of its own, nothing is gained."""
-        if not self.record_passes or slots >= 2 * self.overhead_tokens:
-            return False
-        met = slots in self._sizes_met
-        self._sizes_met.add(slots)
-        return met
+        """Whether Python needs longer to start such a pass than the GPU to run it."""
+        short = self.record_passes and slots < 2 * self.overhead_tokens
+        return short and self._recorded.comes_back(slots)
 
     def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
-        inputs = {"ids": ids, **group.options()}
-        recorded = self._recorded.pop(ids.numel(), None)
-        if recorded is None:
+        def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
+            states: dict[int, Tensor] = {}
+            answer = self._run(ids, None, group.with_options(options), states.__setitem__)
+            return [*(states[i] for i in self.aux_layer_ids), answer]
 
-            def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
-                states: dict[int, Tensor] = {}
-                answer = self._run(ids, None, group.with_options(options), states.__setitem__)
-                return [*(states[i] for i in self.aux_layer_ids), answer]
-
-            while len(self._recorded) >= MOST_RECORDED:
-                del self._recorded[next(iter(self._recorded))]
-            recorded = RecordedPass(run, inputs)
-        self._recorded[ids.numel()] = recorded
-        *states, answer = recorded(inputs)
+        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
         for layer_id, layer_states in zip(self.aux_layer_ids, states, strict=True):
             write(layer_id, layer_states)
         return answer
