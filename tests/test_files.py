@@ -170,3 +170,19 @@ def test_others_words_are_cut_to_a_line():
     assert first_line(ValueError("")) == "ValueError('')"
     assert first_line(ValueError("x" * LONGEST_LINE)) == "x" * LONGEST_LINE
     assert first_line(ValueError("ab " * 900)) == ("ab " * 900)[:LONGEST_LINE].rstrip() + " ..."
+
+
+def test_what_is_written_may_be_read_by_whom_the_user_allows(tmp_path):
+    """Temporary files are the writer's alone; what replaces them is as plain open() makes it."""
+    (tmp_path / "plain").touch()
+    (tmp_path / "made").mkdir()
+    with atomic_file(tmp_path / "file") as handle:
+        handle.write(b"x")
+    with atomic_directory(tmp_path / "directory") as temporary:
+        (temporary / "inside").touch(mode=0o600)
+
+    def mode(name):
+        return (tmp_path / name).stat().st_mode & 0o777
+
+    assert mode("file") == mode("directory/inside") == mode("plain")
+    assert mode("directory") == mode("made")

@@ -16,6 +16,10 @@ from typing import Any, BinaryIO
 
 from fledge.errors import BadInput
 
+# Asked once, on import: to ask is to set it, for all threads at that moment.
+_UMASK = os.umask(0o077)
+os.umask(_UMASK)
+
 
 def fsync_path(path: Path) -> None:
     """Flush a file or a directory entry to the disk."""
@@ -28,9 +32,7 @@ def fsync_path(path: Path) -> None:
 
 def _mode(wanted: int) -> int:
     """The permissions that a plain open() or mkdir() would have given."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return wanted & ~umask
+    return wanted & ~_UMASK
 
 
 def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Path] = ()) -> None:

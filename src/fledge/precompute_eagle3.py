@@ -270,7 +270,7 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
     from fledge.data import sources
     from fledge.data.prepare import prepare_rows, tokenizer_fingerprint
     from fledge.data.tokenise import TokeniseOptions
-    from fledge.data.vocab import count_supervised, select_vocabulary
+    from fledge.data.vocab import count_supervised, select_vocabulary, special_token_ids
     from fledge.train.batches import RowView
 
     model = ModelFacts.read(
@@ -293,7 +293,7 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
         vocabulary = select_vocabulary(
             count_supervised(rows.flat(), model.vocab_size),
             args.draft_vocab_size,
-            special_ids=model.special_ids(),
+            special_ids=special_token_ids(model.tokenizer),
             fingerprint=rows.fingerprint,
         )
     chosen = CacheOptions(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cache.caches import every_third, token_row, write_cache
+from fledge.data.pack import Piece, collate
 from fledge.errors import BadInput
 from fledge.target import cache as cache_backend
 from fledge.target.cache import CachedEagle3TargetModel
@@ -253,7 +254,24 @@ def test_a_damaged_row_is_skipped_by_choice(damaged, caplog):
     assert [r.message for r in caplog.records] == [
         "skipping a damaged row of the cache: row 4 (chats.jsonl:5; shard-00001.safetensors, row 0)"
     ]
-    assert not batch_of(target, rows[4]).aux_hidden_states.any()
+    skipped = batch_of(target, rows[4])
+    assert not skipped.aux_hidden_states.any()
+    assert not skipped.loss_mask.any()  # whoever asks: states that are not there teach nothing
+
+
+def test_a_damaged_document_takes_no_neighbour_with_it(damaged):
+    """Rows 3, 4 (damaged) and 5 in one pack: the other two answer as they do without it."""
+    directory, rows = damaged
+    target = CachedEagle3TargetModel(directory, on_damage="skip")
+    pack = tuple(Piece(i, 0, len(rows[i].input_ids)) for i in (3, 4, 5))
+    tokens = collate(rows, [pack], 20, pad_id=0)
+    packed = target.generate_batch(*tokens.arguments())
+    assert packed.loss_mask[0].tolist() == [*[1] * 5, *[0] * 6, *[1] * 6, *[0] * 3]
+    for begin, row in ((0, 3), (12, 5)):
+        alone = batch_of(target, rows[row])
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            inside = getattr(packed, name)[0, begin : begin + 5]
+            assert torch.equal(inside, getattr(alone, name)[0, :5])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Shards: every byte where the layout says, readable by safetensors, noticed when it changes."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,17 @@ def test_every_changed_byte_of_a_row_is_noticed(tmp_path, encoding):
             path.write_bytes(broken)
             shard = Shard(path, shape)
             assert [shard.is_whole(i) for i in range(3)] == [i != row for i in range(3)], at
+
+
+def test_a_system_that_cannot_reserve_room_writes_the_same(tmp_path, monkeypatch):
+    rows = random_rows(np.random.default_rng(0), [5, 3])
+    write(tmp_path / "reserved", shape_for("hidden"), rows)
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
+    write(tmp_path / "plain", shape_for("hidden"), rows)
+    assert len((tmp_path / "plain").read_bytes()) == len((tmp_path / "reserved").read_bytes())
+    shard = Shard(tmp_path / "plain", shape_for("hidden"))
+    assert shard.is_whole(0)
+    assert shard.is_whole(1)
 
 
 def test_damage_to_the_frame_is_refused(tmp_path):

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 
 import fledge
-from cache.caches import payload
+from cache.caches import make_job, payload, token_row
 from fledge.errors import BadInput
 from fledge.objective.supervision import DraftVocabulary as ObjectiveVocabulary
 from fledge.objective.supervision import LogitsSupervision
@@ -30,6 +30,7 @@ from fledge.precompute_eagle3 import (
     main,
 )
 from fledge.target import cache_job, cache_shard
+from fledge.target.cache_precompute import begin_cache, plan_cache, run_job
 from fledge.target.cache_store import CacheStore
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.train import cache_run
@@ -379,6 +380,23 @@ def test_a_full_disk_leaves_a_cache_that_continues(argv, tmp_path, finished, mon
     assert not list((tmp_path / "cache").glob(".*.tmp"))
     assert main(argv(**given, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
+
+
+@pytest.mark.timeout(60)
+def test_whatever_stops_the_writing_thread_is_raised_where_the_target_runs(tmp_path):
+    """Also what nobody foresaw: a thread that is gone must not be waited for."""
+    rows = [token_row(range(3 + i, 9 + i)) for i in range(40)]
+
+    def broken(_progress):
+        raise KeyError("a bar that is gone")
+
+    with HFEagle3TargetModel(tiny_model("llama"), supervision="hidden") as target:
+        job = make_job(tmp_path / "cache", target, rows, "hidden")
+        plan = plan_cache(job, head_bytes=0)
+        begin_cache(job, target)
+        with pytest.raises(KeyError, match="a bar that is gone"):
+            run_job(job, plan, target, on_progress=broken)
+    assert not list((tmp_path / "cache").rglob("shard*"))
 
 
 def test_a_disk_that_is_too_small_is_refused_before_writing(argv, tmp_path, monkeypatch, capsys):

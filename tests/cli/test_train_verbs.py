@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from fledge.cli.train import acceptance_table
 from train.tiny import make_chats, make_target, recipe_for
 
 
@@ -44,6 +45,12 @@ def test_plan_train_and_train_again(place):
     again = json.loads(fledge("train", recipe, "--json").stdout)  # finished: nothing left to do
     assert again["step"] == outcome["step"]
     assert again["after"] == outcome["after"]
+
+
+def test_the_table_says_how_tokens_were_drafted():
+    figures = {"acceptance_length": 1.5, "joint": [0.4, 0.1]}
+    assert acceptance_table(figures, figures, parallel=False).title.endswith("greedy chain")
+    assert "tokens in parallel" in acceptance_table(figures, figures, parallel=True).title
 
 
 def test_a_signal_leaves_a_resumable_run(place):

@@ -61,6 +61,17 @@ def test_every_kind_of_file_gives_the_same_rows(prepare, smollm2_tokenizer, tmp_
     assert answers(prepare(files), smollm2_tokenizer) == expected * 5  # a directory of them
 
 
+@pytest.mark.parametrize("group", [1, 2, 4, 100])
+def test_parts_of_a_parquet_file_take_their_rows_wherever_its_groups_end(tmp_path, group):
+    path = tmp_path / "d.parquet"
+    rows = [chat(i) for i in range(11)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+    parts = sources.make_parts([str(path)], rows_per_part=3)
+    found = [row for part in parts for row in part.rows()]
+    assert [len(list(part.rows())) for part in parts] == [3, 3, 3, 2]
+    assert found == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
+
+
 def test_data_set_ids_with_slices(tmp_path):
     """The real datasets library, on a local data set: the id and slice go through it."""
     pq.write_table(pa.Table.from_pylist([chat(i) for i in range(9)]), tmp_path / "train.parquet")

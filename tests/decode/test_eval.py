@@ -133,6 +133,25 @@ def test_answers_are_generated_once(place, own_cache, monkeypatch):
     assert len(list((own_cache / "answers").iterdir())) == 2
 
 
+def test_answers_are_those_of_this_very_target(place, own_cache):
+    """Equal weights are not enough: what ends an answer and how positions turn is in the files."""
+    with HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX) as target:
+        prompts = read_prompts([str(place / "asked.jsonl")])
+
+        def ask():
+            return cached_answers(target, prompts, max_new_tokens=6)
+
+        first = ask()
+        assert ask().from_cache
+        said = first.turns[0].answer_ids
+        target.model.generation_config.eos_token_id = [1, said[1]]
+        other = ask()
+        assert not other.from_cache
+        assert len(other.turns[0].answer_ids) <= 2
+        target.model.config.rope_parameters["rope_theta"] = 77.0
+        assert not ask().from_cache
+
+
 def test_a_tree_is_decoded_live_everywhere(place, own_cache):
     result = run(place, str(place / "trained"), "--method", "tree", "--tree", "3,2,5", "--json")
     [found] = json.loads(result.stdout)["drafts"]

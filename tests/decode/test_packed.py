@@ -48,13 +48,6 @@ def packs_of(rows, width):
     return [collate(rows, [pack], width, pad_id=0) for pack in packing.packs]
 
 
-def answer(backend, tokens):
-    return backend.generate_batch(
-        tokens.input_ids, tokens.attention_mask, tokens.loss_mask, tokens.position_ids,
-        tokens.seq_lens, tokens.doc_remaining,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("width", [60, 300])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
 def test_held_out_rounds_are_the_live_rounds(target, drafts, asked, kind, width):
@@ -64,7 +57,7 @@ def test_held_out_rounds_are_the_live_rounds(target, drafts, asked, kind, width)
     rollouts = Rollouts(drafts[kind], depth, drafts[kind].config.parallel_drafting)
     found = Acceptance.none(depth)
     for tokens in packs_of(rows, width):
-        batch = answer(backend, tokens)
+        batch = backend.generate_batch(*tokens.arguments())
         picks = target_picks(batch, tokens, backend.info().head, drafts[kind].selected_token_ids)
         found += replay_held_out(batch, tokens, rollouts, picks)
     assert found == expected
@@ -81,7 +74,7 @@ def test_every_encoding_says_the_same(target, drafts, asked):
     for supervision in ("logits", "probs", "hidden"):
         backend = HFEagle3TargetModel(target, AUX, supervision=supervision)
         backend.set_vocab_mapping(ids, member)
-        batch = answer(backend, tokens)
+        batch = backend.generate_batch(*tokens.arguments())
         picks = target_picks(batch, tokens, backend.info().head, ids)
         found = replay_held_out(batch, tokens, Rollouts(draft, 3, False), picks)
         assert found == expected, supervision
@@ -105,7 +98,7 @@ def test_on_foreign_text_a_hit_is_what_the_target_would_have_said(target, drafts
     row = TokenRow(text, (np.arange(60) >= 5).astype(np.uint8), "", truncated=False)
     [tokens] = packs_of([row], 60)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
-    batch = answer(backend, tokens)
+    batch = backend.generate_batch(*tokens.arguments())
     picks = target_picks(batch, tokens, backend.info().head, draft.selected_token_ids)
     with torch.no_grad():
         likeliest = target(torch.tensor(text[None]).long()).logits[0].argmax(-1).numpy()

@@ -12,6 +12,7 @@ import torch
 from fledge.errors import BadInput, TargetUnreachable
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.remote import RemoteEagle3TargetModel
+from fledge.target.remote_http import Server
 from remote.chaos import Proxy, free_port
 from remote.servers import Running, running, tiny
 from target.contract import padded_rows
@@ -239,6 +240,19 @@ def test_closing_ends_calls_that_wait_for_a_slow_server(monkeypatch):
         assert future.cancelled() or isinstance(future.exception(), RuntimeError)
     names = {thread.name for thread in threading.enumerate()}
     assert not [name for name in names if name.startswith(("fledge-remote", "fledge-servers"))]
+
+
+def test_an_exchange_that_ends_after_closing_leaves_no_connection(server):
+    class Leaving(Server):
+        def _speak(self, connection, *rest):
+            self.used = connection
+            reply = super()._speak(connection, *rest)
+            self.close()  # in another thread, a moment after the reply is whole
+            return reply
+
+    leaving = Leaving(server.url)
+    assert leaving.get_json("/health", timeout_s=10)["status"] == "ok"
+    assert leaving.used.sock is None
 
 
 def test_a_client_leaves_the_global_dice_alone(server):

@@ -203,6 +203,20 @@ def test_dispatch_takes_the_kernels(monkeypatch):
     assert path(q.double(), k.double(), v.double()) == "_BlockedAttentionBackward"
 
 
+def test_heads_that_lie_further_apart_than_the_kernels_reach_are_copied():
+    """Offsets of heads are 32-bit products: past 2^31 they would point in front of the tensor."""
+
+    def head_major(stride):
+        return torch.empty_strided((5, 4, 16), (16, stride, 1), device="meta")
+
+    near, far = head_major(2**29), head_major(2**29 + 1)
+    rows = QueryRows(*(torch.arange(5, device="meta"),) * 3, blocks=())
+    job = Job(near, near, near, rows, Chain.of([near, near]))
+    assert all(x is near for x in (job.q, job.k, job.v, *job.chain.tensors))
+    job = Job(far, far, far, rows, Chain.of([far, far]))
+    assert all(x.stride() == (64, 16, 1) for x in (job.q, job.k, job.v, *job.chain.tensors))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_one_compilation_serves_all_sizes():

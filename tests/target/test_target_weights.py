@@ -14,6 +14,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 
 import fledge
 from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.loading import tokenizer_in
 from fledge.target.weights import (
     describe_weights,
     dtype_shares,
@@ -257,3 +258,14 @@ def test_tokenizer_fingerprint_sees_vocabulary_and_template() -> None:
     assert tokenizer_fingerprint(tokenizer("a b", "x")) == prints[0]
     target = HFEagle3TargetModel(tiny_model("llama"), tokenizer=tokenizer("a b", "x"))
     assert target.info().tokenizer_fingerprint == prints[0]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said(tmp_path, caplog) -> None:
+    assert tokenizer_in(tmp_path, trust_remote_code=False) is None
+    assert caplog.messages == []
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{not JSON")
+    (tmp_path / "tokenizer_config.json").write_text("{not JSON")
+    assert tokenizer_in(tmp_path, trust_remote_code=False) is None
+    [message] = caplog.messages
+    assert f"{tmp_path}: its tokenizer cannot be read" in message

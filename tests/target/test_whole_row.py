@@ -8,7 +8,7 @@ from test_target_packing import packed_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)
-from fledge.target import hf
+from fledge.target import compiled, hf
 from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.one_row import CAUSAL, needs_no_mask
 
@@ -32,6 +32,39 @@ def test_whole_rows_answer_as_documents_alone(architecture, monkeypatch):
         ours, theirs = getattr(got, name), getattr(want, name)
         assert (ours - theirs).norm() < 1e-4 * theirs.norm()
         assert torch.equal(ours == 0, theirs == 0)  # padding stays empty
+
+
+def test_passes_are_recorded_when_their_size_comes_back_and_only_so_many(monkeypatch):
+    """Each recorded pass holds memory on the GPU: a server is asked for any number of sizes."""
+    made = []
+
+    class Recorded:  # in place of a CUDA graph
+        def __init__(self, run, inputs):
+            self.run = run
+            made.append(inputs["ids"].numel())
+
+        def __call__(self, inputs):
+            return self.run(**inputs)
+
+    monkeypatch.setattr(compiled, "RecordedPass", Recorded)
+    documents, widths = some_documents(), list(range(14, 26))
+    target = in_whole_rows(tiny_model("llama"), monkeypatch)
+    target.record_passes = True
+
+    def ask(width):
+        return target.generate_batch(*packed_rows(documents, width))
+
+    first = [ask(width) for width in widths]
+    assert made == []  # every batch of another size: nothing comes back
+    for width, before in zip(widths, first, strict=True):
+        again = ask(width)
+        assert torch.equal(again.aux_hidden_states, before.aux_hidden_states)
+        assert torch.equal(again.last_hidden_states, before.last_hidden_states)
+    assert made == [len(documents) * width for width in widths]
+    assert target._recorded.sizes == made[-compiled.RecordedSizes.MOST :]
+    ask(widths[-2])
+    assert len(made) == len(widths)  # still there
+    assert target._recorded.sizes[-1] == len(documents) * widths[-2]
 
 
 def test_documents_of_a_whole_row_never_see_each_other(monkeypatch):

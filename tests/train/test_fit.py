@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from fledge.cli.train import check_existing, run_recipe
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
 from fledge.train import fit as fit_module
+from fledge.train import setup as building
 from fledge.train.checkpoint import best_step, newest_checkpoint
 from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.train.setup import make_target, set_up
 from train.tiny import Notes
 
 
@@ -246,6 +248,35 @@ def test_too_many_bad_steps_end_the_run(recipe):
         fit(training, Notes())
 
 
+@pytest.mark.parametrize("asked_ahead", [False, True])
+def test_a_run_that_fails_leaves_no_thread_behind(recipe, monkeypatch, asked_ahead):
+    def failing(parts, batch, **more):
+        raise RuntimeError("the device is gone")
+
+    training = set_up(recipe("training.prefetch=2"))
+    training.parts.target.supports_async = asked_ahead
+    monkeypatch.setattr(fit_module, "train_step", failing)
+    with pytest.raises(RuntimeError, match="the device is gone") as held:  # and with it its frames
+        fit(training, Notes())
+    assert "fledge-batches" not in {thread.name for thread in threading.enumerate()}
+    assert held.traceback
+
+
+def test_a_run_that_cannot_be_built_lets_go_of_its_target(recipe, monkeypatch, tmp_path):
+    opened = []
+
+    def open_target(*arguments):
+        opened.append(make_target(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(building, "make_target", open_target)
+    with pytest.raises(BadInput, match="nowhere"):
+        set_up(recipe(f"draft.init_from={tmp_path / 'nowhere'}"))
+    [target] = opened
+    with pytest.raises(RuntimeError, match="is closed"):
+        target.info()
+
+
 def test_an_existing_run_says_which_field_differs(recipe):
     train(recipe())
     check_existing(recipe("checkpoint.keep=5", "tracking.every_steps=1"))  # free to change
@@ -301,7 +332,7 @@ def test_parallel_drafts_train_and_resume_bitwise(recipe, monkeypatch, tmp_path)
 
 def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
     train(recipe("training.epochs=6"))
-    start = f"draft.init_from={tmp_path / 'run' / 'best'}"
+    start = f"draft.init_from={tmp_path / 'run'}"  # a run stands for its best checkpoint
     grown = set_up(recipe(*PEAGLE, start, run="grown"))
     old = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
     assert torch.equal(grown.draft.lm_head.weight, old.lm_head.weight)

@@ -167,7 +167,6 @@ def test_a_skipped_step_changes_neither_weights_nor_moments():
 def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats):
     from fledge.data.pack import collate, pack_rows
     from fledge.data.prepare import prepare_rows
-    from fledge.train.step import ask_target
 
     rows = prepare_rows([str(tiny_chats)], tiny_target, workers=1)
     plain = HFEagle3TargetModel.from_pretrained(
@@ -181,7 +180,8 @@ def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats
         packing = pack_rows(rows.lengths, 200, epoch=epoch)
         for pack in packing.packs:
             batch = collate(rows, [pack], 200, 0)
-            ours, theirs = ask_target(remembering, batch), real(*_arguments(batch))
+            given = batch.arguments()
+            ours, theirs = remembering.generate_batch(*given), real(*given)
             real_slots = batch.doc_remaining > 0  # what a trainer may read
             for name, tensor in theirs.tensors():
                 mine = getattr(ours, name)
@@ -192,13 +192,10 @@ def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats
         if epoch == 0:
             first = len(calls)
     assert len(calls) == first  # later epochs asked nobody
+    empty = torch.zeros_like(batch.attention_mask)
+    with pytest.raises(ValueError, match="no token at all"):
+        remembering.generate_batch(batch.input_ids, empty, *batch.arguments()[2:])
+    calls.pop()
     small = RememberingTarget(plain, 0)
-    ask_target(small, batch)
+    small.generate_batch(*batch.arguments())
     assert len(calls) == first + 1
-
-
-def _arguments(batch):
-    return (
-        batch.input_ids, batch.attention_mask, batch.loss_mask, batch.position_ids,
-        batch.seq_lens, batch.doc_remaining,
-    )  # fmt: skip

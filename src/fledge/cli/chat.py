@@ -115,7 +115,7 @@ class _Talk:
         from fledge.decode.evaluation import check_fits
         from fledge.decode.speculative import SpeculativeDecoder
         from fledge.decode.stops import Stops
-        from fledge.target.layers import text_config
+        from fledge.target.layers import longest_text
 
         check_fits(backend, draft, name)
         self._tokenizer = backend.tokenizer
@@ -132,8 +132,7 @@ class _Talk:
         )
         self._plain = SpeculativeDecoder(backend.model)
         self._temperature, self._seed = temperature, seed
-        config = text_config(backend.model.config)
-        self._room = getattr(config, "max_position_embeddings", None) or 1 << 40
+        self._room = longest_text(backend.model.config)
         self._plain_speed: float | None = None
 
     def answer(self, said: list[dict[str, str]], *, compare: bool, quiet: bool) -> dict[str, Any]:

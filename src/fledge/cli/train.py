@@ -74,8 +74,8 @@ def check_existing(recipe: Any) -> None:
 def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
     """Set up, train, report; the exit code."""
     from fledge.train.distributed import leave_world
-    from fledge.train.fit import fit, peak_memory_bytes
-    from fledge.train.predict import directory_bytes, predict
+    from fledge.train.fit import fit
+    from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
     from fledge.train.setup import set_up
 
     quiet_libraries()
@@ -156,14 +156,16 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
         out.print(f"stopped after step {state.step}; the same command continues the run")
         return
     if state.last:
-        out.print(acceptance_table(state.first, state.last))
+        parallel = recipe.objective.kind == "peagle"
+        out.print(acceptance_table(state.first, state.last, parallel=parallel))
     out.print(predicted.table(truth))
     out.print(f"best checkpoint (a loadable draft): {directory}/best", soft_wrap=True)
 
 
-def acceptance_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+def acceptance_table(before: dict[str, Any], after: dict[str, Any], *, parallel: bool) -> Table:
     """Held-out acceptance before and after training, per drafted token."""
-    table = Table(title="held-out acceptance, greedy chain", title_justify="left", box=None)
+    drafted = "tokens in parallel" if parallel else "chain"
+    table = Table(title=f"held-out acceptance, greedy {drafted}", title_justify="left", box=None)
     table.add_column("", no_wrap=True)
     table.add_column("length", justify="right")
     for depth in range(len(after["joint"])):

@@ -131,6 +131,17 @@ class TokenBatch:
     doc_remaining: "torch.Tensor"  # [B, T] int64
     places: tuple[tuple[str, ...], ...]  # where each document came from
 
+    def arguments(self) -> "tuple[torch.Tensor, ...]":
+        """What a target's `generate_batch` takes, in its order."""
+        return (
+            self.input_ids,
+            self.attention_mask,
+            self.loss_mask,
+            self.position_ids,
+            self.seq_lens,
+            self.doc_remaining,
+        )
+
 
 def collate(rows: Sequence[TokenRow], packs: Sequence[Pack], width: int, pad_id: int) -> TokenBatch:
     """Lay packs out as a batch of rows of `width` tokens."""

@@ -6,6 +6,7 @@ in any process, so that tokenising can be spread and can continue after an inter
 
 import gzip
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -73,13 +74,24 @@ def _open(path: Path) -> Any:
 
 def _load_objects(part: Part) -> list[Any]:
     if part.kind == "parquet":
-        import pyarrow.parquet as pq
-
-        table: Any = pq.read_table(part.path)
-        return list(table.slice(part.start, part.stop - part.start).to_pylist())
+        return _load_parquet(part)
     if part.kind == "dataset":
         return list(_load_dataset(part.path, part.split).select(range(part.start, part.stop)))
     return list(_load_json(Path(part.path))[part.start : part.stop])
+
+
+def _load_parquet(part: Part) -> list[Any]:
+    """Only the row groups that hold the part: not every part may read the whole file."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(part.path) as file:
+        groups = range(file.metadata.num_row_groups)
+        sizes = [file.metadata.row_group(group).num_rows for group in groups]
+        begins = [0, *itertools.accumulate(sizes)]
+        wanted = [g for g in groups if begins[g] < part.stop and begins[g + 1] > part.start]
+        table: Any = file.read_row_groups(wanted)
+    first = part.start - begins[wanted[0]]
+    return list(table.slice(first, part.stop - part.start).to_pylist())
 
 
 def _load_json(path: Path) -> list[Any]:

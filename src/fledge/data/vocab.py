@@ -91,6 +91,11 @@ class DraftVocabulary:
         return vocabulary
 
 
+def special_token_ids(tokenizer: Any) -> list[int | None]:
+    """bos, eos, pad and unk, as far as the tokenizer has them."""
+    return [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
+
+
 def select_vocabulary(
     counts_V: NDArray[np.int64],
     size: int | None,
@@ -100,7 +105,7 @@ def select_vocabulary(
 ) -> DraftVocabulary:
     """Choose `size` target tokens; None or the whole vocabulary keeps every id.
 
-    `special_ids` are the tokenizer's bos, eos, pad and unk, as far as it has them.
+    `special_ids` (see `special_token_ids`) are taken before any other.
     """
     vocab_size = len(counts_V)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):

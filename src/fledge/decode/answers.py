@@ -15,7 +15,7 @@ from fledge.decode.stops import Finish, Stops
 from fledge.errors import BadInput
 from fledge.files import atomic_file, cache_dir
 from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.layers import text_config
+from fledge.target.layers import longest_text
 
 Watch = Callable[[float, int], None]  # answers done (parts count), answers in all
 
@@ -61,17 +61,7 @@ def cached_answers(
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
-    info = target.info()
-    key = {
-        "version": 2,
-        "weights": info.weights_fingerprint,
-        "tokenizer": info.tokenizer_fingerprint,
-        "dtype": str(info.dtype),
-        "max_new_tokens": max_new_tokens,
-        "prompts": [asdict(prompt) for prompt in prompts],
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    path = cache_dir() / "answers" / f"{digest}.json"
+    path = cache_dir() / "answers" / f"{_key(target, prompts, max_new_tokens)}.json"
     if path.is_file():
         held = json.loads(path.read_bytes())
         turns = [Answered(**turn) for turn in held["turns"]]
@@ -84,6 +74,23 @@ def cached_answers(
     return Answers(turns, skipped, False, path)
 
 
+def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:
+    info = target.info()
+    config: Any = target.model.config
+    facts = {
+        "version": 3,
+        "weights": info.weights_fingerprint,
+        "tokenizer": info.tokenizer_fingerprint,
+        "config": {k: v for k, v in config.to_dict().items() if k != "_name_or_path"},
+        "eos": sorted(eos_token_ids(target.model, target.tokenizer)),
+        "dtype": str(info.dtype),
+        "max_new_tokens": max_new_tokens,
+        "prompts": [asdict(prompt) for prompt in prompts],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
 class _Writer:
     def __init__(
         self, target: HFEagle3TargetModel, tokenizer: Any, max_new_tokens: int, batch: int
@@ -92,8 +99,7 @@ class _Writer:
         self._template = ChatTemplate.of(tokenizer)
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         self._stops = Stops(max_new_tokens, eos_token_ids(target.model, tokenizer))
-        config = text_config(target.model.config)
-        self._room = getattr(config, "max_position_embeddings", None) or 1 << 40
+        self._room = longest_text(target.model.config)
 
     def answer(
         self, prompts: Sequence[Prompt], on_answer: Watch | None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.decode.recorded import Passes
-from fledge.draft.layer import LayerWeights, rms_norm
+from fledge.draft.layer import rms_norm
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.draft.rotary import rotate
 
@@ -57,7 +57,7 @@ class Drafter:
         self.device = draft.fc.weight.device
         self.passes = passes or Passes(self.device, record=False)
         self.selected_W = selected
-        self.layers: list[LayerWeights] = [layer.weights(self.dtype) for layer in draft.layers]  # type: ignore[operator]
+        self.layers = draft.layer_weights(self.dtype)
         self._norm = draft.norm.weight.to(self.dtype)
         self._head = draft.lm_head.weight.to(self.dtype)
         self._cache_LKBUGC = self._empty(0, 0)

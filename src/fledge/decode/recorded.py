@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fledge.errors import first_line
 from fledge.target.compiled import RecordedPass
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Passes:
         try:
             self._held[key] = self._recorded(run, inputs)
         except RuntimeError as error:  # what torch and CUDA raise, out of memory included
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             log.warning("decoding runs step by step: a pass could not be recorded (%s)", reason)
             self._able = self.fixed = False
             self.forget()

@@ -12,7 +12,7 @@ from fledge.decode.answers import eos_token_ids
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.errors import BadInput
-from fledge.target.layers import text_config
+from fledge.target.layers import longest_text
 from fledge.target.loading import LoadedTarget
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
 
@@ -31,8 +31,7 @@ class LocalModel:
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         eos = eos_token_ids(target.model, target.tokenizer)
         self._stops = Stops(sampling.max_new_tokens, eos)
-        config = text_config(target.model.config)
-        self._room = getattr(config, "max_position_embeddings", None) or 1 << 40
+        self._room = longest_text(target.model.config)
 
     def identity(self) -> dict[str, Any]:
         return {

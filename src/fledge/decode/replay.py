@@ -116,14 +116,7 @@ def _replay_pack(
 
 def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
     """The target's states over a pack."""
-    batch = target.generate_batch(
-        tokens.input_ids,
-        tokens.attention_mask,
-        tokens.loss_mask,
-        tokens.position_ids,
-        tokens.seq_lens,
-        tokens.doc_remaining,
-    )
+    batch = target.generate_batch(*tokens.arguments())
     if batch.last_hidden_states is None:
         raise ValueError("supervision: replay needs a target with supervision 'hidden'")
     return batch

@@ -7,7 +7,7 @@ accepted ones and one token of the target's own are added; both caches forget th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -353,5 +353,4 @@ def check_method(draft: LlamaEagle3DraftModel, method: str | None) -> Method:
         )
     if method == "parallel" and (not config.parallel_drafting or config.mask_token_id is None):
         raise BadInput("this draft was not trained for parallel drafting", fix="use chain or tree")
-    checked: Method = method  # type: ignore[assignment]
-    return checked
+    return cast(Method, method)

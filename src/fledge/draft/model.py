@@ -7,14 +7,13 @@ Shapes: T key axis, N rows of a depth (see `rollout.plan`), D target hidden, E d
 H / G query / key heads, C channels, V / W target / draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fledge.draft.config import check_draft_config
 from fledge.draft.files import check_tensors, read_draft, write_draft
@@ -26,12 +25,10 @@ from fledge.draft.layer import (
     linear,
     rms_norm,
 )
-from fledge.draft.peagle import ParallelDrafting
+from fledge.draft.peagle import KeysValues, ParallelDrafting
 from fledge.draft.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
-
-KeysValues = tuple[Tensor, Tensor]
 
 
 class HasWeight(Protocol):
@@ -224,15 +221,13 @@ class _Step:
         dtype: torch.dtype,
         attention: AttentionKind,
     ) -> None:
-        self.plan, self.kind = plan, attention
+        self.model, self.plan, self.kind = model, plan, attention
         self.channels = model.config.head_dim
-        self.checkpointing = model.gradient_checkpointing and model.training
         rows = len(model.layers) * sum(plan.counts)
-        forget = not self.checkpointing and forget_mlp(model.config, rows, dtype, kept_gib=2.5)
-        self.layers: list[LayerWeights] = [
-            layer.weights(dtype, recompute_mlp=forget)  # type: ignore[operator]
-            for layer in model.layers
-        ]
+        forget = not model.checkpoints_layers and forget_mlp(
+            model.config, rows, dtype, kept_gib=2.5
+        )
+        self.layers = model.layer_weights(dtype, recompute_mlp=forget)
         self.cos_TC, self.sin_TC = model.rotary(plan.position_T, dtype)
         self.prefix: list[KeysValues] = []
         self.chains: list[list[KeysValues]] = [[] for _ in self.layers]
@@ -242,7 +237,9 @@ class _Step:
         token: Tensor | None = token_T
         for index, layer in enumerate(self.layers):
             rows = self.plan.depths[0] if index == len(self.layers) - 1 else self.plan.every
-            state_TE, keys, values = self._run(self._layer_zero, layer, state_TE, token, rows)
+            state_TE, keys, values = self.model._run_draft_layer(
+                self._layer_zero, layer, state_TE, token, rows
+            )
             self.prefix.append((keys, values))
             token = None
         return state_TE
@@ -253,22 +250,12 @@ class _Step:
         for index, layer in enumerate(self.layers):
             # the chain as it is now: a checkpointed layer runs again after it has grown
             before = tuple(self.chains[index])
-            state_NE, keys, values = self._run(
+            state_NE, keys, values = self.model._run_draft_layer(
                 self._layer_deeper, layer, state_NE, token, rows, slot_N, self.prefix[index], before
             )
             self.chains[index].append((keys, values))
             token = None
         return state_NE
-
-    def _run(
-        self, function: Callable[..., tuple[Tensor, Tensor, Tensor]], *args: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.checkpointing:
-            return function(*args)
-        out: tuple[Tensor, Tensor, Tensor] = checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=False
-        )
-        return out
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(len(x), x.shape[1] // self.channels, self.channels)

@@ -8,8 +8,8 @@ that no loss needs. Tests hold them equal.
 Shapes: T key axis, X flat axis of a segment, M its chain rows (depths >= 1), E draft hidden.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from fledge.draft.layer import LayerWeights, forget_mlp, rms_norm
+from fledge.draft.layer import DraftLayer, LayerWeights, forget_mlp, rms_norm
 from fledge.draft.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.parallel import parallel_attention
@@ -79,16 +79,31 @@ class ParallelDrafting(nn.Module):
         embeds = self.embed_tokens(sampled_input_ids).to(hidden.dtype)
         for index, layer in enumerate(self.layers):
             inputs = (embeds, hidden) if index == 0 else (hidden,)
-            hidden = self._run_draft_layer(layer.forward_peagle, *inputs, position_ids, block_mask)  # type: ignore[arg-type]
+            layer_fn: Any = layer.forward_peagle
+            hidden = self._run_draft_layer(layer_fn, *inputs, position_ids, block_mask)
         if self.config.norm_output:
             hidden = self.norm(hidden)
         return hidden
 
+    # --- what every way through the layers shares -----------------------------------------------
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers keep nothing for the backward pass but their inputs."""
+        return self.gradient_checkpointing and self.training
+
     def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer; under gradient checkpointing its activations are recomputed instead."""
-        if not (self.gradient_checkpointing and self.training):
+        if not self.checkpoints_layers:
             return layer_fn(*args, **kwargs)
         return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    def layer_weights(
+        self, dtype: torch.dtype, *, recompute_mlp: bool = False
+    ) -> list[LayerWeights]:
+        """What a step computes with, layer by layer."""
+        layers = cast(Iterable[DraftLayer], self.layers)
+        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
 
     # --- a plan ---------------------------------------------------------------------------------
 
@@ -144,13 +159,10 @@ class _ParallelStep:
         self.channels = model.config.head_dim
         rows = len(model.layers) * max(len(segment.every) for segment in plan.segments)
         # the gradients of several layers and of the embedding leave less room than EAGLE-3 has
-        forget = not model.gradient_checkpointing and forget_mlp(
+        forget = not model.checkpoints_layers and forget_mlp(
             model.config, rows, dtype, kept_gib=1.5
         )
-        self.layers: list[LayerWeights] = [
-            layer.weights(dtype, recompute_mlp=forget)  # type: ignore[operator]
-            for layer in model.layers
-        ]
+        self.layers = model.layer_weights(dtype, recompute_mlp=forget)
         self.norm = model.norm.weight.to(dtype)
 
     def segment(

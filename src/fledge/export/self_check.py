@@ -32,7 +32,8 @@ from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
 from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.layers import text_config
+from fledge.target.layers import longest_text
+from fledge.target.remember import colocated
 from fledge.train.evaluate import evaluate
 from fledge.train.recipe import RESOLVED_NAME, load_recipe
 from fledge.train.setup import Training, set_up
@@ -114,16 +115,15 @@ def open_target(
             training = set_up(load_recipe(source.run / RESOLVED_NAME, overrides))
         except BadInput as error:
             notes.append(f"the run's held-out rows were not measured again ({error})")
-    inner = None if training is None else training.parts.target
-    inner = getattr(inner, "inner", inner)
+    loaded = None if training is None else colocated(training.parts.target)
     if training is not None and not _comparable(source, training, aux_layer_ids):
         notes.append("the run's held-out rows were not measured again (its data has changed)")
         training = None
-    if not isinstance(inner, HFEagle3TargetModel):
-        inner = HFEagle3TargetModel.from_pretrained(
+    if loaded is None:
+        loaded = HFEagle3TargetModel.from_pretrained(
             name, aux_layer_ids=aux_layer_ids, device=device
         )
-    return TargetInUse(inner, training, notes)
+    return TargetInUse(loaded, training, notes)
 
 
 def _comparable(source: DraftSource, training: Training, aux_layer_ids: Sequence[int]) -> bool:
@@ -233,8 +233,7 @@ class DecodingCheck:
 
     def _decode(self, files: LlamaEagle3DraftModel, *, unchanged: bool) -> Decoded:
         tokenizer, model = self._target.tokenizer, self._target.model
-        longest = getattr(text_config(model.config), "max_position_embeddings", None) or 1 << 40
-        room = longest - self._options.max_new_tokens
+        room = longest_text(model.config) - self._options.max_new_tokens
         prompts = [ids for ids in self._prompts() if len(ids) <= room]
         if not prompts:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")

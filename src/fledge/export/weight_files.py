@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fledge.errors import BadInput
+from fledge.errors import BadInput, first_line
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -43,7 +43,7 @@ def read_tensors(
         try:
             found |= dict(_tensors_of(path, wanted))
         except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first = first_line(error)
             raise BadInput(f"cannot be read ({first})", where=str(path)) from None
     return found
 

@@ -5,7 +5,6 @@ damaged one (a file gone or cut short) is made again. Not for hub snapshots, who
 rules of its own.
 """
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -78,11 +77,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _seal(directory: Path, source: dict[str, str]) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
     files = sorted(file for file in directory.rglob("*") if file.is_file())
-    for file in files:  # some writers make 0600: a cache may be shared
-        file.chmod(0o666 & ~umask)
     sizes = {str(file.relative_to(directory)): file.stat().st_size for file in files}
     write_json(directory / RECORD, {**source, "bytes": sizes})
 

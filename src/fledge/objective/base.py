@@ -212,7 +212,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     ) -> RolloutOutput:
         """Loss and metrics of one batch.
 
-        With `normalizer` the losses of the micro-batches of a step add up to the loss of the step.
+        With `normalizer` the losses of the micro-batches of a step add up to the loss of the step
+        (but for the lambda loss, whose weight each micro-batch takes from its own acceptance).
         Under torch.autocast its dtype is the step's, unless the module has a `compute_dtype`; the
         backward pass belongs outside, as always.
         """

@@ -83,7 +83,10 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         doc_remaining: Tensor | None = None,
         seed: int | None = None,
     ) -> RolloutPlan:
-        """Every supervised element; with `depth_keep` a sample of them, drawn from `seed`."""
+        """Every supervised element; with `depth_keep` a sample of them, drawn from `seed` (None:
+        from torch's generator)."""
+        if seed is None:
+            seed = draw_seed() if self._keep < 1 else 0
         return plan_rollout(
             loss_mask,
             attention_mask,
@@ -93,7 +96,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             doc_remaining=doc_remaining,
             compact=self.compact,
             keep=self._keep,
-            seed=draw_seed() if seed is None and self._keep < 1 else seed or 0,
+            seed=seed,
             device=self.selected_token_ids.device,
         )
 

@@ -40,9 +40,10 @@ def loss_spec(
     loss: LossKind, lk_loss_type: str | None, lk_kl_scale: float, lk_kl_decay: float
 ) -> LossSpec:
     """The loss as trainer modules are told it: `lk_loss_type` replaces `loss`."""
-    if lk_loss_type not in (None, "alpha", "lambda"):
+    kinds: dict[str | None, LossKind] = {None: loss, "alpha": "alpha", "lambda": "lambda"}
+    if lk_loss_type not in kinds:
         raise ValueError(f"lk_loss_type: 'alpha', 'lambda' or None, got {lk_loss_type!r}")
-    return LossSpec(lk_loss_type or loss, lk_kl_scale, lk_kl_decay)  # type: ignore[arg-type]
+    return LossSpec(kinds[lk_loss_type], lk_kl_scale, lk_kl_decay)
 
 
 def soft_cross_entropy(logits_NW: Tensor, probs_NW: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def sample_depths(
     goes_on = np.zeros_like(supervised)  # the next position is supervised, in the same document
     goes_on[:-1] = supervised[1:] & (document[1:] == document[:-1])
     key = _keys(supervised, document, place)
-    valid_count = np.bincount(document[supervised], minlength=document[-1:].sum() + 1)
+    valid_count = np.bincount(document[supervised], minlength=_documents(document))
     sizes = [
         (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
         for depth in range(num_depths)
@@ -146,6 +146,11 @@ def surviving_depths(
     return deepest
 
 
+def _documents(document: Ints) -> int:
+    """How many documents there are, from their ascending ordinals."""
+    return int(document[-1]) + 1 if len(document) else 0
+
+
 def _rank(group: Ints, noise: Words, late: Bools | None = None) -> Ints:
     """Each member's place among its group, by rising noise (those that are `late` after all)."""
     order = np.lexsort((noise, group) if late is None else (noise, late, group))
@@ -161,7 +166,7 @@ def _rank(group: Ints, noise: Words, late: Bools | None = None) -> Ints:
 def _keys(supervised: Bools, document: Ints, place: Ints) -> Words:
     """[slots] a word that stands for the document: the sum of a word per supervised position."""
     words = np.where(supervised, _mix(place.astype(np.uint64) * _GOLDEN + _GOLDEN), np.uint64(0))
-    sums = np.zeros(document[-1:].sum() + 1, dtype=np.uint64)
+    sums = np.zeros(_documents(document), dtype=np.uint64)
     np.add.at(sums, document, words)
     return sums[document]
 

@@ -112,14 +112,19 @@ class Chain:
 
 
 def _same_strides(tensors: Sequence[Tensor]) -> list[Tensor]:
-    if len({x.stride() for x in tensors}) == 1 and tensors[0].stride(-1) == 1:
+    if len({x.stride() for x in tensors}) == 1 and _addressable(tensors[0]):
         return list(tensors)
     return [x.contiguous() for x in tensors]
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Channels side by side; rows and heads may lie apart."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if _addressable(x) else x.contiguous()
+
+
+def _addressable(x: Tensor) -> bool:
+    """Channels side by side; rows and heads may lie apart, heads as far as 32 bits reach (rows'
+    offsets have 64 bits in the kernels, heads' have not)."""
+    return x.stride(-1) == 1 and x.shape[1] * x.stride(1) <= 2**31
 
 
 class Job:

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Response
 from starlette.routing import Route
 
 from fledge import __version__
+from fledge.errors import first_line
 from fledge.serve.answers import Target
 from fledge.serve.guard import App, Guard, Receive, Scope, Send, send_json
 from fledge.serve.metrics import Metrics
@@ -28,6 +29,7 @@ from fledge.target.remote_protocol import PROTOCOL, WIRE_ENCODINGS, Question, Sh
 from fledge.target.remote_segment import write_segment
 from fledge.target.wire import Message, check_digest, unpack
 
+_LONGEST_REASON = 500  # characters
 _BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to take the next piece
 
 
@@ -42,11 +44,11 @@ class Limits:
     merge_tokens: int = 16384
 
 
-class _Gone(Exception):  # noqa: N818
+class _Gone(Exception):  # noqa: N818  (ends a request, no fault)
     """The client left."""
 
 
-class _Late(Exception):  # noqa: N818
+class _Late(Exception):  # noqa: N818  (an answer to the client)
     """The client takes too long to say what it wants."""
 
 
@@ -183,9 +185,10 @@ class _Generate:
             facts = {"error": str(full), "retry_after_s": full.retry_after_s}
             await send_json(send, 429, facts, after)
         except ValueError as error:  # WireError among them: garbage is the client's problem
-            await send_json(send, 400, {"error": _line(error)})
+            await send_json(send, 400, {"error": first_line(error)[:_LONGEST_REASON]})
         except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:
-            what = f"the target failed ({type(error).__name__}: {_line(error)})"
+            reason = first_line(error)[:_LONGEST_REASON]
+            what = f"the target failed ({type(error).__name__}: {reason})"
             await send_json(send, 500, {"error": what})
 
     def _read(self, body: bytearray) -> Question:
@@ -290,7 +293,3 @@ async def _send_message(
             await send({"type": "http.response.body", "body": b""})
     except TimeoutError:  # the reply has begun: all that is left is to close the connection
         raise _Gone from None
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:500]

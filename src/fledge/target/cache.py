@@ -45,7 +45,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
 
     A cache of hidden states serves every supervision; one of probabilities serves `probs` over the
     draft vocabulary it was made for. States come in the precision they are kept in (`hidden-fp8`:
-    the target's own).
+    the target's own). A damaged row is refused, or, with `on_damage="skip"`, unsupervised.
     """
 
     def __init__(
@@ -128,9 +128,12 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         if documents is None:
             documents = _rows_as_documents(attention_mask)
         found = self._find(input_ids, loss_mask, documents)
+        whole = [document for document in found if self.store.check(document.row)]
+        if len(whole) < len(found):  # skipped by choice: where nothing is known, nothing is learnt
+            loss_mask = _only_within(loss_mask, whole)
         device, rows_BT = self._device, input_ids.shape
         states = {
-            name: tensor.view(*rows_BT, -1) for name, tensor in self._states(rows_BT, found).items()
+            name: tensor.view(*rows_BT, -1) for name, tensor in self._states(rows_BT, whole).items()
         }
         loss_BT = _shift_left_with_zero(send(loss_mask, device))
         if "position_mask" in states:
@@ -186,7 +189,6 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         To a GPU the bytes go as they are stored; decoding is the device's work.
         """
         total = rows_BT[0] * rows_BT[1]
-        whole = [document for document in found if self.store.check(document.row)]
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
@@ -194,7 +196,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             in_runs = field.name in per_token or not self.shape.compact
             raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
             fill = self._fill_runs if in_runs else self._fill_slots
-            fill(raw.numpy(), field, whole)
+            fill(raw.numpy(), field, found)
             stored[field.name] = raw.to(self._device, non_blocking=pinned).view(field.dtype)
         return decode_states(stored, self.shape, self._info.dtype)
 
@@ -216,6 +218,14 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             shard, local = self.store.at(document.row)
             data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
             into[document.start + document.slots] = data
+
+
+def _only_within(loss_mask: Tensor, documents: list[_Found]) -> Tensor:
+    """The mask [B, T] inside these documents, 0 elsewhere."""
+    inside_S = torch.zeros(loss_mask.numel(), dtype=torch.bool)
+    for document in documents:
+        inside_S[document.start : document.start + document.length] = True
+    return loss_mask * inside_S.view_as(loss_mask).to(loss_mask.device)
 
 
 def _rows_as_documents(attention_mask: Tensor) -> Documents:

@@ -4,7 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.data.vocab import (
+    DraftVocabulary,
+    count_supervised,
+    select_vocabulary,
+    special_token_ids,
+)
 from fledge.errors import BadInput
 from fledge.models.resolve import load_tokenizer
 from fledge.target.cache import CachedEagle3TargetModel
@@ -72,6 +77,5 @@ def _count(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary
     trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
     pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
     tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))
-    special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
     counts_V = count_supervised(pairs, source.info().vocab_size)
-    return select_vocabulary(counts_V, size, special_ids=special)
+    return select_vocabulary(counts_V, size, special_ids=special_token_ids(tokenizer))

@@ -94,11 +94,6 @@ class ModelFacts:
             template=_digest(str(tokenizer.chat_template).encode()),
         )
 
-    def special_ids(self) -> list[int | None]:
-        """bos, eos, pad and unk, as far as the tokenizer has them."""
-        names = ("bos", "eos", "pad", "unk")
-        return [getattr(self.tokenizer, f"{name}_token_id") for name in names]
-
     def head_bytes(self, dtype: torch.dtype) -> int:
         """What stands beside the shards, about: the weights' true dtype is known once loaded."""
         weights = (1 if self.tied else 2) * self.vocab_size * self.hidden_size * dtype.itemsize

@@ -221,20 +221,13 @@ def _compute(
     lengths = [len(row.input_ids) for row in rows]
     packs = [(Piece(i, 0, n),) for i, n in enumerate(lengths)]
     given = collate(rows, packs, max(lengths), job.pad_id)
-    batch = target.generate_batch(
-        given.input_ids,
-        given.attention_mask,
-        given.loss_mask,
-        given.position_ids,
-        given.seq_lens,
-        given.doc_remaining,
-    )
+    batch = target.generate_batch(*given.arguments())
     slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
     device = batch.aux_hidden_states.device
-    mapping = None if vocabulary is None else tuple(tensor.to(device) for tensor in vocabulary)
+    mapping = None if vocabulary is None else (vocabulary[0].to(device), vocabulary[1].to(device))
     # the head is asked for only where probabilities have to be made of states
     head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
-    tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)  # type: ignore[arg-type]
+    tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
     tokens = {field.name for field in job.shape.token_fields()}
     sizes = {name: lengths if name in tokens else [len(s) for s in slots] for name in tensors}
     return _Payload.copy_of(tensors, sizes)
@@ -335,7 +328,7 @@ class _Disk:
                 with open_shard(self._job.directory / shard_name(index), layout, rows) as shard:
                     while (item := self._take()) is not None:
                         self._put(shard, layout, *item)
-        except (OSError, ValueError, RuntimeError, _Stopped, AssertionError) as error:
+        except BaseException as error:  # noqa: BLE001  (raised where the next batch is offered)
             self._error = error
 
     def _put(

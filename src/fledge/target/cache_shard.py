@@ -61,8 +61,7 @@ class ShardWriter:
         self._descriptor, self._layout, self._rows = descriptor, layout, rows
         self._digests = np.zeros(len(rows), dtype=np.int64)
         self._written = np.zeros(len(rows), dtype=np.bool_)
-        # the whole size at once: a disk that is too full says so before the target runs
-        os.posix_fallocate(descriptor, 0, layout.n_bytes)
+        _reserve(descriptor, layout.n_bytes)
         self._write(0, layout.header)
         self._array("row_start", layout.row_start)
         self._array("slot_start", layout.slot_start)
@@ -98,6 +97,15 @@ class ShardWriter:
         while len(rest):
             done = os.pwrite(self._descriptor, rest, at)
             rest, at = rest[done:], at + done
+
+
+def _reserve(descriptor: int, n_bytes: int) -> None:
+    """The whole size at once: a disk that is too full says so before the target runs (but not on
+    macOS, which has no such call)."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, n_bytes)
+    else:
+        os.ftruncate(descriptor, n_bytes)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """A target's forward pass made cheap on a GPU, without changing the model.
 
-`compiled` lends the decoder layers their compiled forward for one pass: norms, rotary positions,
-activations and residuals become a few kernels each. `RecordedPass` goes further for small models,
-whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
+`CompiledLayers` lends the decoder layers their compiled forward for one pass: norms, rotary
+positions, activations and residuals become a few kernels each. `RecordedPass` goes further for
+small models, whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
 """
 
 import logging
@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from fledge.errors import first_line
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -39,7 +41,7 @@ class CompiledLayers:
                 del layer.forward
 
     def give_up(self, error: BaseException) -> None:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         log.warning("the target's layers run as they are: they could not be compiled (%s)", reason)
         self._forwards = []
 
@@ -90,6 +92,42 @@ class RecordedPass(Generic[Result]):
             self._inputs[name].copy_(tensor)
         self._graph.replay()
         return self._results
+
+
+class RecordedSizes(Generic[Result]):
+    """Recorded passes by size: only of sizes that come back, and only so many, the last used ones,
+    because each holds memory of its own."""
+
+    MOST = 8
+
+    def __init__(self) -> None:
+        self._met: set[int] = set()
+        self._held: dict[int, RecordedPass[Result]] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Those that are recorded, last used last."""
+        return list(self._held)
+
+    def comes_back(self, size: int) -> bool:
+        """Whether this size was asked about before: where every batch has a size of its own,
+        recording gains nothing."""
+        met = size in self._met
+        self._met.add(size)
+        return met
+
+    def __call__(self, size: int, run: Callable[..., Result], inputs: dict[str, Tensor]) -> Result:
+        """`run(**inputs)`, which depends on nothing else but its size."""
+        recorded = self._held.pop(size, None)
+        if recorded is None:
+            while len(self._held) >= self.MOST:
+                del self._held[next(iter(self._held))]
+            recorded = RecordedPass(run, inputs)
+        self._held[size] = recorded
+        return recorded(inputs)
+
+    def forget(self) -> None:
+        self._held.clear()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from fledge.target import fp8
 from fledge.target.base import TargetInfo
 from fledge.target.batch import Supervision
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
-from fledge.target.compiled import CompiledLayers, RecordedPass, compile_errors
+from fledge.target.compiled import CompiledLayers, RecordedSizes, compile_errors
 from fledge.target.head import TargetHead
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
@@ -95,7 +95,7 @@ class HFEagle3TargetModel(InProcessTarget):
         gpu = self._device().type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
         self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
-        self._recorded: dict[int, RecordedPass[list[Tensor]]] = {}  # by slots
+        self._recorded = RecordedSizes[list[Tensor]]()
         self.record_passes = compile_layers and gpu
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
@@ -175,7 +175,7 @@ class HFEagle3TargetModel(InProcessTarget):
         """Drop the model, so that its memory can go as soon as nobody else holds it."""
         if not self._closed:
             del self.model, self._layers, self._compiled
-            self._recorded.clear()
+            self._recorded.forget()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
@@ -188,7 +188,7 @@ class HFEagle3TargetModel(InProcessTarget):
             return self._run(ids, mask, group, write)
         try:
             with self._compiled.lent():
-                if isinstance(group, WholeRow) and self._launches_take_longest(ids):
+                if isinstance(group, WholeRow) and self._worth_recording(ids.numel()):
                     return self._replay(ids, group, write)
                 return self._run(ids, mask, group, write)
         except compile_errors() as error:
@@ -219,22 +219,18 @@ class HFEagle3TargetModel(InProcessTarget):
                 logits = self._call(ids, mask if group is None else None)
         return logits if self.supervision == "logits" else seen[0]
 
-    def _launches_take_longest(self, ids: Tensor) -> bool:
-        """Whether Python needs longer to start this pass than the GPU to run it."""
-        return self.record_passes and ids.numel() < 2 * self.overhead_tokens
+    def _worth_recording(self, slots: int) -> bool:
+        """Whether Python needs longer to start such a pass than the GPU to run it."""
+        short = self.record_passes and slots < 2 * self.overhead_tokens
+        return short and self._recorded.comes_back(slots)
 
     def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
-        inputs = {"ids": ids, **group.options()}
-        recorded = self._recorded.get(ids.numel())
-        if recorded is None:
+        def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
+            states: dict[int, Tensor] = {}
+            answer = self._run(ids, None, group.with_options(options), states.__setitem__)
+            return [*(states[i] for i in self.aux_layer_ids), answer]
 
-            def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
-                states: dict[int, Tensor] = {}
-                answer = self._run(ids, None, group.with_options(options), states.__setitem__)
-                return [*(states[i] for i in self.aux_layer_ids), answer]
-
-            recorded = self._recorded[ids.numel()] = RecordedPass(run, inputs)
-        *states, answer = recorded(inputs)
+        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
         for layer_id, layer_states in zip(self.aux_layer_ids, states, strict=True):
             write(layer_id, layer_states)
         return answer

@@ -96,6 +96,11 @@ def stated(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def longest_text(config: Any) -> int:
+    """Tokens that a target takes at once; without end where its config names no end."""
+    return getattr(text_config(config), "max_position_embeddings", None) or 1 << 40
+
+
 def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
     """Number of decoder layers the target runs; the config's word, else the layers there are."""
     depth = getattr(text_config(config), "num_hidden_layers", None)

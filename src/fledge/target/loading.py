@@ -5,6 +5,7 @@ with the number format it is stored in (or asked for), on one device, and turns 
 line.
 """
 
+import logging
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,6 +18,8 @@ from fledge.errors import BadInput, broken_files, first_line
 from fledge.machine import find_device
 from fledge.target.weights import quantisation_method
 
+log = logging.getLogger(__name__)
+
 # One of these is in every directory that holds a tokenizer; without any, transformers makes up an
 # empty one for some architectures.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -25,7 +28,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 @dataclass(frozen=True)
 class LoadedTarget:
     model: nn.Module
-    tokenizer: Any  # None when the directory holds none
+    tokenizer: Any  # None when the directory holds none that can be read
     stored_as: str | None  # the checkpoint's own quantisation method, if it has one
 
 
@@ -101,7 +104,7 @@ def _loader_for(config: Any) -> Any:
 
 
 def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
-    """The tokenizer beside a target's weights; None when there is none."""
+    """The tokenizer beside a target's weights; None when there is none that can be read."""
     import transformers
 
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
@@ -110,5 +113,7 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
         return transformers.AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError):
-        return None  # a target runs without one; its fingerprint is then absent
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        # a target runs without one; its fingerprint is then absent
+        log.warning("%s: its tokenizer cannot be read (%s)", directory, first_line(error))
+        return None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
 from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero
+from fledge.target.hf import HFEagle3TargetModel
 from fledge.target.packing import find_documents
 from fledge.transfer import send
 
@@ -67,7 +68,7 @@ class RememberingTarget(Eagle3TargetBackend):
             (slice(start, start + length), _key(flat[start : start + length]))
             for start, length in zip(documents.starts, documents.lengths, strict=True)
         ]
-        if any(key not in self._known for _, key in spans):
+        if not spans or any(key not in self._known for _, key in spans):
             batch = self.inner.generate_batch(input_ids, attention_mask, loss_mask, *packing)
             self._learn(batch, spans)
             return batch
@@ -78,10 +79,9 @@ class RememberingTarget(Eagle3TargetBackend):
         aux = batch.aux_hidden_states.flatten(0, 1)
         hidden = batch.last_hidden_states.flatten(0, 1)
         for span, key in spans:
-            memory = _Memory(aux[span].clone(), hidden[span].clone())
-            size = memory.aux.nbytes + memory.hidden.nbytes
+            size = aux[span].nbytes + hidden[span].nbytes
             if key not in self._known and size <= self._free:
-                self._known[key] = memory
+                self._known[key] = _Memory(aux[span].clone(), hidden[span].clone())
                 self._free -= size
 
     def _recall(
@@ -112,6 +112,12 @@ class RememberingTarget(Eagle3TargetBackend):
             seq_lens=seq_lens,
             doc_remaining=doc_remaining,
         )
+
+
+def colocated(target: Eagle3TargetBackend) -> HFEagle3TargetModel | None:
+    """The Hugging Face target behind a backend, remembered or not; None: it runs elsewhere."""
+    inner = target.inner if isinstance(target, RememberingTarget) else target
+    return inner if isinstance(inner, HFEagle3TargetModel) else None
 
 
 def _key(ids: Tensor) -> bytes:

@@ -161,9 +161,12 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
     ) -> Future[Eagle3TargetBatch]:
         """Ask in the background; `prefetch` calls at a time, the others wait their turn."""
         self._check_open()
-        given = (input_ids, attention_mask, loss_mask, position_ids, seq_lens, doc_remaining)
-        rows = Rows(*(None if tensor is None else tensor.detach().cpu() for tensor in given))  # type: ignore[arg-type]
-        find_documents(rows.input_ids, rows.attention_mask, *rows.arguments()[3:])
+        packing = (position_ids, seq_lens, doc_remaining)
+        rows = Rows(
+            *(tensor.detach().cpu() for tensor in (input_ids, attention_mask, loss_mask)),
+            *(None if tensor is None else tensor.detach().cpu() for tensor in packing),
+        )
+        find_documents(rows.input_ids, rows.attention_mask, *rows.packing())
         self._check_vocabulary(rows.input_ids)
         vocabulary = None
         if self._encoding != "hidden":
@@ -250,7 +253,8 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             )
             state.queue = reply.queue
             message = self._received(state, reply, segment, most)
-            segment = None if message is not reply.body else segment
+            if message is not reply.body:
+                segment = None  # its memory is the batch's now
             tensors, metadata = unpack(message)
             return decode_answer(tensors, metadata, question.rows, shapes, question.request_id)
         except WireError as error:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fledge.addresses import server_address
-from fledge.errors import BadInput
+from fledge.errors import BadInput, first_line
 from fledge.target.wire import CHUNK_BYTES, DigestCheck, WireError
 
 _SMALL_BYTES = 1 << 20  # more than any JSON reply has
@@ -31,11 +31,11 @@ class ServerDown(Exception):  # noqa: N818  (a finding, handled by the fleet)
     """Nobody listens there: not this request's fault."""
 
 
-class ServerFault(Exception):  # noqa: N818
+class ServerFault(Exception):  # noqa: N818  (a finding too)
     """The exchange broke (time, truncation, an error inside the server): try again, elsewhere."""
 
 
-class ServerBusy(Exception):  # noqa: N818
+class ServerBusy(Exception):  # noqa: N818  (a finding too)
     """The queue is full: try again after `retry_after_s`."""
 
     def __init__(self, retry_after_s: float) -> None:
@@ -156,19 +156,26 @@ class Server:
                 connection.close()
                 if kept:  # the server had closed it in the meantime: ask on a fresh one
                     continue
-                raise ServerFault(f"closed the connection ({short(error)})") from error
+                raise ServerFault(f"closed the connection ({first_line(error)})") from error
             except (OSError, http.client.HTTPException, WireError) as error:
                 connection.close()
-                raise ServerFault(short(error)) from error
+                raise ServerFault(first_line(error)) from error
             except BaseException:
                 connection.close()
                 raise
             finally:
                 with self._lock:
                     self._busy.discard(connection)
-            with self._lock:
-                self._idle.append(connection)
+            self._keep(connection)
             return reply
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        """For the next exchange, unless this one has outlived the client."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
 
     def _connect(self, deadline: float) -> tuple[http.client.HTTPConnection, bool]:
         """(connection, whether it was used before)."""
@@ -189,10 +196,13 @@ class Server:
             connection.connect()
         except ssl.SSLError as error:
             raise Refused(
-                f"TLS failed ({short(error)})", status=0, where=self.url, fix="see target.ca_file"
+                f"TLS failed ({first_line(error)})",
+                status=0,
+                where=self.url,
+                fix="see target.ca_file",
             ) from error
         except OSError as error:
-            raise ServerDown(short(error)) from error
+            raise ServerDown(first_line(error)) from error
         return connection, False
 
     def _speak(
@@ -253,7 +263,7 @@ def _trusting(ca_file: str | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # SSLError among them
         raise BadInput(
-            f"no certificates could be read ({short(error)})", where=f"ca_file {ca_file}"
+            f"no certificates could be read ({first_line(error)})", where=f"ca_file {ca_file}"
         ) from error
 
 
@@ -271,7 +281,3 @@ def _seconds(said: Any) -> float:
         return min(60.0, max(0.01, float(said)))
     except (TypeError, ValueError):
         return 1.0
-
-
-def short(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

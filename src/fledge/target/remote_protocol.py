@@ -69,9 +69,15 @@ class Rows:
     def tokens(self) -> int:
         return self.input_ids.numel()
 
-    def arguments(self) -> tuple[Tensor | None, ...]:
+    def packing(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of `PACKING_FIELDS`."""
+        return self.position_ids, self.seq_lens, self.doc_remaining
+
+    def arguments(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """In the order of `generate_batch`."""
-        return tuple(getattr(self, name) for name in (*ROW_FIELDS, *PACKING_FIELDS))
+        return self.input_ids, self.attention_mask, self.loss_mask, *self.packing()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.errors import BadInput
+from fledge.errors import BadInput, first_line
 from fledge.target.batch import Supervision
 from fledge.target.head import TargetHead
 from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
@@ -82,7 +82,7 @@ class SGLangTargetRunner:
         except BadInput:
             raise
         except _ENGINE_ERRORS as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            reason = first_line(error)[:200]
             raise BadInput(
                 f"SGLang {version} could not load the target ({reason})",
                 where=str(model),

@@ -64,14 +64,7 @@ def answers_ahead(
 
 
 def _ask(target: Eagle3TargetBackend, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
-    return target.generate_batch_async(
-        rows.input_ids,
-        rows.attention_mask,
-        rows.loss_mask,
-        rows.position_ids,
-        rows.seq_lens,
-        rows.doc_remaining,
-    )
+    return target.generate_batch_async(*rows.arguments())
 
 
 def _arrived(parts: Parts, batch: StepBatch, stopping: Callable[[], bool]) -> StepBatch:

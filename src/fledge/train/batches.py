@@ -7,7 +7,7 @@ resumed run needs nothing but its step number, and N ranks together see what one
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class RowView(Sequence[TokenRow]):
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, index: int) -> TokenRow:  # type: ignore[override]
+    def __getitem__(self, index: int) -> TokenRow:  # type: ignore[override]  # no slices
         row: TokenRow = self._rows[int(self._index[index])]
         return row
 
@@ -57,13 +57,16 @@ def split_rows(
     The held-out ones are drawn with a fixed seed: they must be the same in every run on this data,
     or figures could not be compared.
     """
-    places = np.array([rows[i].place for i in range(len(rows))])
-    keep = np.array([not (drop_truncated and rows[i].truncated) for i in range(len(rows))], bool)
-    conversations, group = np.unique(places, return_inverse=True)
+    places, keep = [], np.ones(len(rows), dtype=bool)
+    for i in range(len(rows)):
+        row = rows[i]
+        places.append(row.place)
+        keep[i] = not (drop_truncated and row.truncated)
+    conversations = sorted(set(places))
     order = np.random.default_rng(0).permutation(len(conversations))
-    chosen = np.zeros(len(conversations), dtype=bool)
-    chosen[order[: min(held_out, max(0, len(conversations) - 1))]] = True
-    out = chosen[group]
+    count = min(held_out, max(0, len(conversations) - 1))
+    chosen = {conversations[i] for i in order[:count]}
+    out = np.array([place in chosen for place in places], dtype=bool)
     index = np.arange(len(rows), dtype=np.int64)
     return RowView(rows, index[keep & ~out]), RowView(rows, index[out])
 
@@ -147,12 +150,13 @@ class PackStream:
             start = begin + (index * self._world.size + self._world.rank) * self._micro
             stop = start + self._micro if self._end is None else min(start + self._micro, self._end)
             found = [self._at(position) for position in range(start, stop)]
-            packs = [pack for at in found if at is not None for pack in (at[1],)]
+            packs = [at[1] for at in found if at is not None]
             micro.append(collate(self.rows, packs, self.tokens, self.pad_id) if packs else None)
         return StepBatch(step, first[0], tuple(micro))
 
-    def prefetched(self, start: int, ahead: int) -> Iterator[StepBatch]:
-        """Batches from step `start` to the end, `ahead` of them prepared by a thread."""
+    def prefetched(self, start: int, ahead: int) -> Generator[StepBatch, None, None]:
+        """Batches from step `start` to the end, `ahead` of them prepared by a thread, which ends
+        with the last one or when the generator is closed."""
         if ahead == 0:
             yield from (self.batch(step) for step in range(start, self.steps))
             return

@@ -13,9 +13,11 @@ from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.errors import BadInput
 from fledge.models.resolve import load_config
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.remember import colocated
 from fledge.train.cached import model_name
 from fledge.train.recipe import Recipe
 from fledge.train.recipe_sections import PeagleObjective
+from fledge.train.runs import starting_draft
 
 
 def make_draft(
@@ -40,9 +42,8 @@ def make_draft(
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
     # Which layers it listens to is part of what a draft is: other ones are noise to it.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
-    model = getattr(getattr(target, "inner", target), "model", None)
-    if model is not None:
-        verify_rotary(draft.config, model)
+    if (here := colocated(target)) is not None:  # elsewhere nobody can look at its rotary module
+        verify_rotary(draft.config, here.model)
     draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
     draft.gradient_checkpointing = recipe.training.gradient_checkpointing
     return draft.to(device)
@@ -77,20 +78,20 @@ def _warm_draft(
     recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
 ) -> LlamaEagle3DraftModel:
     """The draft that `init_from` names; an EAGLE-3 one grows into P-EAGLE where that is trained."""
-    start = recipe.draft.init_from
+    start = starting_draft(recipe)
     assert start is not None
     draft = LlamaEagle3DraftModel.from_pretrained(start, dtype=torch.float32)
     vocab_size = target.info().vocab_size
     if draft.config.vocab_size != vocab_size:
         raise BadInput(
             f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}",
-            where=start,
+            where=str(start),
         )
     layers = getattr(draft.config, "aux_layer_ids", None)  # foreign drafts do not say
     if layers is not None and list(layers) != list(target.aux_layer_ids):
         raise BadInput(
             f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}",
-            where=start,
+            where=str(start),
             fix=f"target.aux_layer_ids={','.join(map(str, layers))}",
         )
     parallel = isinstance(recipe.objective, PeagleObjective)
@@ -98,7 +99,7 @@ def _warm_draft(
         return peagle_from_eagle3(draft, _draft_config(recipe, target, vocabulary, tokenizer))
     if draft.config.parallel_drafting and not parallel:
         raise BadInput(
-            "a P-EAGLE draft", where=start, fix="objective.kind=peagle goes on training it"
+            "a P-EAGLE draft", where=str(start), fix="objective.kind=peagle goes on training it"
         )
     return draft
 

@@ -2,11 +2,10 @@
 
 import signal
 import threading
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
-
-import torch
 
 from fledge.errors import BadInput, TargetUnreachable
 from fledge.files import write_json
@@ -96,12 +95,12 @@ def fit(training: Training, observer: Observer) -> Outcome:
     total = training.stream.steps
     pending: tuple[Any, StepResult] | None = None
     saved = state.step
-    with StopSignal() as stop:
+    prefetched = training.stream.prefetched(state.step, recipe.training.prefetch)
+    with StopSignal() as stop, closing(prefetched) as batches:
         try:
             _evaluate_if_missed(training, state, window, logs)
             parts.objective.draft_model.train()
             parts.clock.read()
-            batches = training.stream.prefetched(state.step, recipe.training.prefetch)
             for batch in ask_ahead(parts, batches, stopping=lambda: bool(stop.received)):
                 lr = _lr(training, state.step)
                 result = train_step(parts, batch, lr=lr, stopping=bool(stop.received))
@@ -281,7 +280,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     tensors = found.tensors()
     training.draft.load_state_dict(found.draft_tensors())
     restore_optimizer(parts.optimizer, _names(training), tensors)
-    parts.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if "guard." in k})
+    parts.guard.load({name: tensors[f"guard.{name}"] for name in parts.guard.state()})
     restore_rng(tensors)
     if parts.world.is_main:
         for name, tensor in window.__dict__.items():
@@ -337,12 +336,3 @@ class _Logs:
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

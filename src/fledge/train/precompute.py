@@ -9,8 +9,7 @@ import torch
 
 from fledge.data import sources
 from fledge.data.prepare import Progress, tokenizer_fingerprint
-from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.data.vocab import special_token_ids
 from fledge.errors import BadInput
 from fledge.models.resolve import load_config
 from fledge.target.base import Eagle3TargetBackend
@@ -23,6 +22,7 @@ from fledge.train.recipe import Recipe
 from fledge.train.recipe_target import CacheTarget, HfTarget, RemoteTarget
 from fledge.train.remote import remote_facts
 from fledge.train.setup import make_target, tokenise_options, tokenised
+from fledge.train.vocabulary import choose_vocabulary
 
 
 class _Joined:
@@ -96,7 +96,13 @@ def recipe_job(
     if options.encoding in ("probs", "topk"):
         held_out = 0 if data.valid else data.valid_rows
         counted, _ = split_rows(train, held_out, drop_truncated=data.drop_truncated)
-        vocabulary = _vocabulary(recipe, counted, model, train.fingerprint)
+        vocabulary = choose_vocabulary(
+            recipe,
+            counted,
+            vocab_size=model.vocab_size,
+            special_ids=special_token_ids(model.tokenizer),
+            fingerprint=train.fingerprint,
+        )
     facts = {
         "data": sources.fingerprint(list(data.train)),
         "valid": sources.fingerprint(list(data.valid)) if data.valid else None,
@@ -119,34 +125,10 @@ def recipe_job(
     return job, model
 
 
-def _vocabulary(
-    recipe: Recipe, rows: RowView, model: ModelFacts, fingerprint: str
-) -> DraftVocabulary:
-    """As training would choose it: a warm start's map, else counted on the training rows."""
-    counts_V = count_supervised(
-        ((row.input_ids, row.loss_mask) for row in (rows[i] for i in range(len(rows)))),
-        model.vocab_size,
-    )
-    start = recipe.draft.init_from
-    if start is not None:
-        ids = LlamaEagle3DraftModel.from_pretrained(start).selected_token_ids
-        if ids is None:
-            raise BadInput("the draft has no vocabulary map", where=start)
-        covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
-        return DraftVocabulary(ids.numpy(), model.vocab_size, covered, fingerprint)
-    return select_vocabulary(
-        counts_V,
-        recipe.draft.draft_vocab_size,
-        special_ids=model.special_ids(),
-        fingerprint=fingerprint,
-    )
-
-
 def recipe_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     """The recipe's target; states are not kept in memory, each row is asked about once.
 
-    Nor are its passes compiled: every batch has a width of its own, and a CUDA graph would be
-    recorded for each.
+    Nor are its layers compiled: every batch has a width of its own, and would be compiled for.
     """
     if isinstance(recipe.target, HfTarget):
         section = recipe.target.model_copy(update={"keep_states_gb": 0.0, "compile": False})

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
+from torch import nn
+
+from fledge.target.remember import colocated
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
@@ -66,9 +69,7 @@ class Prediction:
 def predict(recipe: Any, training: "Training") -> Prediction:
     """Cost of a run that is set up: its target and draft are there to be counted."""
     parts, stream, draft = training.parts, training.stream, training.draft
-    inner = getattr(parts.target, "inner", parts.target)
-    model = getattr(inner, "model", None)
-    target_bytes = sum(p.nbytes for p in model.parameters()) if model is not None else 0
+    target_bytes = sum(p.nbytes for p in _target_weights(training))
     if recipe.target.backend == "hf":
         target_bytes += _kept_states(recipe, training)
     trained = sum(p.numel() for p in parts.parameters)
@@ -95,6 +96,12 @@ def predict(recipe: Any, training: "Training") -> Prediction:
     )
 
 
+def _target_weights(training: "Training") -> list[nn.Parameter]:
+    """Of a target that runs in this process; others cost elsewhere."""
+    here = colocated(training.parts.target)
+    return [] if here is None else list(here.model.parameters())
+
+
 def _kept_states(recipe: Any, training: "Training") -> int:
     per_token = 4 * training.draft.config.target_hidden_size * 4
     wanted: int = int(training.stream.rows.lengths.sum()) * per_token
@@ -112,9 +119,7 @@ def _seconds(recipe: Any, training: "Training", tokens: int) -> float:
 def _operations(recipe: Any, training: "Training", tokens: int) -> float:
     """Multiply-adds counted twice: the target's forward, the draft's rollout with its backward."""
     parts, config = training.parts, training.draft.config
-    inner = getattr(parts.target, "inner", parts.target)
-    model = getattr(inner, "model", None)
-    target = sum(p.numel() for p in model.parameters() if p.ndim == 2) if model is not None else 0
+    target = sum(p.numel() for p in _target_weights(training) if p.ndim == 2)
     epochs = recipe.training.epochs if recipe.training.steps is None else 1
     reused = epochs if recipe.target.backend == "hf" and recipe.target.keep_states_gb else 1
     layer = sum(p.numel() for p in training.draft.layers.parameters() if p.ndim == 2)
@@ -124,6 +129,15 @@ def _operations(recipe: Any, training: "Training", tokens: int) -> float:
     draft = 6 * supervised * depths * (layer + head) + 6 * 3 * config.hidden_size**2
     operations: float = tokens * (2.0 * target / reused + draft)
     return operations
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def directory_bytes(path: Path) -> int:

@@ -99,7 +99,8 @@ class Draft(Section):
     """Start the head from the target's rows of the draft vocabulary."""
 
     init_from: Text | None = None
-    """Draft (checkpoint, run or export) to start from; its vocabulary map is kept."""
+    """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` makes one of
+    any other); its vocabulary map is kept."""
 
 
 class Eagle3Objective(Section):

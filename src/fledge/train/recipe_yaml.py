@@ -28,7 +28,7 @@ _RESOLVERS = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML fills it)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes whatever either set of rules would take for something other than a string."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML adds to it)
         first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 

@@ -21,6 +21,12 @@ def draft_directory(path: Path) -> Path:
     raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
 
 
+def starting_draft(recipe: Recipe) -> Path | None:
+    """The directory of the draft that a recipe starts from, if it names one."""
+    start = recipe.draft.init_from
+    return None if start is None else draft_directory(Path(start).expanduser())
+
+
 def run_directory(path: Path) -> Path | None:
     """The run that a draft belongs to, if any."""
     here = path.absolute()

@@ -16,7 +16,7 @@ from fledge.data.pack import TokenBatch, collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
-from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.data.vocab import DraftVocabulary, special_token_ids
 from fledge.decode.packed import Ints
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
@@ -29,7 +29,7 @@ from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream, RowView, split_rows
 from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
 from fledge.train.clock import Clock
-from fledge.train.distributed import join_world, pick_device
+from fledge.train.distributed import World, join_world, pick_device
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.recipe import Recipe
@@ -47,6 +47,7 @@ from fledge.train.recipe_target import (
 )
 from fledge.train.remote import open_remote
 from fledge.train.step import Objective, Parts
+from fledge.train.vocabulary import choose_vocabulary
 
 VOCABULARY_NAME = "vocabulary.safetensors"
 
@@ -127,13 +128,31 @@ def tokenised(
 
 
 def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
-    """Build a run. Nothing is written but caches and, by the main rank, the vocabulary."""
-    directory = Path(recipe.run.output_dir)
+    """Build a run. Nothing is written but caches."""
     device = pick_device(recipe.training.device)
-    train, held_out, data_fingerprint = prepare_data(recipe, on_progress)
+    data = prepare_data(recipe, on_progress)
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
     target = make_target(recipe, device)
+    try:
+        return _assemble(recipe, target, *data, device=device, world=world)
+    except BaseException:
+        target.close()
+        raise
+
+
+def _assemble(
+    recipe: Recipe,
+    target: Eagle3TargetBackend,
+    train: RowView,
+    held_out: RowView,
+    data_fingerprint: str,
+    *,
+    device: torch.device,
+    world: World,
+) -> Training:
+    """Everything that depends on both the rows and the target."""
+    directory = Path(recipe.run.output_dir)
     tokenizer = load_tokenizer(model_name(recipe))
     vocabulary = _vocabulary(recipe, directory, target, train, tokenizer, data_fingerprint)
     target.set_vocab_mapping(
@@ -143,9 +162,35 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     draft = make_draft(recipe, target, vocabulary, tokenizer, device)
     world.copy_from_main(draft)
     objective = make_objective(recipe, draft, vocabulary, target, device)
+    pad_id = tokenizer.pad_token_id or 0
+    fingerprints = {
+        "data": data_fingerprint,
+        "target": target.info().weights_fingerprint,
+        "vocabulary": vocabulary.digest(),
+    }
+    return Training(
+        recipe=recipe,
+        directory=directory,
+        parts=_parts(recipe, target, objective, device=device, world=world),
+        stream=_stream(recipe, train, pad_id, world),
+        held_out=_held_out_batches(held_out, recipe, pad_id),
+        draft=draft,
+        vocabulary=vocabulary,
+        fingerprints=fingerprints,
+    )
+
+
+def _parts(
+    recipe: Recipe,
+    target: Eagle3TargetBackend,
+    objective: Objective,
+    *,
+    device: torch.device,
+    world: World,
+) -> Parts:
     training = recipe.training
-    parameters = [p for p in draft.parameters() if p.requires_grad]
-    parts = Parts(
+    parameters = [p for p in objective.draft_model.parameters() if p.requires_grad]
+    return Parts(
         target=target,
         objective=objective,
         parameters=parameters,
@@ -163,8 +208,11 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
         clock=Clock(device),
         seed=training.seed,
     )
-    pad_id = tokenizer.pad_token_id or 0
-    stream = PackStream(
+
+
+def _stream(recipe: Recipe, train: RowView, pad_id: int, world: World) -> PackStream:
+    training = recipe.training
+    return PackStream(
         train,
         tokens=recipe.packing.tokens,
         pad_id=pad_id,
@@ -176,13 +224,6 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
         steps=training.steps,
         world=world,
     )
-    held_batches = _held_out_batches(held_out, recipe, pad_id)
-    fingerprints = {
-        "data": data_fingerprint,
-        "target": target.info().weights_fingerprint,
-        "vocabulary": vocabulary.digest(),
-    }
-    return Training(recipe, directory, parts, stream, held_batches, draft, vocabulary, fingerprints)
 
 
 def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
@@ -242,10 +283,10 @@ def _vocabulary(
     tokenizer: Any,
     fingerprint: str,
 ) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else that of `init_from`, else that of a cache of
-    probabilities, else counted on the rows."""
+    """The draft's vocabulary: the run's own, else what a cache of probabilities dictates, else
+    chosen; `init_from` goes before a cache, which then has to fit it."""
     saved = directory / VOCABULARY_NAME
-    size, vocab_size = recipe.draft.draft_vocab_size, target.info().vocab_size
+    vocab_size = target.info().vocab_size
     if saved.exists():  # a resumed run keeps its map, always
         kept = DraftVocabulary.load(saved)
         if kept.vocab_size != vocab_size:
@@ -255,21 +296,16 @@ def _vocabulary(
                 fix="name the target that the run was started with",
             )
         return kept
-    counts_V = count_supervised(
-        ((row.input_ids, row.loss_mask) for row in (train[i] for i in range(len(train)))),
-        vocab_size,
+    dictated = cache_vocabulary(target)
+    if dictated is not None and recipe.draft.init_from is None:
+        return dictated
+    return choose_vocabulary(
+        recipe,
+        train,
+        vocab_size=vocab_size,
+        special_ids=special_token_ids(tokenizer),
+        fingerprint=fingerprint,
     )
-    if recipe.draft.init_from is not None:  # so does a warm start
-        draft = LlamaEagle3DraftModel.from_pretrained(recipe.draft.init_from)
-        ids = draft.selected_token_ids
-        if ids is None:
-            raise BadInput("the draft has no vocabulary map", where=recipe.draft.init_from)
-        covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
-        return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
-    if (cached := cache_vocabulary(target)) is not None:
-        return cached
-    special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
-    return select_vocabulary(counts_V, size, special_ids=special, fingerprint=fingerprint)
 
 
 def make_objective(

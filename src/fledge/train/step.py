@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fledge.data.pack import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.batch import Eagle3TargetBatch
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
 from fledge.train.distributed import World
@@ -98,18 +97,6 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
-def ask_target(target: Eagle3TargetBackend, batch: TokenBatch) -> Eagle3TargetBatch:
-    """The target's answer about one micro-batch of token rows."""
-    return target.generate_batch(
-        batch.input_ids,
-        batch.attention_mask,
-        batch.loss_mask,
-        batch.position_ids,
-        batch.seq_lens,
-        batch.doc_remaining,
-    )
-
-
 def plan_batch(objective: Objective, batch: TokenBatch, *, seed: int) -> Any:
     """Lay out the rollout from host masks; the loss mask moves with its
     tokens (slot t reads token t + 1), as everything in the target's answer does. `seed` decides
@@ -131,7 +118,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     micro = [rows for rows in batch.micro if rows is not None]
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
-        answers = early or [ask_target(parts.target, rows) for rows in micro]
+        answers = early or [parts.target.generate_batch(*rows.arguments()) for rows in micro]
         inputs = [
             answer.to(parts.device, non_blocking=True).to_trainer_inputs() for answer in answers
         ]
