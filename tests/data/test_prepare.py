@@ -72,6 +72,22 @@ def test_parts_of_a_parquet_file_take_their_rows_wherever_its_groups_end(tmp_pat
     assert found == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
 
 
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 40, 99])
+def test_files_read_from_their_beginning_are_cut_into_few_parts(tmp_path, count):
+    """A part of a gzip file or of one JSON array costs all that stands before it."""
+    rows = [chat(i) for i in range(count)]
+    plain = write_jsonl(tmp_path / "a.jsonl", rows)
+    zipped, array = tmp_path / "a.jsonl.gz", tmp_path / "a.json"
+    with gzip.open(zipped, "wt") as handle:
+        handle.write(plain.read_text())
+    array.write_text(json.dumps(rows))
+    for path in (plain, zipped, array):
+        parts = sources.make_parts([str(path)], rows_per_part=1)
+        assert path == plain or len(parts) <= sources.MOST_PARTS
+        found = [row for part in parts for row in part.rows()]
+        assert found == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
+
+
 def test_data_set_ids_with_slices(tmp_path):
     """The real datasets library, on a local data set: the id and slice go through it."""
     pq.write_table(pa.Table.from_pylist([chat(i) for i in range(9)]), tmp_path / "train.parquet")

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fledge.data.drops import BadRow
 from fledge.errors import BadInput
 
 ROWS_PER_PART = 2000
+MOST_PARTS = 16  # of a file that every part reads from its beginning: gzip, one JSON array
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
 # name, or name with a split and slice: `train`, `train[:1000]`, `train[10%:20%]`
 _SPLIT = re.compile(r"^(?P<id>[^\[\]]+?)(?::(?P<split>[A-Za-z_][\w.+\[\]:%-]*))?$")
@@ -161,13 +162,23 @@ def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[P
     for kind, path, split in expand(sources):
         name = path if kind != "dataset" else f"{path}:{split or 'train'}"
         if kind == "jsonl":
-            parts += _jsonl_parts(name, path, rows_per_part)
-            continue
-        total = _count(kind, path, split)
-        for start in range(0, total, rows_per_part):
-            stop = min(total, start + rows_per_part)
-            parts.append(Part(name, path, kind, start, stop, split=split))
+            found = list(_jsonl_parts(name, path, rows_per_part))
+        else:
+            total = _count(kind, path, split)
+            found = [
+                Part(name, path, kind, start, min(total, start + rows_per_part), split=split)
+                for start in range(0, total, rows_per_part)
+            ]
+        whole = kind == "json" or path.endswith(".gz")
+        parts += _joined(found, MOST_PARTS) if whole else found
     return parts
+
+
+def _joined(parts: list[Part], most: int) -> list[Part]:
+    """The same rows in at most so many parts."""
+    size = max(1, -(-len(parts) // most))
+    groups = [parts[i : i + size] for i in range(0, len(parts), size)]
+    return [replace(group[0], stop=group[-1].stop) for group in groups]
 
 
 def _jsonl_parts(name: str, path: str, rows_per_part: int) -> Iterator[Part]:
