@@ -196,6 +196,25 @@ def test_one_row_is_refused_when_states_cross_documents() -> None:
     torch.testing.assert_close(batch.aux_hidden_states, expected.aux_hidden_states)
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError, KeyError, AttributeError])
+def test_one_row_is_given_up_whatever_an_architecture_says_to_it(error: type[Exception]) -> None:
+    model = tiny_model("llama")
+    rotary = model.model.rotary_emb
+    plain = rotary.forward
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        if (position_ids.diff() < 0).any():
+            raise error("positions that begin again")
+        return plain(x, position_ids)
+
+    rotary.forward = forward
+    target, asked = in_one_row(model), packed_rows(some_documents(), 14)
+    batch = target.generate_batch(*asked)
+    assert target._one_row_checked is False
+    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*asked)
+    torch.testing.assert_close(batch.aux_hidden_states, expected.aux_hidden_states)
+
+
 def test_chunked_attention_is_not_tried_in_one_row() -> None:
     model = tiny_model("llama")
     model.config.attention_chunk_size = 8192

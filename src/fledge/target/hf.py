@@ -50,6 +50,9 @@ from fledge.target.probe import find_head_module, learn_head
 from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
+# How an architecture says that it cannot take packed documents in one row, each in its own way (a
+# forward that takes no more arguments: TypeError). As rows they always answer.
+_REFUSALS = (Unsupported, TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 
 
 class HFEagle3TargetModel(InProcessTarget):
@@ -279,7 +282,7 @@ class HFEagle3TargetModel(InProcessTarget):
                     write = partial(_write_to, aux, group)
                     self._run(group.take(ids_BT), None, group, write)
                 answers.append(aux.result().double())
-        except (Unsupported, TypeError):  # the latter: a forward that takes no more arguments
+        except _REFUSALS:
             return False
         error = (answers[0] - answers[1]).abs().mean() / answers[0].abs().mean()
         return bool(
