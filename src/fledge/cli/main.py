@@ -95,6 +95,8 @@ _attach_verbs()
 _KEPT = {
     "cache convert": "; what is converted stays, --resume continues",
     "data prepare": "; the parts that are done stay, the same command goes on",
+    "diagnose": "; the target's answers stay, the same command goes on",
+    "eval": "; the target's answers stay, the same command goes on",
     "precompute": "; what is written stays, --resume continues",
     "regenerate": "; the answers stay, the same command goes on",
 }
