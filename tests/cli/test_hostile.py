@@ -166,7 +166,8 @@ def test_directories_that_cannot_be_written(place, monkeypatch, capfd, command, 
         ("cache info directory", "not a cache"),
         ("eval draft --target target --prompts chats.jsonl --out ./chats.jsonl", "is read by"),
         ("data preview chats.jsonl --model target --html chats.jsonl", "is read by"),
-        ("regenerate chats.jsonl --target target --out chats.jsonl", "not made by this command"),
+        ("regenerate chats.jsonl --target nowhere --out chats.jsonl", "is read by"),
+        ("regenerate chats.jsonl --target nowhere --out new.json", "is not a .jsonl file"),
     ],
 )
 def test_bad_values(place, monkeypatch, capfd, command, message):

@@ -28,7 +28,7 @@ from fledge.data.regenerate_dialogue import Dialogue
 from fledge.data.regenerate_journal import Journal, json_line
 from fledge.data.sources import Row, fingerprint, make_parts
 from fledge.errors import BadInput
-from fledge.files import atomic_file, write_json
+from fledge.files import atomic_file, check_place, write_json
 
 _FORMAT = 1
 
@@ -114,8 +114,7 @@ def regenerate(
     Rows that failed before are tried again. A row that fails does not end the job; `patience` of
     them one after another because nobody answers at all do.
     """
-    if not out.name.endswith(".jsonl"):
-        raise BadInput(f"'{out.name}' is not a .jsonl file", where="--out")
+    check_out(out, sources)
     data = {"sources": sources, "fingerprint": fingerprint(sources), "limit": limit}
     settings = {
         "format": _FORMAT,
@@ -138,6 +137,13 @@ def regenerate(
             journal.close()
         job.finish(journal, summary)
     return summary
+
+
+def check_out(out: Path, sources: list[str]) -> None:
+    """Refuse a place for the answers that can be none, before a target is loaded for them."""
+    check_place(out, read=sources)
+    if not out.name.endswith(".jsonl"):
+        raise BadInput(f"'{out.name}' is not a .jsonl file", where="--out")
 
 
 def _rows(sources: list[str], limit: int | None) -> Iterator[tuple[int, Row]]:
