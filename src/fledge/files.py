@@ -53,6 +53,27 @@ def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Pat
         raise BadInput(f"'{holder}' may not be written", where=str(path), fix="name another place")
 
 
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """One writer at a time; the lock goes with its process and leaves nothing behind."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(
+                "another command is writing here",
+                where=str(directory),
+                fix="wait for it, or name another place",
+            ) from None
+        except OSError:
+            pass  # some file systems know no locks
+        yield
+    finally:
+        os.close(fd)
+
+
 def _remove_abandoned(path: Path, suffix: str) -> None:
     """Remove what killed writers of `path` left; a living writer holds a lock on its own."""
     for entry in os.scandir(path.parent):
