@@ -6,12 +6,14 @@ In this process, through the entry point itself: what a user would see on stderr
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from fledge.cli import main
+from fledge.files import atomic_file
 from train.tiny import make_chats, make_target, recipe_for
 
 
@@ -235,6 +237,31 @@ def test_an_interrupt_says_what_is_kept(monkeypatch, capfd, verb, kept):
     said = capfd.readouterr().err.strip()
     assert said.startswith("fledge: interrupted")
     assert kept in said if kept else said == "fledge: interrupted"
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_takes_half_written_files_with_it(
+    tmp_path, monkeypatch, capfd, number, code, swallowed
+):
+    def app(**_):
+        try:
+            with atomic_file(tmp_path / "x") as handle:
+                handle.write(b"half")
+                os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            if not swallowed:
+                raise
+        raise ValueError("a library took the interrupt for something else")
+
+    monkeypatch.setattr(main, "app", app)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        main.run(["eval"])
+    assert ended.value.code == code
+    assert capfd.readouterr().err.startswith("fledge: interrupted; the target's answers stay")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(
