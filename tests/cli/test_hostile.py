@@ -264,6 +264,21 @@ def test_a_signal_takes_half_written_files_with_it(
     assert signal.getsignal(number) is before
 
 
+def test_a_second_signal_does_not_spoil_the_last_line(monkeypatch, capfd):
+    real = main._fail
+
+    def fail(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(*given)
+
+    monkeypatch.setattr(main, "app", lambda **_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(main, "_fail", fail)
+    with pytest.raises(SystemExit) as ended:
+        main.run(["eval"])
+    assert ended.value.code == 130
+    assert capfd.readouterr().err.startswith("fledge: interrupted")
+
+
 @pytest.mark.parametrize(
     "arguments",
     ["data preview {0}/chats.jsonl --model {0}/target -n 60", "recipe schema"],

@@ -158,6 +158,8 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
+    for number in {*stopped}:  # somebody impatient: it is ending already
+        signal.signal(number, signal.SIG_IGN)
     words = " ".join(sys.argv[1:] if argv is None else argv)
     kept = next((text for verb, text in _KEPT.items() if words.startswith(verb)), "")
     _fail(f"interrupted{kept}", 128 + (stopped[0] if stopped else signal.SIGINT))
