@@ -55,7 +55,10 @@ def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Pat
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """One writer at a time; the lock goes with its process and leaves nothing behind."""
+    """One writer at a time, in the same directory to the end.
+
+    The lock goes with its process and leaves nothing behind.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY)
     try:
@@ -70,6 +73,8 @@ def alone_in(directory: Path) -> Iterator[None]:
         except OSError:
             pass  # some file systems know no locks
         yield
+        if not (directory.exists() and os.path.samestat(os.fstat(fd), directory.stat())):
+            raise BadInput("was removed meanwhile", where=str(directory), fix="run it again")
     finally:
         os.close(fd)
 

@@ -407,6 +407,20 @@ def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
     assert payload(tmp_path / "cache") == payload(finished)
 
 
+def test_a_cache_that_is_removed_meanwhile_is_not_called_complete(
+    argv, tmp_path, capsys, monkeypatch
+):
+    real = cache_run.run_job
+
+    def removing(job, *rest, **options):
+        shutil.rmtree(job.directory)
+        return real(job, *rest, **options)
+
+    monkeypatch.setattr(cache_run, "run_job", removing)
+    assert main(argv()) == 2
+    assert "removed meanwhile; run it again" in capsys.readouterr().err
+
+
 def test_two_at_once_are_kept_apart(argv, tmp_path, capsys):
     (tmp_path / "cache").mkdir()
     with FileLock(tmp_path / "cache" / ".lock"):

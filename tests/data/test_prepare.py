@@ -16,6 +16,7 @@ import pytest
 
 from fledge.data import sources
 from fledge.data.prepare import prepare_rows
+from fledge.data.store import TokenRows, part_path
 from fledge.data.tokenise import TokeniseOptions
 from fledge.errors import BadInput
 
@@ -191,6 +192,13 @@ def test_workers_end_with_a_parent_that_is_killed(prepare, smollm2, tmp_path):
         process.kill()
         assert process.communicate(timeout=60) == (b"", None)
     assert len(prepare(path, rows_per_part=2)) == 40
+
+
+def test_a_part_that_vanishes_is_named(prepare, tmp_path):
+    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1)]))
+    part_path(rows.directory, 0).unlink()
+    with pytest.raises(BadInput, match=r"part-00000\.arrow: cannot be read .*; run again"):
+        TokenRows(rows.directory, 1, rows.drops, rows.fingerprint)
 
 
 def test_masks_that_cannot_be_right_are_refused(smollm2, tmp_path):

@@ -78,5 +78,7 @@ def _locked(directory: Path, main: bool) -> Iterator[None]:
     try:
         with FileLock(directory / LOCK, timeout=0):
             yield
+            if not (directory / LOCK).exists():  # what was written before is not there any more
+                raise BadInput("was removed meanwhile", where=str(directory), fix="run it again")
     except Timeout:
         raise BadInput("another precompute is writing here", where=str(directory)) from None
