@@ -136,6 +136,11 @@ def run(argv: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+class _Stopped(KeyboardInterrupt):
+    """Python ends as killed by SIGINT, whatever the exit code, when a plain KeyboardInterrupt came
+    while some libraries are imported; not so with one of another type."""
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
     """SIGTERM is an interrupt too: what is half-written goes, workers end. Yields what came."""
@@ -143,7 +148,7 @@ def _signals() -> Iterator[list[int]]:
 
     def stop(number: int, _: FrameType | None) -> None:
         stopped.append(number)
-        raise KeyboardInterrupt
+        raise _Stopped
 
     old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
