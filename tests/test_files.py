@@ -165,6 +165,12 @@ def test_alone_in_a_directory_and_in_no_other(tmp_path):
         path.rename(tmp_path / "aside").with_name("run").mkdir()  # another one of that name
 
 
+def test_whatever_the_disk_refuses_is_an_oserror(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        save_tensors(tmp_path / "gone" / "x", {"a": torch.zeros(1)})
+    assert caught.value.filename == str(tmp_path / "gone" / "x")
+
+
 def test_a_full_disk_is_an_oserror_and_one_line(tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device (os error 28)")

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -193,6 +194,19 @@ def test_two_commands_do_not_train_one_run(recipe, tmp_path):
         fit(training, Notes())
     assert list((tmp_path / "run").iterdir()) == []
     assert fit(training, Notes()).finished
+
+
+def test_a_run_that_is_removed_stops_at_its_next_save(recipe, monkeypatch, tmp_path):
+    real = fit_module.train_step
+
+    def removing(*given, **more):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return real(*given, **more)
+
+    monkeypatch.setattr(fit_module, "train_step", removing)
+    with pytest.raises(BadInput, match="removed meanwhile"):
+        train(recipe())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_was_killed_at_its_very_beginning_begins_again(recipe, tmp_path):

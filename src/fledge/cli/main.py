@@ -118,7 +118,7 @@ def run(argv: list[str] | None = None) -> None:
             code = app(args=argv, standalone_mode=False)
             if code == 130:  # Typer turns an interrupt into this code without a word
                 raise KeyboardInterrupt
-            sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the last one
+            sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
         except _UsageError as error:
             _fail(error.format_message(), 2)  # type: ignore[attr-defined]
         except (KeyboardInterrupt, typer.Abort):

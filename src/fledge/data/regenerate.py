@@ -99,6 +99,7 @@ class Summary:
 
 
 Watch = Callable[[int, Summary], None]  # rows that are over, and the figures so far
+_Numbered = tuple[int, Row]
 
 
 def regenerate(
@@ -149,12 +150,9 @@ def check_out(out: Path, sources: list[str]) -> None:
         raise BadInput(f"'{out.name}' is not a .jsonl file", where="--out")
 
 
-def _rows(sources: list[str], limit: int | None) -> Iterator["_Numbered"]:
+def _rows(sources: list[str], limit: int | None) -> Iterator[_Numbered]:
     every = (row for part in make_parts(sources) for row in part.rows())
     return enumerate(itertools.islice(every, limit))
-
-
-_Numbered = tuple[int, Row]
 
 
 def _groups(rows: Iterator[_Numbered], size: int) -> Iterator[list[_Numbered]]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fledge.errors import BadInput, TargetUnreachable
-from fledge.files import alone_in, write_json
+from fledge.files import alone_in, removed, write_json
 from fledge.machine import MACHINE_NAME, describe_machine
 from fledge.train.ahead import ask_ahead
 from fledge.train.checkpoint import (
@@ -253,6 +253,8 @@ def _save(training: Training, state: State, window: Sums, *, best: bool) -> None
     # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
     kept = window.over(parts.world)
     if parts.world.is_main:
+        if not (training.directory / VOCABULARY_NAME).exists():
+            raise removed(training.directory)
         names = _names(training)
         tensors = {
             **optimizer_tensors(parts.optimizer, names),
