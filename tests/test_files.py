@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,14 @@ from safetensors import SafetensorError
 
 from fledge.cli import main
 from fledge.errors import LONGEST_LINE, BadInput, first_line
-from fledge.files import atomic_directory, atomic_file, check_place, save_tensors, write_text
+from fledge.files import (
+    alone_in,
+    atomic_directory,
+    atomic_file,
+    check_place,
+    save_tensors,
+    write_text,
+)
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -79,7 +87,7 @@ def test_a_link_keeps_pointing_to_what_is_written(tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from fledge.files import atomic_directory, atomic_file
+from fledge.files import alone_in, atomic_directory, atomic_file
 
 with atomic_file(Path(sys.argv[1]) / "file"), atomic_directory(Path(sys.argv[1]) / "directory"):
     os.kill(os.getpid(), 9)
@@ -141,6 +149,26 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path, directory):
         with pytest.raises(BadInput, match="not a directory"):
             check_place(tmp_path / "loop", directory=True)
     assert {p.name for p in tmp_path.iterdir()} == {"file", "loop"}  # nothing was made to find out
+
+
+def test_alone_in_a_directory_and_in_no_other(tmp_path):
+    path = tmp_path / "run"
+    with alone_in(path):
+        with pytest.raises(BadInput, match="another command is writing"), alone_in(path):
+            pass
+        (path / "x").touch()
+    with alone_in(path):  # free again, and nothing but what was written is there
+        assert [p.name for p in path.iterdir()] == ["x"]
+    with pytest.raises(BadInput, match="removed meanwhile"), alone_in(path):
+        shutil.rmtree(path)
+    with pytest.raises(BadInput, match="removed meanwhile"), alone_in(path):
+        path.rename(tmp_path / "aside").with_name("run").mkdir()  # another one of that name
+
+
+def test_whatever_the_disk_refuses_is_an_oserror(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        save_tensors(tmp_path / "gone" / "x", {"a": torch.zeros(1)})
+    assert caught.value.filename == str(tmp_path / "gone" / "x")
 
 
 def test_a_full_disk_is_an_oserror_and_one_line(tmp_path, monkeypatch, capsys):

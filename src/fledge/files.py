@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -53,6 +54,38 @@ def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Pat
         raise BadInput(f"'{holder}' is not a directory", where=str(path), fix="name another place")
     if not os.access(holder, os.W_OK | os.X_OK):
         raise BadInput(f"'{holder}' may not be written", where=str(path), fix="name another place")
+
+
+def removed(directory: Path) -> BadInput:
+    """Somebody removed what a command was writing: what it wrote since is a part of nothing."""
+    fix = "remove what is left of it and run it again"
+    return BadInput("was removed meanwhile", where=str(directory), fix=fix)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """One writer at a time, in the same directory to the end.
+
+    The lock goes with its process and leaves nothing behind.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(
+                "another command is writing here",
+                where=str(directory),
+                fix="wait for it, or name another place",
+            ) from None
+        except OSError:
+            pass  # some file systems know no locks
+        yield
+        if not (directory.exists() and os.path.samestat(os.fstat(fd), directory.stat())):
+            raise removed(directory)
+    finally:
+        os.close(fd)
 
 
 def _remove_abandoned(path: Path, suffix: str) -> None:
@@ -174,16 +207,17 @@ def _rename_over(temporary: Path, path: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: Any, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file of torch tensors; a full disk is an OSError here as everywhere else."""
+    """A safetensors file of torch tensors; what the disk refuses is an OSError as elsewhere."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:
-        if "os error 28" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
-        raise
+        if (said := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        number = int(said[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
 
 
 def cache_dir() -> Path:

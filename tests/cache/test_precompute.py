@@ -425,6 +425,30 @@ def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
     assert payload(tmp_path / "cache") == payload(finished)
 
 
+def test_a_cache_that_is_removed_meanwhile_is_not_called_complete(
+    argv, tmp_path, capsys, monkeypatch
+):
+    real = cache_run.run_job
+
+    def removing(job, *rest, **options):
+        shutil.rmtree(job.directory)
+        return real(job, *rest, **options)
+
+    monkeypatch.setattr(cache_run, "run_job", removing)
+    assert main(argv()) == 2
+    assert "removed meanwhile" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_head_with_a_file_missing_is_completed(argv, tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "cache")
+    (tmp_path / "cache" / "target" / "tokenizer.json").unlink()
+    (tmp_path / "cache" / "shard-00001.safetensors").unlink()
+    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
+    assert payload(tmp_path / "cache") == payload(finished)
+    assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
+
+
 def test_two_at_once_are_kept_apart(argv, tmp_path, capsys):
     (tmp_path / "cache").mkdir()
     with FileLock(tmp_path / "cache" / ".lock"):

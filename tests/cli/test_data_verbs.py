@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from fledge.data.preview import PreviewRow, to_terminal
+
 CHATS = [
     {
         "messages": [
@@ -43,6 +45,14 @@ def test_preview_shows_supervised_and_dropped(fledge, chats, smollm2):
     text = fledge("data", "preview", chats).stdout
     assert "dropped: assistant first" in text
     assert "<b>wren</b>" in text
+
+
+def test_a_very_long_row_is_shown_without_its_middle():
+    pieces = tuple((f"<{i}>", i % 3 == 0) for i in range(8003))
+    text = to_terminal(PreviewRow("x:1", pieces)).plain
+    assert "<5999>\n[3 tokens not shown here: --html and --json have them]\n<6003>" in text
+    assert text.endswith("<8002>")
+    assert "not shown" not in to_terminal(PreviewRow("x:1", pieces[:8000])).plain
 
 
 def test_preview_page_escapes_what_it_shows(fledge, chats, tmp_path):

@@ -6,12 +6,14 @@ In this process, through the entry point itself: what a user would see on stderr
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from fledge.cli import main
+from fledge.files import atomic_file
 from train.tiny import make_chats, make_target, recipe_for
 
 
@@ -166,7 +168,8 @@ def test_directories_that_cannot_be_written(place, monkeypatch, capfd, command, 
         ("cache info directory", "not a cache"),
         ("eval draft --target target --prompts chats.jsonl --out ./chats.jsonl", "is read by"),
         ("data preview chats.jsonl --model target --html chats.jsonl", "is read by"),
-        ("regenerate chats.jsonl --target target --out chats.jsonl", "not made by this command"),
+        ("regenerate chats.jsonl --target nowhere --out chats.jsonl", "is read by"),
+        ("regenerate chats.jsonl --target nowhere --out new.json", "is not a .jsonl file"),
     ],
 )
 def test_bad_values(place, monkeypatch, capfd, command, message):
@@ -234,6 +237,49 @@ def test_an_interrupt_says_what_is_kept(monkeypatch, capfd, verb, kept):
     said = capfd.readouterr().err.strip()
     assert said.startswith("fledge: interrupted")
     assert kept in said if kept else said == "fledge: interrupted"
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_takes_half_written_files_with_it(
+    tmp_path, monkeypatch, capfd, number, code, swallowed
+):
+    def app(**_):
+        try:
+            with atomic_file(tmp_path / "x") as handle:
+                handle.write(b"half")
+                os.kill(os.getpid(), number)
+        except KeyboardInterrupt as interrupt:
+            kinds.append(type(interrupt))
+            if not swallowed:
+                raise
+        raise ValueError("a library took the interrupt for something else")
+
+    kinds = []
+    monkeypatch.setattr(main, "app", app)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        main.run(["eval"])
+    assert ended.value.code == code
+    assert capfd.readouterr().err.startswith("fledge: interrupted; the target's answers stay")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
+    assert KeyboardInterrupt not in kinds  # with that very type, Python forgets the exit code
+
+
+def test_a_second_signal_does_not_spoil_the_last_line(monkeypatch, capfd):
+    real = main._fail
+
+    def fail(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(*given)
+
+    monkeypatch.setattr(main, "app", lambda **_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(main, "_fail", fail)
+    with pytest.raises(SystemExit) as ended:
+        main.run(["eval"])
+    assert ended.value.code == 130
+    assert capfd.readouterr().err.startswith("fledge: interrupted")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from fledge.data import sources
 from fledge.data.prepare import prepare_rows
+from fledge.data.store import TokenRows, part_path
 from fledge.data.tokenise import TokeniseOptions
 from fledge.errors import BadInput
 
@@ -197,6 +198,34 @@ def test_interrupt_and_run_again_continues(prepare, smollm2, tmp_path):
     assert seen[0].reused == 5
     assert len(rows) == 40
     assert not list(directory.glob(".*tmp"))
+
+
+def test_workers_end_with_a_parent_that_is_killed(prepare, smollm2, tmp_path):
+    """They share its stdout: that it ends means that nobody is left."""
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(40)])
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from fledge.data import prepare\n"
+        "def show(p):\n"
+        "    if p.done == 1: print('one', flush=True); sys.stdin.read()\n"
+        "if __name__ == '__main__':\n"
+        "    prepare.prepare_rows([sys.argv[1]], Path(sys.argv[2]), workers=2, rows_per_part=2,\n"
+        "                         cache=Path(sys.argv[3]), on_progress=show)\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, tmp_path / "script.py", path, smollm2, tmp_path / "cache"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"one\n"
+        process.kill()
+        assert process.communicate(timeout=60) == (b"", None)
+    assert len(prepare(path, rows_per_part=2)) == 40
+
+
+def test_a_part_that_vanishes_is_named(prepare, tmp_path):
+    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1)]))
+    part_path(rows.directory, 0).unlink()
+    with pytest.raises(BadInput, match=r"part-00000\.arrow: cannot be read .*; run again"):
+        TokenRows(rows.directory, 1, rows.drops, rows.fingerprint)
 
 
 def test_masks_that_cannot_be_right_are_refused(smollm2, tmp_path):

@@ -58,11 +58,26 @@ def _position(runs, run):
 def test_a_token_across_the_border_belongs_to_neither_side(encoder):
     """'\\n' + '\\n\\nHi' may merge into one token: it is not the assistant's alone."""
     text, _ = one_row(encoder, chat("Q", "\n\nHi"))
-    pieces = encoder.token_spans(text)
+    _, pieces = encoder.encode_to_show(text, "x")
     supervised = "".join(piece for piece, flag in pieces if flag)
     assert supervised.endswith("Hi<|im_end|>")
     assert set(supervised.removesuffix("Hi<|im_end|>")) <= {"\n"}
     assert "".join(piece for piece, _ in pieces) == text.text
+
+
+def test_what_is_shown_is_what_is_trained_on(smollm2_tokenizer):
+    """Also where the length limit cuts, and where one character takes several tokens."""
+    whole = Encoder(smollm2_tokenizer, TokeniseOptions())
+    text, row = one_row(whole, chat("Q", "a 𓀀 b"))
+    assert len(whole.encode_to_show(text, "x")[1]) < len(row.input_ids)
+    for limit in range(int(np.argmax(row.loss_mask)) + 1, len(row.input_ids) + 1):
+        encoder = Encoder(smollm2_tokenizer, TokeniseOptions(max_length=limit))
+        fitted, pieces = encoder.encode_to_show(text, "x")
+        assert fitted.input_ids.tolist() == row.input_ids[:limit].tolist()
+        shown = "".join(piece for piece, _ in pieces)
+        said = smollm2_tokenizer.decode(fitted.input_ids).rstrip("\ufffd")
+        assert shown.startswith(said)
+        assert len(shown) <= len(said) + 1  # a character of which only the first tokens fit
 
 
 def test_offsets_are_not_trimmed(encoder):

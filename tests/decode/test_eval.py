@@ -22,6 +22,7 @@ from fledge.decode.figures import (
 )
 from fledge.decode.prompts import SETS, read_prompts
 from fledge.decode.rounds import Round, walk_rounds
+from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.speed import Speed, Stopwatch
 from fledge.errors import BadInput
 from fledge.target.hf import HFEagle3TargetModel
@@ -68,6 +69,11 @@ def place(tmp_path_factory):
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
     return tmp_path
+
+
+def kept(cache):
+    """The names of the answers in a cache; locks are nobody's."""
+    return [path.name for path in (cache / "answers").iterdir() if path.suffix != ".lock"]
 
 
 def run(place, *arguments):
@@ -125,12 +131,82 @@ def test_answers_are_generated_once(place, own_cache, monkeypatch):
     first = run(place, str(place / "trained"))
     assert first.exit_code == 0, first.output
     assert "kept in" in first.output
-    assert len(list((own_cache / "answers").iterdir())) == 1
+    assert len(kept(own_cache)) == 1
     again = run(place, str(place / "trained"), "--live", "0")
     assert "from the cache" in again.output
     assert "acceptance length = tokens per round" in " ".join(again.output.split())
     run(place, str(place / "trained"), "--limit", "2", "--live", "0")
-    assert len(list((own_cache / "answers").iterdir())) == 2
+    assert len(kept(own_cache)) == 2
+
+
+@pytest.fixture
+def answering(place, own_cache, monkeypatch):
+    """Answers three prompts and a follow-up; also which prompts the decoder really continued."""
+    model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
+    prompts = read_prompts([str(place / "asked.jsonl")])
+    decoded, real = [], SpeculativeDecoder.generate
+
+    def generate(self, prompts, *rest, **options):
+        decoded.append([model.tokenizer.decode(ids) for ids in prompts])
+        return real(self, prompts, *rest, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
+
+    def answer(cache, *, batch, stop_at=float("inf")):
+        def watch(done, total):
+            if done >= stop_at:
+                raise KeyboardInterrupt
+
+        monkeypatch.setenv("FLEDGE_CACHE", str(cache))
+        decoded.clear()
+        found = cached_answers(model, prompts, max_new_tokens=9, batch=batch, on_answer=watch)
+        return found.path.read_bytes(), list(decoded)
+
+    answer.model = model
+    return answer
+
+
+@pytest.mark.parametrize(("batch", "stop_at", "left"), [(1, 2.9, 2), (2, 2.9, 2), (1, 3.5, 1)])
+def test_interrupted_answers_go_on_where_they_were(answering, tmp_path, batch, stop_at, left):
+    whole, every = answering(tmp_path / "whole", batch=batch)
+    with pytest.raises(KeyboardInterrupt):
+        answering(tmp_path / "cut", batch=batch, stop_at=stop_at)
+    [parts] = kept(tmp_path / "cut")
+    assert parts.endswith(".parts")
+    again, rest = answering(tmp_path / "cut", batch=batch)
+    assert rest == every[-left:]
+    assert again == whole
+    assert [name[-5:] for name in kept(tmp_path / "cut")] == [".json"]
+
+
+def test_a_batch_that_was_half_written_down_is_answered_whole(answering, tmp_path):
+    """Another batch rounds otherwise: what is left of one may not be answered by itself."""
+    whole, every = answering(tmp_path / "whole", batch=2)
+    with pytest.raises(KeyboardInterrupt):
+        answering(tmp_path / "cut", batch=2, stop_at=2.9)
+    [part] = tmp_path.glob("cut/answers/*.parts/part-*.jsonl")
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(lines[0] + lines[1][:-9])  # killed while the second was written
+    again, rest = answering(tmp_path / "cut", batch=2)
+    assert rest == every
+    assert again == whole
+
+
+def test_parts_of_finished_answers_do_not_stay(answering, tmp_path):
+    answering(tmp_path, batch=4)
+    [name] = kept(tmp_path)
+    (tmp_path / "answers" / name).with_suffix(".parts").mkdir()  # killed before they were removed
+    assert answering(tmp_path, batch=4)[1] == []
+    assert kept(tmp_path) == [name]
+
+
+def test_another_configuration_of_the_same_weights_answers_anew(answering, tmp_path):
+    answering(tmp_path, batch=4)
+    answering.model.model.generation_config.eos_token_id = [1, 7]
+    assert answering(tmp_path, batch=4)[1]
+    answering.model.model.config.rope_parameters["rope_theta"] = 77.0
+    assert answering(tmp_path, batch=4)[1]
+    assert len(kept(tmp_path)) == 3
 
 
 def test_answers_are_those_of_this_very_target(place, own_cache):

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from fledge.cli.main import app
 from fledge.data.regenerate import Sampling, regenerate
 from fledge.decode.regenerate import LocalModel
+from fledge.decode.speculative import SpeculativeDecoder
 from fledge.target.loading import load_target
 
 
@@ -65,20 +66,53 @@ def test_answers_are_the_models_own(loaded, data, tmp_path):
     assert manifest["sampling"]["max_new_tokens"] == 12
 
 
-def test_interrupted_in_the_middle_it_goes_on_with_the_rest(loaded, data, tmp_path):
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_interrupted_at_any_answer_it_goes_on_with_the_rest(
+    loaded, data, tmp_path, batch, temperature
+):
+    """Also with answers that are drawn: what is drawn for a row depends on those beside it."""
+    sampling = Sampling(max_new_tokens=6, temperature=temperature)
+    model = LocalModel(loaded, "tiny", sampling, batch)
+    whole = regenerate(data, tmp_path / "whole.jsonl", model, sampling)
+    for at in range(1, whole.written):
+
+        def stop(done, so_far, at=at):
+            if so_far.answered_now == at:
+                raise KeyboardInterrupt
+
+        out = tmp_path / f"cut{at}.jsonl"
+        with pytest.raises(KeyboardInterrupt):
+            regenerate(data, out, model, sampling, watch=stop)
+        found = regenerate(data, out, model, sampling)
+        assert (found.written, found.answered_now) == (whole.written, whole.written - at)
+        assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_batches_that_are_done_are_not_answered_again(loaded, data, tmp_path, monkeypatch):
     sampling = Sampling(max_new_tokens=6)
-    model = LocalModel(loaded, "tiny", sampling, 1)
+    model, asked, real = LocalModel(loaded, "tiny", sampling, 2), [], SpeculativeDecoder.generate
+
+    def generate(self, prompts, *rest, **options):
+        asked.append(prompts)
+        return real(self, prompts, *rest, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
     regenerate(data, tmp_path / "whole.jsonl", model, sampling)
+    every = list(asked)
 
     def stop(done, so_far):
-        if so_far.answered_now == 3:
+        if so_far.answered_now == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         regenerate(data, tmp_path / "cut.jsonl", model, sampling, watch=stop)
-    found = regenerate(data, tmp_path / "cut.jsonl", model, sampling)
-    assert (found.written, found.answered_now) == (8, 5)
-    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    asked.clear()
+    regenerate(data, tmp_path / "cut.jsonl", model, sampling)
+    assert asked == every[2:]  # the third batch had one answer of two
+    asked.clear()
+    regenerate(data, tmp_path / "cut.jsonl", model, sampling)  # tries what failed, nothing else
+    assert asked == []
 
 
 def test_the_verb_with_a_model(tiny_target, data, tmp_path):

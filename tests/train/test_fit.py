@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from fledge.cli.train import check_existing, run_recipe
 from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.errors import BadInput
+from fledge.files import alone_in
 from fledge.train import fit as fit_module
 from fledge.train import setup as building
 from fledge.train.checkpoint import best_step, newest_checkpoint
@@ -156,6 +158,69 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(recipe, monkeypatch, 
     assert "passing over a checkpoint" in notes.notes[0]
     assert newest.path.name in notes.notes[0]
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+
+
+def layout(directory):
+    """What lies in a run, and where its link leads."""
+    names = {str(path.relative_to(directory)) for path in directory.rglob("*")}
+    return names, os.readlink(directory / "best")
+
+
+@pytest.mark.parametrize("undone", ["mark_best", "prune"])
+def test_a_kill_right_behind_a_checkpoint(recipe, monkeypatch, tmp_path, undone):
+    """The checkpoint is whole, but `best` still points elsewhere, or old ones are still there."""
+    options = ("checkpoint.keep=1", "evaluation.every_steps=2")
+    real, calls = getattr(fit_module, undone), []
+    monkeypatch.setattr(fit_module, undone, lambda *given: (calls.append(given), real(*given)))
+    train(recipe(*options, run="whole"))
+
+    def dying(*given):
+        calls.pop()
+        if not calls:
+            raise KeyboardInterrupt
+        real(*given)
+
+    monkeypatch.setattr(fit_module, undone, dying)  # at its last call
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(*options, run="cut"))
+    monkeypatch.setattr(fit_module, undone, real)
+    assert layout(tmp_path / "cut") != layout(tmp_path / "whole")
+    assert train(recipe(*options, run="cut")).finished
+    assert layout(tmp_path / "cut") == layout(tmp_path / "whole")
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+
+
+def test_two_commands_do_not_train_one_run(recipe, tmp_path):
+    training = set_up(recipe())
+    with alone_in(tmp_path / "run"), pytest.raises(BadInput, match="another command is writing"):
+        fit(training, Notes())
+    assert list((tmp_path / "run").iterdir()) == []
+    assert fit(training, Notes()).finished
+
+
+def test_a_run_that_is_removed_stops_at_its_next_save(recipe, monkeypatch, tmp_path):
+    real = fit_module.train_step
+
+    def removing(*given, **more):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return real(*given, **more)
+
+    monkeypatch.setattr(fit_module, "train_step", removing)
+    with pytest.raises(BadInput, match="removed meanwhile"):
+        train(recipe())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_was_killed_at_its_very_beginning_begins_again(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".recipe.yaml.abcdefgh.tmp").touch()
+    check_existing(recipe())
+    assert train(recipe()).finished
+    assert [path.name for path in (tmp_path / "run").glob(".*")] == []
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(BadInput, match="not a run of fledge"):
+        check_existing(recipe(run="other"))
 
 
 PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")

@@ -3,9 +3,14 @@
 Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
 """
 
+import contextlib
 import os
+import signal
 import sys
-from typing import NoReturn
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
 
 # Before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine spinning
 # threads halve the speed of everybody, this program included.
@@ -95,43 +100,81 @@ _attach_verbs()
 _KEPT = {
     "cache convert": "; what is converted stays, --resume continues",
     "data prepare": "; the parts that are done stay, the same command goes on",
+    "diagnose": "; the target's answers stay, the same command goes on",
+    "eval": "; the target's answers stay, the same command goes on",
     "precompute": "; what is written stays, --resume continues",
     "regenerate": "; the answers stay, the same command goes on",
 }
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130."""
+    """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130, SIGTERM
+    143."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell (>&-)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (to the end)
-    try:
-        code = app(args=argv, standalone_mode=False)
-        if code == 130:  # Typer turns an interrupt into this code without a word
-            raise KeyboardInterrupt
-        sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the last handler
-    except _UsageError as error:
-        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
-    except (KeyboardInterrupt, typer.Abort):
-        words = " ".join(sys.argv[1:] if argv is None else argv)
-        kept = next((text for verb, text in _KEPT.items() if words.startswith(verb)), "")
-        _fail(f"interrupted{kept}", 130)
-    except BrokenPipeError:  # `fledge data preview | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
-        sys.exit(0)
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        _fail(*explained)
+    with _signals() as stopped:
+        try:
+            code = app(args=argv, standalone_mode=False)
+            if code == 130:  # Typer turns an interrupt into this code without a word
+                raise KeyboardInterrupt
+            sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
+        except _UsageError as error:
+            _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+        except (KeyboardInterrupt, typer.Abort):
+            _interrupted(argv, stopped)
+        except BrokenPipeError:  # `fledge data preview | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
+            sys.exit(0)
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            if stopped:  # inside a library in another language, which took it for something else
+                _interrupted(argv, stopped)
+            explained = explain(error)
+            if explained is None:
+                raise
+            _fail(*explained)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+class _Stopped(KeyboardInterrupt):
+    """Python ends as killed by SIGINT, whatever the exit code, when a plain KeyboardInterrupt came
+    while some libraries are imported; not so with one of another type."""
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGTERM is an interrupt too: what is half-written goes, workers end. Yields what came."""
+    stopped: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        stopped.append(number)
+        raise _Stopped
+
+    old: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` does not want it
+                old[number] = signal.signal(number, stop)
+    try:
+        yield stopped
+    finally:
+        for changed, handler in old.items():
+            signal.signal(changed, handler)
+
+
+def _interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
+    for number in {*stopped}:  # somebody impatient: it is ending already
+        signal.signal(number, signal.SIG_IGN)
+    words = " ".join(sys.argv[1:] if argv is None else argv)
+    kept = next((text for verb, text in _KEPT.items() if words.startswith(verb)), "")
+    _fail(f"interrupted{kept}", 128 + (stopped[0] if stopped else signal.SIGINT))
 
 
 def _fail(text: str, code: int) -> NoReturn:
     """One line on stderr (none where help was shown instead), and the exit code."""
     if text.strip():
         errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-        errors.print("fledge: ", style="" if code == 130 else "bold red", end="")
+        errors.print("fledge: ", style="" if code > 128 else "bold red", end="")
         errors.print(" ".join(text.split()))
     sys.exit(code)
 

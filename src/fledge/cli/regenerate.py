@@ -10,7 +10,6 @@ import typer
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.errors import BadInput
-from fledge.files import check_place
 
 EXAMPLE = (
     "Examples: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
@@ -61,7 +60,7 @@ def regenerate(
     row once, none lost. Rows that fail are kept with their reasons, and tried again next time.
     $OPENAI_API_KEY, when set, is sent to servers.
     """
-    from fledge.data.regenerate import Sampling
+    from fledge.data.regenerate import Sampling, check_out
     from fledge.data.regenerate import regenerate as run
 
     if reasoning not in ("keep", "drop"):
@@ -73,7 +72,7 @@ def regenerate(
         keep_reasoning=reasoning == "keep",
         template_options=_template_options(template_option or []),
     )
-    check_place(output)
+    check_out(output, sources)
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:

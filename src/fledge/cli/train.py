@@ -50,7 +50,8 @@ def check_existing(recipe: Any) -> None:
     check_place(directory, directory=True)
     resolved = directory / RESOLVED_NAME
     if not resolved.exists():
-        if directory.is_dir() and any(directory.iterdir()):
+        # hidden: what a command that was killed at its very beginning left
+        if directory.is_dir() and any(not p.name.startswith(".") for p in directory.iterdir()):
             raise BadInput(
                 "not empty, and not a run of fledge", where=str(directory), fix="run.output_dir=..."
             )

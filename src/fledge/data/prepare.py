@@ -6,10 +6,11 @@ Interrupt it and run it again: finished parts are kept. Damage a file: that part
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,18 @@ _worker: tuple[Path, Encoder] | None = None  # set once per worker process
 def _start_worker(directory: Path, model_dir: Path, options: TokeniseOptions) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a part is whole or absent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = (directory, Encoder.load(model_dir, options))
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed tells nobody: its workers would wait for more work for ever. A part
+    is whole or absent, so this moment is as good as any."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(index: int, part: sources.Part) -> int:

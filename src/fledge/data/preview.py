@@ -4,7 +4,7 @@ What training sees, token by token: a wrong mask is visible at a glance.
 """
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -12,6 +12,8 @@ from rich.text import Text
 from fledge.data.drops import BadRow
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder
+
+_BEGINNING, _END = 6000, 2000  # tokens of a row that the terminal shows
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,32 @@ def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[Prev
 def _preview(place: str, raw: object, encoder: Encoder) -> Iterator[PreviewRow]:
     try:
         for text in encoder.texts(raw):
-            [row] = encoder.encode([text], [place])
-            fitted = encoder.fit(row)
-            pieces = encoder.token_spans(text)[: len(fitted.input_ids)]
-            yield PreviewRow(place, tuple(pieces), fitted.truncated)
+            row, pieces = encoder.encode_to_show(text, place)
+            yield PreviewRow(place, tuple(pieces), row.truncated)
     except BadRow as bad:
         reason = f"{bad.reason} ({bad.detail})" if bad.detail else bad.reason
         yield PreviewRow(place, dropped=reason)
 
 
 def to_terminal(row: PreviewRow) -> Text:
-    """Supervised tokens in two greens (so that token borders show), the rest dim."""
+    """Supervised tokens in two greens (so that token borders show), the rest dim.
+
+    Of a very long row the middle is left out: nobody scrolls through it, and laying out a million
+    coloured tokens takes a minute.
+    """
     text = Text()
     text.append(f"{row.title()}\n", style="bold red" if row.dropped else "bold")
-    for index, (piece, supervised) in enumerate(row.pieces):
+    pieces, left_out = list(enumerate(row.pieces)), len(row.pieces) - _BEGINNING - _END
+    if left_out <= 0:
+        return _coloured(text, pieces)
+    _coloured(text, pieces[:_BEGINNING])
+    note = f"\n[{left_out:,} tokens not shown here: --html and --json have them]\n"
+    text.append(note, style="bold")
+    return _coloured(text, pieces[-_END:])
+
+
+def _coloured(text: Text, pieces: Iterable[tuple[int, tuple[str, bool]]]) -> Text:
+    for index, (piece, supervised) in pieces:
         style = (
             ("black on green3" if index % 2 else "black on pale_green1") if supervised else "dim"
         )

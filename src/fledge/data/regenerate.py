@@ -28,7 +28,7 @@ from fledge.data.regenerate_dialogue import Dialogue
 from fledge.data.regenerate_journal import Journal, json_line
 from fledge.data.sources import Row, fingerprint, make_parts
 from fledge.errors import BadInput
-from fledge.files import atomic_file, write_json
+from fledge.files import atomic_file, check_place, write_json
 
 _FORMAT = 1
 
@@ -52,6 +52,7 @@ class Task:
     place: str
     row: dict[str, Any]
     dialogue: Dialogue
+    done: bool = False  # by an earlier process: here for the sake of those asked beside it
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Outcome:
 
 class Answerer(Protocol):
     """Who answers: takes tasks as long as it has room, and reports each when it is over."""
+
+    together: int  # rows, from the data's first on, whose answers may depend on one another
 
     def identity(self) -> dict[str, Any]:
         """Target and template: what must not change between a job and its continuation."""
@@ -96,6 +99,7 @@ class Summary:
 
 
 Watch = Callable[[int, Summary], None]  # rows that are over, and the figures so far
+_Numbered = tuple[int, Row]
 
 
 def regenerate(
@@ -114,8 +118,7 @@ def regenerate(
     Rows that failed before are tried again. A row that fails does not end the job; `patience` of
     them one after another because nobody answers at all do.
     """
-    if not out.name.endswith(".jsonl"):
-        raise BadInput(f"'{out.name}' is not a .jsonl file", where="--out")
+    check_out(out, sources)
     data = {"sources": sources, "fingerprint": fingerprint(sources), "limit": limit}
     settings = {
         "format": _FORMAT,
@@ -132,17 +135,29 @@ def regenerate(
         journal, summary = Journal(job.parts), Summary(total)
         run = _Run(journal, summary, patience, watch)
         try:
-            tasks = run.tasks(_rows(sources, limit), keep_reasoning=sampling.keep_reasoning)
-            answerer.run(tasks, run.report)
+            rows = _groups(_rows(sources, limit), answerer.together)
+            answerer.run(run.tasks(rows, keep_reasoning=sampling.keep_reasoning), run.report)
         finally:
             journal.close()
         job.finish(journal, summary)
     return summary
 
 
-def _rows(sources: list[str], limit: int | None) -> Iterator[tuple[int, Row]]:
+def check_out(out: Path, sources: list[str]) -> None:
+    """Refuse a place for the answers that can be none, before a target is loaded for them."""
+    check_place(out, read=sources)
+    if not out.name.endswith(".jsonl"):
+        raise BadInput(f"'{out.name}' is not a .jsonl file", where="--out")
+
+
+def _rows(sources: list[str], limit: int | None) -> Iterator[_Numbered]:
     every = (row for part in make_parts(sources) for row in part.rows())
     return enumerate(itertools.islice(every, limit))
+
+
+def _groups(rows: Iterator[_Numbered], size: int) -> Iterator[list[_Numbered]]:
+    while group := list(itertools.islice(rows, size)):
+        yield group
 
 
 class _Run:
@@ -155,23 +170,33 @@ class _Run:
         self._over = sum(1 for _ in journal.good())
         watch(self._over, summary)
 
-    def tasks(self, rows: Iterator[tuple[int, Row]], *, keep_reasoning: bool) -> Iterator[Task]:
-        """Rows that are not done yet; those that cannot be asked are noted on the way."""
-        for number, (place, row) in rows:
-            known = self._journal.entries.get(number)
-            if known is not None and known.good:
-                continue
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                dialogue = Dialogue(row, keep_reasoning=keep_reasoning)
-            except BadRow as bad:
-                self._fail(number, place, None if isinstance(row, BadRow) else row, bad)
-            else:
-                yield Task(number, place, row, dialogue)
+    def tasks(self, groups: Iterator[list[_Numbered]], *, keep_reasoning: bool) -> Iterator[Task]:
+        """Rows that are not done yet; those that cannot be asked are noted on the way.
+
+        Of a group that a killed process left in the middle the done ones come too: answers that are
+        drawn, or computed together, are then what they would have been without the kill.
+        """
+        for group in groups:
+            known = {number: self._journal.entries.get(number) for number, _ in group}
+            begun = None in known.values()  # else nothing but failures to try again
+            for number, (place, row) in group:
+                entry = known[number]
+                done = entry is not None and entry.good
+                if done and not begun:
+                    continue
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    dialogue = Dialogue(row, keep_reasoning=keep_reasoning)
+                except BadRow as bad:
+                    self._fail(number, place, None if isinstance(row, BadRow) else row, bad)
+                else:
+                    yield Task(number, place, row, dialogue, done)
 
     def report(self, outcome: Outcome) -> None:
         task, bad = outcome.task, outcome.bad
+        if task.done:
+            return
         if bad is not None:
             self._fail(task.number, task.place, task.row, bad)
             self._left = self._left - 1 if outcome.hopeless else self._patience

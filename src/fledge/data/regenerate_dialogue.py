@@ -63,6 +63,11 @@ class Dialogue:
         """What the target is asked next; None when everything is said."""
         return self.said if self.said[-1]["role"] != "assistant" else None
 
+    @property
+    def last(self) -> bool:
+        """Nothing is asked after this question."""
+        return all(message["role"] == "assistant" for message in self._left)
+
     def _listen(self) -> None:
         """Up to the next answer."""
         while self._left and self._left[0]["role"] != "assistant":

@@ -48,6 +48,8 @@ class _Failure(Exception):  # noqa: N818  (caught request by request)
 class ChatServers:
     """One model behind one or several addresses, which take turns."""
 
+    together = 1  # as far as we know
+
     def __init__(
         self,
         urls: Sequence[str],

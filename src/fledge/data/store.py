@@ -144,7 +144,10 @@ class TokenRows(Sequence[TokenRow]):
 
 
 def _map_part(path: Path) -> _Block:
-    table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+    except OSError as error:  # Arrow's own, which names no file
+        raise BadInput(f"cannot be read ({error})", where=str(path), fix="run again") from None
     ids, mask = table.column("input_ids"), table.column("loss_mask")
     return _Block(
         ids=ids.values.to_numpy(zero_copy_only=True),

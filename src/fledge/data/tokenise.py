@@ -78,29 +78,24 @@ class Encoder:
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
         """Tokenise rows; a token is supervised when its whole text lies in a supervised span."""
         encodings = self._backend.encode_batch([t.text for t in texts], add_special_tokens=False)
-        rows = []
-        for text, place, encoding in zip(texts, places, encodings, strict=True):
-            ids_T = np.asarray(encoding.ids, dtype=np.int32)
-            offsets_T2 = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            mask_T = np.zeros(len(ids_T), dtype=np.uint8)
-            for start, end in text.spans:
-                mask_T |= (offsets_T2[:, 0] >= start) & (offsets_T2[:, 1] <= end)
-            rows.append(TokenRow(ids_T, mask_T, place, text.truncated))
-        return rows
+        rows = zip(texts, places, encodings, strict=True)
+        return [_masked(text, place, encoding) for text, place, encoding in rows]
 
-    def token_spans(self, text: MaskedText) -> list[tuple[str, bool]]:
-        """Each token's own text and whether it is supervised, for people to look at.
+    def encode_to_show(
+        self, text: MaskedText, place: str
+    ) -> tuple[TokenRow, list[tuple[str, bool]]]:
+        """A row as `fit` leaves it, and each token's own text with whether it is supervised.
 
         A character that takes several tokens is shown with the first of them.
         """
         encoding = self._backend.encode(text.text, add_special_tokens=False)
-        [row] = self.encode([text], [""])
+        row = self.fit(_masked(text, place, encoding))
         pieces, at = [], 0
-        for (_, end), supervised in zip(encoding.offsets, row.loss_mask, strict=True):
+        for (_, end), supervised in zip(encoding.offsets, row.loss_mask.tolist(), strict=False):
             if end > at:
                 pieces.append((text.text[at:end], bool(supervised)))
                 at = end
-        return pieces
+        return row, pieces
 
     def fit(self, row: TokenRow) -> TokenRow:
         """Apply the length limit; a row without a supervised token is of no use."""
@@ -116,6 +111,15 @@ class Encoder:
         cut = bool(row.loss_mask[limit])  # the cut went through something the assistant said
         ids_T, mask_T = row.input_ids[:limit], row.loss_mask[:limit]
         return TokenRow(ids_T, mask_T, row.place, row.truncated or cut)
+
+
+def _masked(text: MaskedText, place: str, encoding: Any) -> TokenRow:
+    ids_T = np.asarray(encoding.ids, dtype=np.int32)
+    offsets_T2 = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    mask_T = np.zeros(len(ids_T), dtype=np.uint8)
+    for start, end in text.spans:
+        mask_T |= (offsets_T2[:, 0] >= start) & (offsets_T2[:, 1] <= end)
+    return TokenRow(ids_T, mask_T, place, text.truncated)
 
 
 def _untrimmed(value: Any) -> Any:

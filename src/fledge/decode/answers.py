@@ -1,13 +1,22 @@
-"""The target's own greedy answers: made once, kept by fingerprint of everything they depend on."""
+"""The target's own greedy answers: made once, kept by fingerprint of everything they depend on.
+
+answers/KEY.json     all of them
+answers/KEY.parts/   those that are finished while others are not: a killed command loses no more
+                     than the batch it was at
+"""
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from fledge.data.conversation import Message
+from fledge.data.regenerate_journal import Journal
 from fledge.data.template import ChatTemplate
 from fledge.decode.prompts import Prompt, encode_prompt
 from fledge.decode.speculative import Generation, SpeculativeDecoder
@@ -62,40 +71,64 @@ def cached_answers(
     if tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
     path = cache_dir() / "answers" / f"{_key(target, prompts, max_new_tokens)}.json"
+    parts = path.with_suffix(".parts")
     if path.is_file():
-        held = json.loads(path.read_bytes())
-        turns = [Answered(**turn) for turn in held["turns"]]
-        return Answers(turns, held["skipped"], True, path)
-    writer = _Writer(target, tokenizer, max_new_tokens, batch)
-    turns, skipped = writer.answer(prompts, on_answer)
-    with atomic_file(path) as handle:
-        value = {"skipped": skipped, "turns": [asdict(turn) for turn in turns]}
-        handle.write(json.dumps(value).encode())
+        return _held(path, parts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
+        if path.is_file():
+            return _held(path, parts)
+        journal = Journal(parts)
+        try:
+            writer = _Writer(target, tokenizer, max_new_tokens, batch, journal)
+            turns, skipped = writer.answer(prompts, on_answer)
+        finally:
+            journal.close()
+        with atomic_file(path) as handle:
+            value = {"skipped": skipped, "turns": [asdict(turn) for turn in turns]}
+            handle.write(json.dumps(value).encode())
+        shutil.rmtree(parts)
     return Answers(turns, skipped, False, path)
 
 
+def _held(path: Path, parts: Path) -> Answers:
+    shutil.rmtree(parts, ignore_errors=True)  # whoever wrote them may have been killed just then
+    held = json.loads(path.read_bytes())
+    return Answers([Answered(**turn) for turn in held["turns"]], held["skipped"], True, path)
+
+
 def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:
+    """Whatever changes an answer. Not the batch: it moves roundings, as another machine does."""
     info = target.info()
-    config: Any = target.model.config
-    facts = {
+    model: Any = target.model
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+        config.pop(name, None)
+    key = {
         "version": 3,
         "weights": info.weights_fingerprint,
+        "config": config,  # angles, scales, how long a text may be
+        "ends": sorted(eos_token_ids(model, target.tokenizer)),
         "tokenizer": info.tokenizer_fingerprint,
-        "config": {k: v for k, v in config.to_dict().items() if k != "_name_or_path"},
-        "eos": sorted(eos_token_ids(target.model, target.tokenizer)),
         "dtype": str(info.dtype),
         "max_new_tokens": max_new_tokens,
         "prompts": [asdict(prompt) for prompt in prompts],
     }
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 
 
 class _Writer:
+    """Answers what the journal does not hold yet."""
+
     def __init__(
-        self, target: HFEagle3TargetModel, tokenizer: Any, max_new_tokens: int, batch: int
+        self,
+        target: HFEagle3TargetModel,
+        tokenizer: Any,
+        max_new_tokens: int,
+        batch: int,
+        journal: Journal,
     ) -> None:
-        self._tokenizer, self._batch = tokenizer, batch
+        self._tokenizer, self._batch, self._journal = tokenizer, batch, journal
         self._template = ChatTemplate.of(tokenizer)
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         self._stops = Stops(max_new_tokens, eos_token_ids(target.model, tokenizer))
@@ -108,7 +141,7 @@ class _Writer:
         turns: list[Answered] = []
         skipped = number = 0
         total = sum(1 + len(prompt.followups) for prompt in prompts)
-        asked = [(prompt, list(prompt.messages)) for prompt in prompts]
+        asked = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
         while asked:
             encoded = [encode_prompt(said, self._template, self._tokenizer) for _, said in asked]
             fits = [len(ids) + self._stops.max_new_tokens <= self._room for ids in encoded]
@@ -121,8 +154,10 @@ class _Writer:
                 if on_answer is not None:
                     on_answer(before + done, total)
 
-            for (prompt, said), one in zip(asked, self._generate(encoded, watch), strict=True):
+            names = [number * len(prompts) + row for row, _ in asked]  # in the journal
+            for (row, said), one in zip(asked, self._generate(names, encoded, watch), strict=True):
                 assert one.finish is not None
+                prompt = prompts[row]
                 turns.append(
                     Answered(
                         prompt.name, prompt.group, prompt.category, number,
@@ -130,15 +165,15 @@ class _Writer:
                     )
                 )  # fmt: skip
             asked = [
-                self._next(prompt, said, answered, number)
-                for (prompt, said), answered in zip(asked, turns[before:], strict=True)
-                if number < len(prompt.followups)
+                (row, self._next(said, answered, prompts[row].followups[number]))
+                for (row, said), answered in zip(asked, turns[before:], strict=True)
+                if number < len(prompts[row].followups)
             ]
             number += 1
         return turns, skipped
 
     def _generate(
-        self, encoded: list[list[int]], watch: Callable[[float], None]
+        self, names: list[int], encoded: list[list[int]], watch: Callable[[float], None]
     ) -> list[Generation]:
         """Continue prompts, those of similar length together."""
         found: dict[int, Generation] = {}
@@ -150,15 +185,29 @@ class _Writer:
             def on_round(rows: list[Generation], begin: int = begin) -> None:
                 watch(begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows))
 
-            out = self._decoder.generate(
-                [encoded[i] for i in members], self._stops, on_round=on_round
-            )
+            out = self._finished([names[i] for i in members], [encoded[i] for i in members])
+            if out is None:
+                out = self._decoder.generate(
+                    [encoded[i] for i in members], self._stops, on_round=on_round
+                )
+                for i, one in zip(members, out, strict=True):
+                    value = {"token_ids": one.token_ids, "finish": one.finish}
+                    self._journal.add(names[i], value, good=True)
             found |= dict(zip(members, out, strict=True))
         return [found[i] for i in range(len(encoded))]
 
-    def _next(
-        self, prompt: Prompt, said: list[Message], answered: Answered, number: int
-    ) -> tuple[Prompt, list[Message]]:
+    def _finished(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
+        """A batch whose answers are all in the journal. One that lacks some is answered again as a
+        whole: with other neighbours, numbers round otherwise."""
+        if not all(name in self._journal.entries for name in names):
+            return None
+        held = [self._journal.entries[name].read() for name in names]
+        return [
+            Generation(ids, one["token_ids"], one["finish"])
+            for ids, one in zip(encoded, held, strict=True)
+        ]
+
+    def _next(self, said: list[Message], answered: Answered, follow: str) -> list[Message]:
         reply = self._tokenizer.decode(answered.answer_ids, skip_special_tokens=True)
-        follow = {"role": "user", "content": prompt.followups[number]}
-        return prompt, [*said, {"role": "assistant", "content": reply}, follow]
+        answer = {"role": "assistant", "content": reply}
+        return [*said, answer, {"role": "user", "content": follow}]

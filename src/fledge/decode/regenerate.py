@@ -27,6 +27,7 @@ class LocalModel:
             raise BadInput("no tokenizer", where=name, fix="name a directory that holds one")
         self._model, self._tokenizer = target.model, target.tokenizer
         self._sampling, self._batch = sampling, batch
+        self.together = _WINDOW * batch
         self._template = ChatTemplate.of(target.tokenizer, sampling.template_options)
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         eos = eos_token_ids(target.model, target.tokenizer)
@@ -43,7 +44,8 @@ class LocalModel:
         }
 
     def run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
-        while window := list(itertools.islice(tasks, _WINDOW * self._batch)):
+        for _, group in itertools.groupby(tasks, lambda task: task.number // self.together):
+            window = list(group)
             while window:
                 window = self._turn(window, report)
 
@@ -59,6 +61,8 @@ class LocalModel:
         order = sorted(asked, key=lambda one: len(one[1]))
         for begin in range(0, len(order), self._batch):
             members = order[begin : begin + self._batch]
+            if all(task.done and task.dialogue.last for task, _ in members):
+                continue
             replies = self._decoder.generate(
                 [ids for _, ids in members],
                 self._stops,

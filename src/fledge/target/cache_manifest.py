@@ -224,6 +224,13 @@ def write_head(
     write_json(directory / MANIFEST, manifest)
 
 
+def has_head(directory: Path, model_dir: Path | None) -> bool:
+    """Whether all files of `write_head` are there; what they hold is checked when they are read."""
+    copied = [] if model_dir is None else copied_files(model_dir)
+    places = [directory / TARGET, *(directory / TARGET_FILES / path.name for path in copied)]
+    return all(place.is_file() for place in places)
+
+
 def read_target(directory: Path, manifest: dict[str, Any]) -> tuple[InputEmbedding, TargetInfo]:
     """The target's embedding and everything else a trainer asks of a target."""
     path, facts = directory / TARGET, manifest[LATE]

@@ -21,15 +21,18 @@ from fledge.data.pack import Piece, collate
 from fledge.data.tokenise import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.errors import BadInput
+from fledge.files import removed
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache_codec import encode_rows
 from fledge.target.cache_format import Shape, ShardLayout, shard_name
 from fledge.target.cache_manifest import (
     LATE,
+    MANIFEST,
     VOCABULARY,
     ensure_free,
     ensure_resumable,
     existing_shards,
+    has_head,
     remove_leftovers,
     target_facts,
     target_tensors,
@@ -155,7 +158,7 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = Tru
         return
     job.directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(job.directory)
-    if not existing:
+    if not existing or not has_head(job.directory, job.model_dir):
         if job.vocabulary is not None and not job.shape.is_hidden:
             job.vocabulary.save(job.directory / VOCABULARY)
         write_head(job.directory, manifest, tensors, job.model_dir)
@@ -197,6 +200,8 @@ def run_job(
     shards = [index for index in plan.missing if index < plan.allowed][rank::world]
     with _Disk(job, on_progress) as disk:
         for index in shards:
+            if not (job.directory / MANIFEST).exists():
+                raise removed(job.directory)
             rows = job.shard_rows(index)
             disk.begin(index, rows)
             for members in _batches(rows, job.batch_size):

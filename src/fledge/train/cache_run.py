@@ -9,6 +9,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from fledge.errors import BadInput
+from fledge.files import removed
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache_job import describe_plan, readable
 from fledge.target.cache_manifest import LOCK
@@ -78,5 +79,7 @@ def _locked(directory: Path, main: bool) -> Iterator[None]:
     try:
         with FileLock(directory / LOCK, timeout=0):
             yield
+            if not (directory / LOCK).exists():  # what was written before is not there any more
+                raise removed(directory)
     except Timeout:
         raise BadInput("another precompute is writing here", where=str(directory)) from None

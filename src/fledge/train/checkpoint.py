@@ -29,6 +29,7 @@ from fledge.files import atomic_directory, fsync_path, save_tensors, write_json
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
+_LINK = ".best.tmp"  # until it is `best`
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def best_step(run: Path) -> int | None:
 
 def mark_best(run: Path, path: Path) -> None:
     """Point `best` to a checkpoint, in one move."""
-    temporary = run / ".best.tmp"
+    temporary = run / _LINK
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(path, run))
     temporary.replace(run / "best")
@@ -123,6 +124,7 @@ def prune(run: Path, keep: int) -> None:
             shutil.rmtree(doomed)
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    (run / _LINK).unlink(missing_ok=True)
 
 
 def rng_tensors() -> dict[str, Tensor]:

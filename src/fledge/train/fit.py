@@ -1,5 +1,6 @@
 """The training loop: resume, step, log / evaluate / save on cadence, close. See also `step.py`."""
 
+import contextlib
 import signal
 import threading
 from contextlib import closing
@@ -8,11 +9,13 @@ from types import FrameType
 from typing import Any, Protocol
 
 from fledge.errors import BadInput, TargetUnreachable
-from fledge.files import write_json
+from fledge.files import alone_in, removed, write_json
 from fledge.machine import MACHINE_NAME, describe_machine
 from fledge.train.ahead import ask_ahead
 from fledge.train.checkpoint import (
     Checkpoint,
+    best_step,
+    checkpoint_path,
     mark_best,
     newest_checkpoint,
     optimizer_tensors,
@@ -50,6 +53,7 @@ class State:
     step: int = 0
     seconds: float = 0.0  # spent in training, over all resumptions
     best_length: float = 0.0  # held-out acceptance length, by replay
+    best_step: int = 0  # where it was measured; 0: nowhere yet
     first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
     last: dict[str, Any] = field(default_factory=dict)  # and the latest
 
@@ -89,6 +93,12 @@ class StopSignal:
 
 def fit(training: Training, observer: Observer) -> Outcome:
     """Train from wherever the run stands to its end, or to the next signal."""
+    main = training.parts.world.is_main
+    with alone_in(training.directory) if main else contextlib.nullcontext():
+        return _fit(training, observer)
+
+
+def _fit(training: Training, observer: Observer) -> Outcome:
     recipe, parts = training.recipe, training.parts
     state, window = resume(training, observer)
     logs = _Logs(training, observer, state) if parts.world.is_main else None
@@ -233,7 +243,7 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
         logs.evaluated({"step": state.step, "evaluation": found})
     if state.step == 0 or found["acceptance_length"] <= state.best_length:
         return False
-    state.best_length = found["acceptance_length"]
+    state.best_length, state.best_step = found["acceptance_length"], state.step
     return True
 
 
@@ -242,6 +252,8 @@ def _save(training: Training, state: State, window: Sums, *, best: bool) -> None
     # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
     kept = window.over(parts.world)
     if parts.world.is_main:
+        if not (training.directory / VOCABULARY_NAME).exists():
+            raise removed(training.directory)
         names = _names(training)
         tensors = {
             **optimizer_tensors(parts.optimizer, names),
@@ -276,17 +288,28 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     if found is None:
         return State(), window
     _check_same_run(training, found)
-    state = State(**{name: found.state[name] for name in State().__dict__})
+    state = State(**{name: found.state[name] for name in State().__dict__ if name in found.state})
     tensors = found.tensors()
     training.draft.load_state_dict(found.draft_tensors())
     restore_optimizer(parts.optimizer, _names(training), tensors)
     parts.guard.load({name: tensors[f"guard.{name}"] for name in parts.guard.state()})
     restore_rng(tensors)
     if parts.world.is_main:
+        _finish_save(training, state, keep_all=bool(complaints))
         for name, tensor in window.__dict__.items():
             tensor.copy_(tensors[f"window.{name}"])
     observer.note(f"resuming at step {state.step} of {training.stream.steps}")
     return state, window
+
+
+def _finish_save(training: Training, state: State, *, keep_all: bool) -> None:
+    """What a process that was killed right behind its last checkpoint did not get to."""
+    directory = training.directory
+    best = checkpoint_path(directory, state.best_step)
+    if best_step(directory) != state.best_step and best.is_dir():
+        mark_best(directory, best)
+    if not keep_all:  # a damaged checkpoint counts for nothing
+        prune(directory, training.recipe.checkpoint.keep)
 
 
 def _check_same_run(training: Training, found: Checkpoint) -> None:
