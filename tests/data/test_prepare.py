@@ -221,6 +221,23 @@ def test_workers_end_with_a_parent_that_is_killed(prepare, smollm2, tmp_path):
     assert len(prepare(path, rows_per_part=2)) == 40
 
 
+def test_a_script_that_its_workers_would_run_again_is_told(smollm2, tmp_path):
+    """They wait for the lock that their parent holds, while it waits for them."""
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(4)])
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from pathlib import Path\n"
+        "from fledge.data.prepare import prepare_rows\n"
+        "prepare_rows([sys.argv[1]], Path(sys.argv[2]), workers=2, rows_per_part=2,\n"
+        "             cache=Path(sys.argv[3]))\n"
+    )
+    command = [sys.executable, script, path, smollm2, tmp_path / "cache"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"{script}: worker processes import the script that starts them" in done.stderr
+    assert "a process that tokenised has ended" in done.stderr.splitlines()[-1]
+
+
 def test_a_part_that_vanishes_is_named(prepare, tmp_path):
     rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1)]))
     part_path(rows.directory, 0).unlink()

@@ -6,11 +6,13 @@ Interrupt it and run it again: finished parts are kept. Damage a file: that part
 import hashlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ def prepare_rows(
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenised at most once."""
+    _refuse_a_script_run_by_workers()
     options = options or TokeniseOptions()
     fields = {
         "format": FORMAT,
@@ -77,6 +80,7 @@ def prepare_rows(
         "tokenizer": tokenizer_fingerprint(model_dir),
         "options": options.fingerprint(),
         "rows_per_part": rows_per_part,
+        "most_parts": sources.MOST_PARTS,
     }
     key = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
     directory = (cache or cache_dir()) / "rows" / key[:24]
@@ -92,6 +96,16 @@ def prepare_rows(
     rows = TokenRows(directory, len(parts), drops, key)
     rows.check_mask()
     return rows
+
+
+def _refuse_a_script_run_by_workers() -> None:
+    """Without this word a worker would wait for the lock that its parent holds, for ever."""
+    if getattr(current_process(), "_inheriting", False):  # a spawned process imports its script
+        raise BadInput(
+            "worker processes import the script that starts them, and it prepares data again",
+            where=sys.argv[0],
+            fix="put its calls under: if __name__ == '__main__':",
+        )
 
 
 def _fill(
@@ -149,6 +163,12 @@ def _run(
         futures = [pool.submit(_work, index, parts[index]) for index in missing]
         for future in as_completed(futures):
             yield future.result()
+    except BrokenProcessPool as error:
+        raise BadInput(
+            "a process that tokenised has ended (killed? out of memory?)",
+            where=str(directory),
+            fix="the finished parts stay: run it again, with fewer workers perhaps",
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
