@@ -34,37 +34,54 @@ def test_whole_rows_answer_as_documents_alone(architecture, monkeypatch):
         assert torch.equal(ours == 0, theirs == 0)  # padding stays empty
 
 
-def test_passes_are_recorded_when_their_size_comes_back_and_only_so_many(monkeypatch):
-    """Each recorded pass holds memory on the GPU: a server is asked for any number of sizes."""
-    made = []
+@pytest.fixture
+def made(monkeypatch):
+    """Sizes for which a pass was recorded; a plain call stands in place of the CUDA graph."""
+    sizes = []
 
-    class Recorded:  # in place of a CUDA graph
+    class Recorded:
         def __init__(self, run, inputs):
             self.run = run
-            made.append(inputs["ids"].numel())
+            sizes.append(inputs["ids"].numel())
 
         def __call__(self, inputs):
             return self.run(**inputs)
 
     monkeypatch.setattr(compiled, "RecordedPass", Recorded)
-    documents, widths = some_documents(), list(range(14, 26))
+    return sizes
+
+
+def test_a_pass_is_recorded_when_its_size_comes_back(made, monkeypatch):
+    rows = packed_rows(some_documents(), 14)
     target = in_whole_rows(tiny_model("llama"), monkeypatch)
     target.record_passes = True
+    first = target.generate_batch(*rows)
+    assert made == []
+    again = target.generate_batch(*rows)
+    assert made == target._recorded.sizes == [rows[0].numel()]
+    assert torch.equal(again.aux_hidden_states, first.aux_hidden_states)
+    assert torch.equal(again.last_hidden_states, first.last_hidden_states)
 
-    def ask(width):
-        return target.generate_batch(*packed_rows(documents, width))
 
-    first = [ask(width) for width in widths]
-    assert made == []  # every batch of another size: nothing comes back
-    for width, before in zip(widths, first, strict=True):
-        again = ask(width)
-        assert torch.equal(again.aux_hidden_states, before.aux_hidden_states)
-        assert torch.equal(again.last_hidden_states, before.last_hidden_states)
-    assert made == [len(documents) * width for width in widths]
-    assert target._recorded.sizes == made[-compiled.RecordedSizes.MOST :]
-    ask(widths[-2])
-    assert len(made) == len(widths)  # still there
-    assert target._recorded.sizes[-1] == len(documents) * widths[-2]
+def test_only_so_many_passes_stay_recorded(made):
+    """Each holds memory on the GPU, and a server is asked for any number of sizes."""
+    passes, sizes = compiled.RecordedSizes(), list(range(1, 13))
+    assert [passes.comes_back(size) for size in (3, 3, 4, 3)] == [False, True, False, True]
+
+    def ask(size):
+        return passes(size, lambda ids: ids + 1, {"ids": torch.full((size,), size)})
+
+    for size in sizes:
+        assert ask(size).tolist() == [size + 1] * size
+    assert made == sizes
+    assert passes.sizes == sizes[-passes.MOST :]
+    ask(sizes[-2])
+    assert made == sizes  # still there
+    assert passes.sizes[-1] == sizes[-2]
+    ask(sizes[0])
+    assert made == [*sizes, sizes[0]]  # gone, and made again
+    passes.forget()
+    assert passes.sizes == []
 
 
 def test_documents_of_a_whole_row_never_see_each_other(monkeypatch):
