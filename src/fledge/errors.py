@@ -23,7 +23,7 @@ class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads 
         super().__init__(" ".join(line.split()))
 
 
-class MissingPackage(BadInput, ImportError):  # noqa: N818
+class MissingPackage(BadInput, ImportError):  # noqa: N818  (a verdict too)
     """An optional package is not installed: bad input of whoever asked for what needs it, and the
     `ImportError` that library users guard optional parts with."""
 

@@ -234,3 +234,21 @@ def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
         state
         + (gate * (y @ p[prefix + "mlp.up_proj.weight"].T)) @ p[prefix + "mlp.down_proj.weight"].T
     )
+
+
+def check_autocast(make, batch, **extra):
+    """The forward under torch.autocast, as many loops have it: one dtype for the whole step, and
+    the module's own where `make(compute_dtype)` was given one."""
+
+    def step(compute_dtype, *, autocast):
+        module = make(compute_dtype)
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = module(**batch, **extra)
+        out.loss.backward()
+        return [out.loss.detach(), *(p.grad.clone() for p in module.draft_model.parameters())]
+
+    low, full = (step(dtype, autocast=False) for dtype in (torch.bfloat16, torch.float32))
+    assert not torch.equal(low[0], full[0])
+    for dtype, wanted in ((None, low), (torch.float32, full)):
+        assert all(map(torch.equal, step(dtype, autocast=True), wanted))

@@ -9,6 +9,7 @@ from naive_eagle3 import (
     E,
     V,
     W,
+    check_autocast,
     make_documents,
     make_draft,
     make_head,
@@ -323,21 +324,9 @@ def test_bf16_compute_trains_fp32_masters():
 
 
 def test_autocast_is_a_compute_dtype():
-    """The forward under torch.autocast, as many loops have it: one dtype for the whole step."""
     draft, head = make_draft(dtype=torch.float32), make_head(torch.float32)
     batch = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
-    expected = run(make_module(draft, target_head=head, compute_dtype=torch.bfloat16), batch)
-    told, asked = (
-        make_module(draft, target_head=head, compute_dtype=dtype) for dtype in (torch.float32, None)
-    )
-    full = run(told, batch)
-    for module, wanted in ((asked, expected), (told, full)):
-        module.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = module(**batch)
-        out.loss.backward()
-        grads = {name: p.grad for name, p in draft.named_parameters()}
-        assert_same((out, grads), wanted, tolerance=0)
+    check_autocast(lambda dtype: make_module(draft, target_head=head, compute_dtype=dtype), batch)
 
 
 def test_evaluation_without_gradients():

@@ -120,7 +120,7 @@ def run(argv: list[str] | None = None) -> None:
                 raise KeyboardInterrupt
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
         except _UsageError as error:
-            _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+            _fail(error.format_message(), 2)  # type: ignore[attr-defined]  # see _UsageError
         except (KeyboardInterrupt, typer.Abort):
             _interrupted(argv, stopped)
         except BrokenPipeError:  # `fledge data preview | head`

@@ -4,7 +4,7 @@ A draft learns to say what the target would say: answers by anybody else teach i
 This file holds the job (rows in, rows out, nothing lost or repeated); who answers is an `Answerer`:
 a server (`regenerate_http`) or a model in this process (`decode.regenerate`).
 
-    answers.jsonl.parts/     what is done so far (`regenerate_journal`); gone when all rows are good
+    answers.jsonl.parts/     what is done so far (`journal`); gone when all rows are good
     answers.jsonl            the good rows in the data's order
     answers.failed.jsonl     the others with their reasons, if any
     answers.manifest.json    data, target, template, sampling, counts
@@ -24,8 +24,8 @@ from filelock import FileLock, Timeout
 
 from fledge import __version__
 from fledge.data.drops import BadRow, DropReport
+from fledge.data.journal import Journal, json_line
 from fledge.data.regenerate_dialogue import Dialogue
-from fledge.data.regenerate_journal import Journal, json_line
 from fledge.data.sources import Row, fingerprint, make_parts
 from fledge.errors import BadInput
 from fledge.files import atomic_file, check_place, write_json

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock
 
 from fledge.data.conversation import Message
-from fledge.data.regenerate_journal import Journal
+from fledge.data.journal import Journal
 from fledge.data.template import ChatTemplate
 from fledge.decode.prompts import Prompt, encode_prompt
 from fledge.decode.speculative import Generation, SpeculativeDecoder

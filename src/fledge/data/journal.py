@@ -1,4 +1,5 @@
-"""What is done so far, on disk: append-only parts, one line per row, one part per process.
+"""What a long job has done so far, on disk: append-only parts, one line per row, one part per
+process. `fledge regenerate` and the answers of `fledge eval` continue from it.
 
 A process never touches the part of another one: it reads them all and begins its own. A line that
 a killed process was writing is not whole JSON, and its row counts as not done. A row that failed
