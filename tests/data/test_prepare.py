@@ -127,7 +127,10 @@ def test_a_second_start_reads_the_cache(prepare, tmp_path):
     again = prepare(path, on_progress=seen.append)
     assert [p.reused for p in seen] == [1]
     assert again.fingerprint == first.fingerprint
-    # Anything that shapes the rows makes another cache.
+    # Anything that shapes the rows makes another cache, and so does how they are cut into parts.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "MOST_PARTS", 3)
+        assert prepare(path).directory != first.directory
     assert prepare(path, TokeniseOptions(last_turn_only=True)).directory != first.directory
     write_jsonl(path, [chat(i) for i in range(6)])
     assert prepare(path).directory != first.directory

@@ -1,6 +1,7 @@
 """The draft network: names on disk, vocabulary maps, the split product, files."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import LlamaConfig
 
 from fledge import BadInput, LlamaEagle3DraftModel
 from fledge.draft.layer import gated_mlp
-from fledge.draft.rotary import Rotary, rotate
+from fledge.draft.rotary import Rotary, _in_both_spellings, rope_parameters, rotate
 
 
 def make_config(**changes):
@@ -284,6 +285,16 @@ def test_a_broken_config_is_one_line(tmp_path, config, message):
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
+
+
+def test_a_config_of_transformers_4_is_handed_on_in_its_spelling():
+    """transformers 4 reads `rope_scaling` and `rope_theta` where 5 reads `rope_parameters`."""
+    told = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    config = SimpleNamespace(rope_parameters=told)
+    spelt = _in_both_spellings(config, rope_parameters(config))
+    assert spelt.rope_parameters == spelt.rope_scaling == told
+    assert (spelt.rope_theta, spelt.partial_rotary_factor) == (500.0, 1.0)
+    assert vars(config) == {"rope_parameters": told}  # a copy
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 999, "half", "nan"])
