@@ -59,7 +59,7 @@ def test_the_converted_model_computes_what_the_original_did(file: Path) -> None:
 
 def test_the_tokenizer_splits_digits_and_ends_turns(file: Path) -> None:
     tokenizer = load_tokenizer(str(file))
-    written = json.loads((local_model(str(path)) / "tokenizer_config.json").read_text())
+    written = json.loads((local_model(str(file)) / "tokenizer_config.json").read_text())
     assert written["model_input_names"] == ["input_ids", "attention_mask"]  # 4.57 adds token types
     pieces = tokenizer.convert_ids_to_tokens(tokenizer(" 1234 hi\n")["input_ids"])
     assert pieces == ["Ġ", "1", "2", "3", "4", "Ġhi", "Ċ"]
