@@ -12,15 +12,15 @@ import json
 
 import torch
 
+from fledge.core.distributed import World, pick_device
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import prepare_rows
 from fledge.data.tokenise import TokeniseOptions
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.models.resolve import local_model
 from fledge.objective.eagle3 import Eagle3TrainerModule
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train.clock import Clock
-from fledge.train.distributed import World, pick_device
 from fledge.train.evaluate import evaluate
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.step import Parts

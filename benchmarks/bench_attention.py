@@ -23,11 +23,11 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.rollout import triton_attention
-from fledge.rollout.attention import reference_attention
-from fledge.rollout.blocked import blocked_attention
+from fledge.kernels.attention import triton as triton_attention
+from fledge.kernels.attention.blocked import blocked_attention
+from fledge.kernels.attention.reference import reference_attention
+from fledge.kernels.attention.triton import Tile, fused_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan, plan_rollout
-from fledge.rollout.triton_attention import Tile, fused_attention
 
 DEPTHS = 7
 SUPERVISED = 0.6

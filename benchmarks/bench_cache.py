@@ -23,16 +23,16 @@ import torch
 
 from cache_io import feed, forget, read_all, shards, size_of, write
 from cache_training import LIVE, tau, waiting
+from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero
+from fledge.core.head import TargetHead
 from fledge.data.prepare import prepare_rows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.models.resolve import local_model
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
-from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero
-from fledge.target.cache_format import ENCODINGS, FORMAT, Shape, seed_layout_bytes
-from fledge.target.cache_manifest import dtype_name
-from fledge.target.cache_precompute import CacheJob
-from fledge.target.cache_shard import layout_of
-from fledge.target.head import TargetHead
+from fledge.target.cache.format import ENCODINGS, FORMAT, Shape, seed_layout_bytes
+from fledge.target.cache.manifest import dtype_name
+from fledge.target.cache.precompute import CacheJob
+from fledge.target.cache.shard import layout_of
 from fledge.train.batches import RowView
 
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.models.resolve import local_model
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import plan_groups
 
 RESULTS = Path(__file__).parent / "results" / "capture.md"

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero
+from fledge.core.head import TargetHead
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
-from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero
-from fledge.target.head import TargetHead
-from fledge.target.remote import RemoteEagle3TargetModel
+from fledge.target.remote.client import RemoteEagle3TargetModel
 
 HIDDEN, VOCABULARY, DRAFT_VOCABULARY = 4096, 40_000, 32_000
 
@@ -68,8 +68,8 @@ class Ready(Eagle3TargetBackend):
 
 
 def serve_states(tokens: int) -> None:
-    from fledge.serve.app import TargetServer
-    from fledge.serve.run import Address, serve
+    from fledge.target.remote.server.app import TargetServer
+    from fledge.target.remote.server.run import Address, serve
 
     address = Address(port=0)
     with address.bind() as bound:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from fledge.cli.loading import load_draft, load_target
-from fledge.decode.answers import Answered, cached_answers, eos_token_ids
-from fledge.decode.prompts import read_prompts
-from fledge.decode.replay import Text, replay
 from fledge.decode.speculative import Generation, SpeculativeDecoder
-from fledge.decode.stops import Stops
+from fledge.decode.stops import Stops, eos_token_ids
+from fledge.measure.answers import Answered, cached_answers
+from fledge.measure.prompts import read_prompts
+from fledge.measure.replay import Text, replay
 from fledge.train.runs import draft_directory
 
 

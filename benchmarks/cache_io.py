@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache import CachedEagle3TargetModel
-from fledge.target.cache_precompute import CacheJob, begin_cache, check_disk, plan_cache, run_job
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.precompute import CacheJob, begin_cache, check_disk, plan_cache, run_job
 from fledge.train.batches import PackStream, RowView
 
 

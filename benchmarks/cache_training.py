@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from cache_io import feed, forget, shards, size_of, write
-from fledge.errors import BadInput
-from fledge.files import write_text
-from fledge.target.cache import CachedEagle3TargetModel
-from fledge.target.cache_convert import convert_job
-from fledge.target.cache_job import CacheOptions
-from fledge.train.distributed import pick_device
+from fledge.core.distributed import pick_device
+from fledge.core.errors import BadInput
+from fledge.core.files import write_text
+from fledge.recipe.schema import Recipe, load_recipe
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.convert import convert_job
+from fledge.target.cache.job import CacheOptions
 from fledge.train.evaluate import evaluate
 from fledge.train.fit import fit
 from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
-from fledge.train.recipe import Recipe, load_recipe
 from fledge.train.setup import set_up
 
 LIVE = "live"  # no cache: the target answers as the draft trains

@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaConfig
 
 from fledge import triton_gate
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.core.head import TargetHead
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
-from fledge.target.head import TargetHead
 
 
 @dataclass(frozen=True)

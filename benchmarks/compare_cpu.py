@@ -23,10 +23,10 @@ def build(kind: str) -> tuple[Any, dict[str, Any]]:
     import torch
     from transformers import LlamaConfig
 
-    from fledge.draft.model import LlamaEagle3DraftModel
+    from fledge.core.head import TargetHead
+    from fledge.draft.eagle3 import LlamaEagle3DraftModel
     from fledge.objective.eagle3 import Eagle3TrainerModule
     from fledge.objective.peagle import PEagleTrainerModule
-    from fledge.target.head import TargetHead
 
     torch.manual_seed(0)
     parallel, hidden, vocab, width = kind == "peagle", 576, 8192, 1024

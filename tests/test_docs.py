@@ -9,7 +9,7 @@ import typer.main
 
 import fledge
 from fledge.cli.main import app
-from fledge.train.recipe import load_recipe, split_arguments
+from fledge.recipe.schema import load_recipe, split_arguments
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
@@ -52,7 +52,7 @@ def test_files_that_are_named_exist(page):
     if page.name == "tour.md":
         rooms = "|".join(path.name for path in (ROOT / "src/fledge").iterdir() if path.is_dir())
         for name in re.findall(rf"`((?:(?:{rooms})/)?\w+\.py|(?:{rooms})/)`", text):
-            inside = [ROOT / "src/fledge" / name, *(ROOT / "src/fledge").glob(f"*/{name}")]
+            inside = [ROOT / "src/fledge" / name, *(ROOT / "src/fledge").rglob(name)]
             assert any(path.exists() for path in inside), name
 
 

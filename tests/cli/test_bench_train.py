@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 SMALL = ["bench", "train", "--shape", "tiny", "--seq", "48", "--steps", "1", "--warmup", "1"]
 SMALL += ["--device", "cpu"]

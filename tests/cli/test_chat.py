@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fledge.cli.chat import SHADES, accepted_depths, coloured
 from fledge.cli.main import app
+from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round
 from fledge.decode.speculative import Generation
-from fledge.errors import BadInput
 from fledge.train.fit import fit
 from fledge.train.setup import set_up
 from train.tiny import Notes, make_chats, make_target, recipe_for

@@ -4,10 +4,10 @@ import json
 
 from fledge.cli import demo
 from fledge.cli.console import out
+from fledge.core.files import write_json
 from fledge.demo import CHATS, RECIPE, ROWS
-from fledge.files import write_json
+from fledge.recipe.schema import load_recipe
 from fledge.train.fit import fit
-from fledge.train.recipe import load_recipe
 from fledge.train.setup import set_up
 from train.tiny import Notes, make_chats, make_target, recipe_for
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from fledge.cli import main
-from fledge.files import atomic_file
+from fledge.core.files import atomic_file
 from train.tiny import make_chats, make_target, recipe_for
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fledge.cli.main import run
-from fledge.train.recipe import load_recipe
+from fledge.recipe.schema import load_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str], verb: lis
 def test_recipes_and_help_import_no_torch() -> None:
     program = (
         "import sys, fledge.cli.main\n"
-        "from fledge.train.recipe import load_recipe\n"
+        "from fledge.recipe.schema import load_recipe\n"
         "load_recipe(None)\n"
         "heavy = {'torch', 'transformers', 'datasets', 'gguf'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -2,11 +2,11 @@
 
 import pytest
 
+from fledge.core.errors import BadInput
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.mask import MaskOptions, masked_texts
 from fledge.data.template import ChatTemplate
-from fledge.errors import BadInput
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"

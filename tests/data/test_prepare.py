@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fledge.core.errors import BadInput
 from fledge.data import sources
 from fledge.data.prepare import prepare_rows
 from fledge.data.store import TokenRows, part_path
 from fledge.data.tokenise import TokeniseOptions
-from fledge.errors import BadInput
 
 
 def chat(i):

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
+from fledge.core.errors import BadInput
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.journal import Journal
 from fledge.data.regenerate import Sampling, regenerate
 from fledge.data.regenerate_dialogue import Dialogue, Reply
 from fledge.data.regenerate_http import ChatServers, HttpOptions, endpoint, retry_after
-from fledge.errors import BadInput
 
 FAST = HttpOptions(concurrency=8, retries=8, timeout_s=60, pause_s=0.001, max_pause_s=0.01)
 HASTY = replace(FAST, timeout_s=0.4, retries=30)  # for servers that stall

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fledge.core.errors import BadInput
 from fledge.data.vocab import DraftVocabulary, count_supervised, coverage_curve, select_vocabulary
-from fledge.errors import BadInput
 
 counts = st.lists(st.integers(0, 5), min_size=1, max_size=40).map(np.array)
 

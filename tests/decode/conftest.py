@@ -1,7 +1,8 @@
 """One target, a few drafts and the definition's answers, made once."""
 
 import pytest
-from tiny_decode import STOPS, make_draft, make_target, plain_greedy, random_prompts
+
+from decode.tiny_decode import STOPS, make_draft, make_target, plain_greedy, random_prompts
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_decode import AUX, NumberedTarget, make_draft
 from transformers import MistralConfig, MistralForCausalLM
 
+from decode.tiny_decode import AUX, NumberedTarget, make_draft
 from fledge.decode.drafter import Drafter
 from fledge.decode.tree import TreeShape, propose_tree, tree_layout
 from fledge.rollout.plan import plan_rollout
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 

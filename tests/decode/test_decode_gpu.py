@@ -5,14 +5,14 @@ import warnings
 
 import pytest
 import torch
-from tiny_decode import AUX, STOPS
 
+from decode.tiny_decode import AUX, STOPS
 from fledge.decode import recorded
-from fledge.decode.replay import Text, replay
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.decode.tree import TreeShape
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.measure.replay import Text, replay
+from fledge.target.hf.model import HFEagle3TargetModel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch
-from pretend import PretendPasses
-from tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
+from decode.pretend import PretendPasses
+from decode.tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
 from fledge.decode import recorded, speculative
 from fledge.decode.clock import Clock
 from fledge.decode.recorded import Passes

@@ -10,7 +10,7 @@ from fledge.cli.main import app
 from fledge.data.regenerate import Sampling, regenerate
 from fledge.decode.regenerate import LocalModel
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.target.loading import load_target
+from fledge.target.hf.loading import load_target
 
 
 @pytest.fixture(scope="module")

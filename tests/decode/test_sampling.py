@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from tiny_decode import AUX, make_draft, make_target
 
+from decode.tiny_decode import AUX, make_draft, make_target
 from fledge.decode import accept
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_decode import AUX, STOPS, make_draft, make_target, plain_greedy, random_prompts
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -15,10 +14,11 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from decode.tiny_decode import AUX, STOPS, make_draft, make_target, plain_greedy, random_prompts
+from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.decode.tree import TreeShape
-from fledge.errors import BadInput
 
 TREE = TreeShape(depth=4, width=3, nodes=9)
 

@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.decode.stops import Stops
 from fledge.decode.target import CachedTarget
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 
 VOCAB, AUX = 40, [0, 1, 2]
 STOPS = Stops(max_new_tokens=14, eos_token_ids=frozenset({3}))
@@ -56,7 +56,7 @@ def fit_draft(target, draft, steps, depths=4):
     """Train on greedy continuations: real agreement, far from perfect."""
     from fledge.objective.eagle3 import Eagle3TrainerModule
     from fledge.objective.peagle import PEagleTrainerModule
-    from fledge.target.hf import HFEagle3TargetModel
+    from fledge.target.hf.model import HFEagle3TargetModel
 
     ids = draft.selected_token_ids
     mask = torch.zeros(target.config.vocab_size, dtype=torch.bool)

@@ -9,7 +9,7 @@ from torch import nn
 
 from fledge import BadInput, LlamaEagle3DraftModel
 from fledge.draft.derive import derive_draft_config, verify_rotary
-from fledge.draft.registry import FAMILIES
+from fledge.draft.families import FAMILIES
 from fledge.draft.rotary import rope_parameters
 
 TINY = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.base import Eagle3TargetBackend

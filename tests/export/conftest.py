@@ -8,7 +8,7 @@ def place(tmp_path_factory):
     """Directories `target`, `eagle3`, `eagle31`, `peagle`, with a cache of their own."""
     import os
 
-    from drafts import make_draft, make_target
+    from export.drafts import make_draft, make_target
 
     root = tmp_path_factory.mktemp("drafts")
     before = os.environ.get("FLEDGE_CACHE")
@@ -27,10 +27,9 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="session")
 def answering(place):
     """The target loaded once, whoever asks."""
-    from drafts import NEW_TOKENS, PROMPTS
-
-    from fledge.export.checks.base import TargetFiles
-    from fledge.export.checks.probe import Answering
+    from export.drafts import NEW_TOKENS, PROMPTS
+    from fledge.diagnosis.checks.base import TargetFiles
+    from fledge.diagnosis.checks.probe import Answering
 
     loaded = Answering(
         TargetFiles(str(place / "target")), prompts=PROMPTS, max_new_tokens=NEW_TOKENS, device="cpu"

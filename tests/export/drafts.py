@@ -11,13 +11,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fledge.decode.answers import cached_answers
-from fledge.decode.prompts import read_prompts
 from fledge.draft.derive import derive_draft_config
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.measure.answers import cached_answers
+from fledge.measure.prompts import read_prompts
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 
 AUX = [1, 3, 4]  # the default of eight layers
 WIDTH, PROMPTS, NEW_TOKENS = 200, 8, 48

@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from drafts import files_of
 from safetensors.torch import save_file
+
+from export.drafts import files_of
 
 _OURS = ("aux_layer_ids", "parallel_drafting", "num_aux_hidden_states")  # what others do not say
 

@@ -1,6 +1,6 @@
 """docs/export.md says what the tests and the tables say."""
 
-from tested_table import PAGE, TESTED, with_tables
+from export.tested_table import PAGE, TESTED, with_tables
 
 
 def test_the_page_is_what_the_tests_say():

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
-from export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrite, tensors_of
 from transformers import LlamaConfig
 
+from export.export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrite, tensors_of
 from fledge import export_draft
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.export import read_record
 from fledge.export.layout import in_layer_order
 from fledge.export.reread import TargetSide, reread

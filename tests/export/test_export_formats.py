@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.engines import ENGINES, format_for
 from fledge.export.formats import FORMATS, expected_tensors, get_path, set_path
 from fledge.export.layout import (

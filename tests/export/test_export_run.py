@@ -6,21 +6,21 @@ import shutil
 import signal
 
 import pytest
-from export_cases import make_draft
 from typer.testing import CliRunner
 
+from export.export_cases import make_draft
 from fledge import export_draft
 from fledge.cli.main import app
 from fledge.cli.main import run as main
-from fledge.decode.figures import Sample
+from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round
 from fledge.decode.speculative import Generation
-from fledge.errors import BadInput
 from fledge.export import export as export_module
 from fledge.export.export import read_record
 from fledge.export.self_check import CheckOptions, DecodingCheck, SelfCheck
+from fledge.measure.figures import Sample
+from fledge.recipe.schema import load_recipe
 from fledge.train.fit import fit
-from fledge.train.recipe import load_recipe
 from fledge.train.setup import set_up
 from train.tiny import Notes, make_chats, recipe_for
 

@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from export_cases import KINDS, make_draft
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from export.export_cases import KINDS, make_draft
 from fledge import export_draft
+from fledge.bench.server import Answer, Load, measure, parse_counters, percentiles
 from fledge.cli.main import app
-from fledge.errors import BadInput
-from fledge.export.bench import Answer, Load, measure, parse_counters, percentiles
+from fledge.core.errors import BadInput
 
 # --- serve --------------------------------------------------------------------------------------
 

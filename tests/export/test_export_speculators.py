@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
-from export_cases import KINDS, make_draft, rewrite, tensors_of
 from torch.nn import functional as F
 
+from export.export_cases import KINDS, make_draft, rewrite, tensors_of
 from fledge import export_draft
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.self_check import CheckOptions
 from fledge.rollout.plan import plan_rollout
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_gguf import TEMPLATE, tiny_llama, write_gguf
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 from fledge.models import convert_gguf
 from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
 from fledge.models.stored import models_root

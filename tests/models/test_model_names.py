@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import errors
 from tiny_gguf import tiny_llama, write_gguf
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
 
 
@@ -128,7 +128,7 @@ def test_an_incomplete_snapshot_is_not_taken_for_a_model(
 
 OFFLINE = """
 import sys
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 from fledge.models.resolve import local_model
 for name in sys.argv[1:]:
     try:

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.target.head import TargetHead, target_distribution
+from fledge.core.head import TargetHead, target_distribution
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 
 V, W, D, E = 31, 17, 10, 12
 

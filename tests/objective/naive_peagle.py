@@ -11,9 +11,9 @@ import torch
 from naive_eagle3 import _norm, _rope, make_draft
 from torch.nn import functional as F
 
+from fledge.core.head import target_distribution
 from fledge.objective.losses import LossSpec, reference_loss
 from fledge.rollout.cod import sample_depths
-from fledge.target.head import target_distribution
 
 MASK_ID = 30
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fledge.core.head import TargetHead, target_distribution_from_hidden
 from fledge.objective.head_loss import head_loss
 from fledge.objective.losses import LossSpec, acceptance, kl_divergence, reference_loss
 from fledge.objective.supervision import (
@@ -15,7 +16,6 @@ from fledge.objective.supervision import (
     head_rows,
 )
 from fledge.rollout.plan import HeadElements
-from fledge.target.head import TargetHead, target_distribution_from_hidden
 
 E, W, DEPTHS = 5, 11, 3
 KINDS = ["ce", "kl", "hard", "alpha", "lambda"]

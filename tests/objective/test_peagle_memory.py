@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from fledge import LlamaEagle3DraftModel, PEagleTrainerModule
+from fledge.core.head import TargetHead
 from fledge.objective import supervision
-from fledge.target.head import TargetHead
 
 T, V, W, D, DEPTHS = 1100, 500, 300, 8, 4
 CHUNK = 40

@@ -6,8 +6,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel
+from fledge.core.head import TargetHead
 from fledge.objective import supervision
-from fledge.target.head import TargetHead
 
 T, V, W, D, STEPS = 1100, 500, 300, 8, 3
 CHUNK = 40

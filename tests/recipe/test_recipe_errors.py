@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fledge.errors import BadInput
-from fledge.train.recipe import load_recipe
+from fledge.core.errors import BadInput
+from fledge.recipe.schema import load_recipe
 
 
 def refusal(*overrides: str, path: Path | None = None) -> str:

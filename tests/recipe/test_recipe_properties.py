@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from fledge.errors import BadInput
-from fledge.train.recipe import Recipe, load_recipe, recipe_shapes
+from fledge.core.errors import BadInput
+from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes
 
 SHAPES = recipe_shapes()
 WORDS = st.one_of(
@@ -119,7 +119,7 @@ def test_valid_recipes_round_trip(data: dict[str, dict[str, Any]]) -> None:
 def test_overrides_one_by_one_in_any_order_are_the_file(
     data: dict[str, dict[str, Any]], random: Any
 ) -> None:
-    from fledge.train.recipe_yaml import dump_yaml
+    from fledge.recipe.yaml_text import dump_yaml
 
     recipe = Recipe.model_validate(data)
     overrides = [

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fledge.errors import BadInput
-from fledge.train.recipe import Recipe, load_recipe, recipe_shapes, split_arguments
+from fledge.core.errors import BadInput
+from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes, split_arguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,7 +225,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_reference_page_is_that_of_the_schema() -> None:
-    from fledge.train.recipe_reference import markdown
+    from fledge.recipe.reference import markdown
 
     page = (ROOT / "docs/recipes.md").read_text()
     hint = "run: fledge recipe schema --markdown, and paste it below the last heading"

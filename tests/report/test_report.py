@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 from fledge.report.gather import MOST_POINTS, gather
 from fledge.report.page import render
 from fledge.train.fit import fit

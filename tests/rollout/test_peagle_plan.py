@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from fledge import create_peagle_mask_mod
-from fledge.rollout import peagle_mask
+from fledge.compat import flex_peagle as peagle_mask
+from fledge.compat.flex_peagle import peagle_block_mask, peagle_flex_attention
+from fledge.kernels.attention.parallel import parallel_attention, parallel_visible
 from fledge.rollout import plan as plan_module
-from fledge.rollout.parallel import parallel_attention, parallel_visible
 from fledge.rollout.parallel_plan import lay_out_parallel, plan_parallel
-from fledge.rollout.peagle_mask import peagle_block_mask, peagle_flex_attention
 from fledge.rollout.plan import Slots
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from fledge.core.batch import Eagle3TargetBatch, Supervision
+from fledge.core.head import target_distribution
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.batch import Eagle3TargetBatch, Supervision
-from fledge.target.head import target_distribution
 
 AUX_LAYER_IDS = [1, 3, 4]  # the default of 8 layers
 

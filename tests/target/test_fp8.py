@@ -9,8 +9,8 @@ from test_target_packing import packed_rows, some_documents
 from tiny_models import tiny_model
 from torch import nn
 
-from fledge.target.fp8 import Fp8Linear, rounded, to_fp8
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.fp8 import Fp8Linear, rounded, to_fp8
+from fledge.target.hf.model import HFEagle3TargetModel
 
 
 def test_rounding_is_within_float8s_own_error():

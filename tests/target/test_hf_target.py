@@ -14,9 +14,9 @@ from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
 import fledge
-from fledge.target.batch import _shift_left_with_zero
-from fledge.target.head import target_distribution
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.core.batch import _shift_left_with_zero
+from fledge.core.head import target_distribution
+from fledge.target.hf.model import HFEagle3TargetModel
 
 
 def whole_forward(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Any:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fledge
-from fledge.errors import explain
+from fledge.core.errors import explain
 from fledge.target.runner import ClosableRunner, HiddenTargetRunner
-from fledge.target.sglang_engine import VERSIONS, Room, installed_version
-from fledge.target.sglang_options import server_options, sglang_dtype
-from fledge.target.sglang_runner import SGLangTargetRunner, cut_into_extends, find_rows
+from fledge.target.sglang.engine import VERSIONS, Room, installed_version
+from fledge.target.sglang.options import server_options, sglang_dtype
+from fledge.target.sglang.runner import SGLangTargetRunner, cut_into_extends, find_rows
 
 NAMES = ["device", "page_size", "tp_size", "max_total_tokens", "disable_radix_cache"]
 
@@ -52,7 +52,7 @@ def test_every_known_version_has_its_file(module: str) -> None:
 
 
 def test_importing_the_backend_imports_no_engine() -> None:
-    code = "import sys, fledge.target.sglang_runner as r; sys.exit('sglang' in sys.modules)"
+    code = "import sys, fledge.target.sglang.runner as r; sys.exit('sglang' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fledge
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 
 
 @pytest.fixture(scope="module")

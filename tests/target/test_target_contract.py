@@ -7,9 +7,9 @@ import pytest
 from contract import CHECKS, Case
 from tiny_models import tiny_model
 
+from fledge.core.batch import Supervision
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.batch import Supervision
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel
 from fledge.target.testing import HFTargetRunner
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fledge.bench.train_step import Case, build_batches, build_parts, random_rows
 from fledge.data.pack import collate, pack_rows
-from fledge.target.fp8 import Fp8Linear
-from fledge.target.hf import HFEagle3TargetModel
-from fledge.train.bench import Case, build_batches, build_parts, random_rows
+from fledge.target.hf.fp8 import Fp8Linear
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train.step import train_step
 
 pytestmark = [

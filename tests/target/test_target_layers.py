@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 from torch import nn
 
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import (
     default_aux_layer_ids,
     describe_final_norm,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
 
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import Documents, find_documents, group_documents, plan_groups
 
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=9)

@@ -12,7 +12,7 @@ from contract import draft_vocabulary, packed_rows, padded_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 import fledge
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel, TargetRunner
 from fledge.target.testing import HFTargetRunner
 
@@ -217,7 +217,7 @@ def test_close_releases_the_runner() -> None:
 
 def test_importing_the_seam_imports_no_engine() -> None:
     code = (
-        "import sys, fledge.target.runner, fledge.target.hf; "
+        "import sys, fledge.target.runner, fledge.target.hf.model; "
         "bad = {'sglang', 'vllm', 'pydantic', 'datasets', 'gguf', 'fastapi'} & set(sys.modules); "
         "sys.exit(str(bad) if bad else 0)"
     )

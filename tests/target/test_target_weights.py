@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, tiny_model
 
 import fledge
-from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.loading import tokenizer_in
+from fledge.target.hf.loading import tokenizer_in
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.weights import (
     describe_weights,
     dtype_shares,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fledge
-from fledge.target.vllm_runner import _real_tokens, check_version, dtype_name
+from fledge.target.vllm.runner import _real_tokens, check_version, dtype_name
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -48,7 +48,7 @@ def test_rows_lose_their_padding_whatever_the_mask_is_made_of(dtype: torch.dtype
 
 def test_importing_the_backend_imports_no_engine() -> None:
     code = (
-        "import sys, fledge.target.vllm_runner; "
+        "import sys, fledge.target.vllm.runner; "
         "bad = {'sglang', 'vllm', 'pydantic', 'datasets', 'gguf', 'fastapi'} & set(sys.modules); "
         "sys.exit(str(bad) if bad else 0)"
     )

@@ -8,9 +8,10 @@ from test_target_packing import packed_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)
-from fledge.target import compiled, hf
-from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.one_row import CAUSAL, needs_no_mask
+from fledge.target.hf import compiled
+from fledge.target.hf import model as hf
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.hf.one_row import CAUSAL, needs_no_mask
 
 
 def in_whole_rows(model, monkeypatch):

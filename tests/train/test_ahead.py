@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fledge.errors import TargetUnreachable
+from fledge.core.distributed import World
+from fledge.core.errors import TargetUnreachable
 from fledge.train.ahead import answers_ahead, ask_ahead, together
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
-from fledge.train.distributed import World
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.train import fit as fit_module
 from fledge.train.checkpoint import best_step
 from fledge.train.evaluate import evaluate

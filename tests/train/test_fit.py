@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from fledge.cli.train import check_existing, run_recipe
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.errors import BadInput
-from fledge.files import alone_in
+from fledge.core.errors import BadInput
+from fledge.core.files import alone_in
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.train import fit as fit_module
 from fledge.train import setup as building
 from fledge.train.checkpoint import best_step, newest_checkpoint

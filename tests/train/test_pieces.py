@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fledge.core.distributed import World
 from fledge.data.tokenise import TokenRow
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream, split_rows
-from fledge.train.distributed import World
 from fledge.train.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
 
 

@@ -7,7 +7,7 @@ import typer.core
 
 from fledge.cli import bench_server
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
-from fledge.errors import BadInput, nearest
+from fledge.core.errors import BadInput, nearest
 
 if TYPE_CHECKING:
     from fledge.train.batches import StepBatch
@@ -72,8 +72,9 @@ def train(
 ) -> None:
     """Tokens per second, phase times and memory of one training step, on random weights."""
     quiet_libraries()
-    from fledge.train import bench, bench_cost
-    from fledge.train.distributed import pick_device
+    from fledge.bench import cost as bench_cost
+    from fledge.bench import train_step as bench
+    from fledge.core.distributed import pick_device
 
     for value, known in ((shape, list(bench.SHAPES)), (kind, ["eagle3", "peagle"])):
         if value not in known:

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fledge.addresses import server_address
 from fledge.cli.console import out, print_json, watching
-from fledge.errors import BadInput
+from fledge.core.addresses import server_address
+from fledge.core.errors import BadInput
 
 EXAMPLE = (
     "Example: fledge bench http://localhost:8000 --baseline http://localhost:8001 --concurrency 1 "
@@ -36,10 +36,10 @@ def bench(
     Both servers get the same requests, one server after the other. Latencies are the client's: to
     the first token, per token after it, and of the whole request.
     """
-    from fledge.decode.prompts import read_prompts
+    from fledge.measure.prompts import read_prompts
 
     try:
-        from fledge.export.bench import Load, measure
+        from fledge.bench.server import Load, measure
     except ModuleNotFoundError as error:
         raise BadInput(
             f"{error.name} is not installed", fix="pip install 'fledge[serve]'"

@@ -19,7 +19,7 @@ from fledge.cli.precompute import (
     cache_options,
     run_job,
 )
-from fledge.files import check_place
+from fledge.core.files import check_place
 
 app = typer.Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
 Directory = Annotated[Path, typer.Argument(help="Directory of the cache.", show_default=False)]
@@ -28,7 +28,7 @@ Directory = Annotated[Path, typer.Argument(help="Directory of the cache.", show_
 @app.command(epilog="Example: fledge cache info cache --json")
 def info(directory: Directory, as_json: AsJson = False) -> None:
     """What a cache holds and what it takes, finished or not."""
-    from fledge.target.cache_job import readable
+    from fledge.target.cache.job import readable
 
     facts = _facts(directory.expanduser())
     if as_json:
@@ -49,15 +49,15 @@ def info(directory: Directory, as_json: AsJson = False) -> None:
 
 
 def _facts(directory: Path) -> dict[str, Any]:
-    from fledge.target.cache_format import shard_name
-    from fledge.target.cache_manifest import (
+    from fledge.target.cache.format import shard_name
+    from fledge.target.cache.manifest import (
         LATE,
         existing_shards,
         read_manifest,
         shape_of,
         shards_of,
     )
-    from fledge.target.cache_shard import Shard
+    from fledge.target.cache.shard import Shard
 
     manifest = read_manifest(directory)
     shape, there = shape_of(manifest), sorted(existing_shards(directory))
@@ -91,8 +91,8 @@ def _facts(directory: Path) -> dict[str, Any]:
 @app.command(epilog="Example: fledge cache verify cache")
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Read every row and compare its checksum; exit code 1 when one does not fit."""
-    from fledge.target.cache_manifest import read_target
-    from fledge.target.cache_store import CacheStore
+    from fledge.target.cache.manifest import read_target
+    from fledge.target.cache.store import CacheStore
 
     store = CacheStore(directory.expanduser())
     read_target(store.directory, store.manifest)
@@ -131,10 +131,10 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a cache in another encoding, without the target."""
-    from fledge.target.cache import CachedEagle3TargetModel
-    from fledge.target.cache_convert import convert_job
-    from fledge.target.cache_manifest import TARGET
-    from fledge.train.distributed import pick_device
+    from fledge.core.distributed import pick_device
+    from fledge.target.cache.backend import CachedEagle3TargetModel
+    from fledge.target.cache.convert import convert_job
+    from fledge.target.cache.manifest import TARGET
 
     quiet_libraries()
     check_place(output_dir.expanduser(), directory=True)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fledge.cli.console import err, out, quiet_libraries
 from fledge.cli.loading import load_draft, load_target
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 
@@ -111,10 +111,9 @@ class _Talk:
         seed: int,
     ) -> None:
         from fledge.data.template import ChatTemplate
-        from fledge.decode.answers import eos_token_ids
-        from fledge.decode.evaluation import check_fits
         from fledge.decode.speculative import SpeculativeDecoder
-        from fledge.decode.stops import Stops
+        from fledge.decode.stops import Stops, eos_token_ids
+        from fledge.measure.evaluation import check_fits
         from fledge.target.layers import longest_text
 
         check_fits(backend, draft, name)
@@ -137,7 +136,7 @@ class _Talk:
 
     def answer(self, said: list[dict[str, str]], *, compare: bool, quiet: bool) -> dict[str, Any]:
         """Answer and show it while it comes; text, figures and who wrote what."""
-        from fledge.decode.prompts import encode_prompt
+        from fledge.measure.prompts import encode_prompt
 
         ids = encode_prompt(said, self._template, self._tokenizer)
         if len(ids) + self._stops.max_new_tokens > self._room:

@@ -9,7 +9,7 @@ import yaml
 from rich.table import Table
 
 from fledge.cli.console import err, out, print_json, progress_bar
-from fledge.errors import BadInput, nearest
+from fledge.core.errors import BadInput, nearest
 
 app = typer.Typer(
     help="Prepare conversations for training, and look at them.", no_args_is_help=True
@@ -140,9 +140,9 @@ def preview(
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens are supervised, in colour, and which rows would be dropped and why."""
+    from fledge.core.files import check_place, write_text
     from fledge.data import preview as view
     from fledge.data.tokenise import Encoder
-    from fledge.files import check_place, write_text
     from fledge.models.resolve import local_model
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)

@@ -10,7 +10,7 @@ import typer
 
 from fledge.cli.chat import SHADES, coloured
 from fledge.cli.console import err, out, print_json, shown_on_stderr
-from fledge.files import write_json, write_text
+from fledge.core.files import write_json, write_text
 
 EXAMPLE = "Example: fledge demo --out demo_out"
 
@@ -50,7 +50,7 @@ def tell(directory: Path, rows: int) -> bool:
     """The story from the chats to the report; True when decoding was lossless."""
     from fledge.cli import data, train
     from fledge.demo import CHATS, RECIPE, ROWS
-    from fledge.train.recipe import load_recipe
+    from fledge.recipe.schema import load_recipe
 
     chats = directory / "chats.jsonl"
     lines = CHATS.read_text().splitlines(keepends=True)
@@ -90,7 +90,7 @@ def _questions(lines: list[str]) -> Iterator[dict[str, Any]]:
 def measure_and_show(run: Path, prompts: Path) -> bool:
     """Acceptance on new questions, the proof by live decoding, the report; True when lossless."""
     from fledge.cli import eval, report
-    from fledge.decode.evaluation import EvalOptions
+    from fledge.measure.evaluation import EvalOptions
     from fledge.report.gather import EVALUATION_NAME
 
     options = EvalOptions(

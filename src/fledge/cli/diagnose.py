@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from fledge.cli.console import err, out, print_json, quiet_libraries, watching
-from fledge.errors import BadInput
-from fledge.files import check_place
-from fledge.machine import find_device
+from fledge.core.errors import BadInput
+from fledge.core.files import check_place
+from fledge.core.machine import find_device
 
 EXAMPLE = (
     "Example: fledge diagnose runs/my_draft\n\n"
@@ -43,9 +43,9 @@ def diagnose(
     tried both ways on the target's own answers. The exit code is 1 when an error is left: without
     --fix any error, with it those that have no certain repair.
     """
-    from fledge.export.checks.probe import Answering
-    from fledge.export.diagnose import diagnose as examine
-    from fledge.export.diagnose import write_repaired
+    from fledge.diagnosis.checks.probe import Answering
+    from fledge.diagnosis.diagnose import diagnose as examine
+    from fledge.diagnosis.diagnose import write_repaired
 
     quiet_libraries()
     if fix is not None and fix.exists():

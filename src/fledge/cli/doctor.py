@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from fledge.cli.console import out, print_json
-from fledge.files import cache_dir
-from fledge.machine import cpu_cores, memory_bytes
+from fledge.core.files import cache_dir
+from fledge.core.machine import cpu_cores, memory_bytes
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
 

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from fledge.cli.console import err, out, print_json, quiet_libraries, watching
 from fledge.cli.loading import load_draft, load_target, numbers
-from fledge.errors import BadInput
-from fledge.files import check_place, write_json
+from fledge.core.errors import BadInput
+from fledge.core.files import check_place, write_json
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
 
@@ -119,9 +119,9 @@ def measure(
     device: str = "",
 ) -> Measured:
     """The target answers, every draft is replayed and decoded live; a bar shows how far it is."""
-    from fledge.decode.answers import cached_answers
-    from fledge.decode.evaluation import DraftEvaluation, check_fits
-    from fledge.decode.prompts import read_prompts
+    from fledge.measure.answers import cached_answers
+    from fledge.measure.evaluation import DraftEvaluation, check_fits
+    from fledge.measure.prompts import read_prompts
     from fledge.train.runs import draft_directory
 
     quiet_libraries()
@@ -162,8 +162,8 @@ def _labels(drafts: list[Path]) -> list[str]:
 def _options(
     draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int, samples: int
 ) -> Any:
-    from fledge.decode.evaluation import EvalOptions
     from fledge.decode.tree import TreeShape
+    from fledge.measure.evaluation import EvalOptions
 
     return EvalOptions(
         num_draft_tokens=draft_tokens,

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from fledge.cli.console import out, print_json, quiet_libraries, watching
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 EXAMPLE = (
     "Example: fledge export runs/my_draft --engine vllm\n\n"

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fledge.cli.console import out, print_json, quiet_libraries
-from fledge.files import check_place
+from fledge.core.files import check_place
 
 EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m --out drafts/mine"
 
@@ -24,8 +24,8 @@ def import_draft(
     SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel and ModelOpt layouts. What engines would
     share with the target (embeddings, a full head) is copied from it; numbers are not changed.
     """
-    from fledge.export.foreign import read_files
-    from fledge.export.import_draft import import_draft as bring_in
+    from fledge.diagnosis.foreign import read_files
+    from fledge.diagnosis.import_draft import import_draft as bring_in
     from fledge.models.resolve import local_model
 
     quiet_libraries()

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 
 def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
     from fledge.draft.files import read_config
-    from fledge.target.hf import HFEagle3TargetModel
+    from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.train.runs import recipe_of
 
     recipe = recipe_of(draft)
@@ -37,7 +37,7 @@ def parse_dtype(name: str) -> Any:
 
 
 def load_draft(path: Path, target: Any) -> Any:
-    from fledge.draft.model import LlamaEagle3DraftModel
+    from fledge.draft.eagle3 import LlamaEagle3DraftModel
 
     draft = LlamaEagle3DraftModel.from_pretrained(path, dtype=target.info().dtype)
     return draft.to(target.model.device)

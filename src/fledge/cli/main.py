@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from fledge import __version__
-from fledge.errors import explain
+from fledge.core.errors import explain
 
 # Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -17,8 +17,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict what a recipe costs on this machine; `fledge train` prints the truth beside it."""
+    from fledge.recipe.schema import load_recipe, split_arguments
     from fledge.train.predict import predict
-    from fledge.train.recipe import load_recipe, split_arguments
     from fledge.train.setup import set_up
 
     path, overrides = split_arguments(arguments)

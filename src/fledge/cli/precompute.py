@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
-from fledge.files import check_place
+from fledge.core.files import check_place
 
 EXAMPLE = (
     "Example: fledge precompute recipes/smollm2_gpu.yaml data.train=chats.jsonl "
@@ -49,9 +49,9 @@ def precompute(
     Bytes are predicted before anything is written. Under torchrun several processes share the
     work. An interrupted or stopped cache is continued with --resume.
     """
-    from fledge.train.distributed import pick_device
+    from fledge.core.distributed import pick_device
+    from fledge.recipe.schema import load_recipe, split_arguments
     from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
-    from fledge.train.recipe import load_recipe, split_arguments
 
     path, overrides = split_arguments(arguments)
     recipe = load_recipe(path, overrides)
@@ -82,9 +82,9 @@ def precompute(
 
 def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen: Any) -> Any:
     """The flags as `CacheOptions`, refused in one line where they make no sense."""
-    from fledge.errors import BadInput, nearest
-    from fledge.target.cache_format import DTYPES, ENCODINGS
-    from fledge.target.cache_job import CacheOptions, quota_in_bytes
+    from fledge.core.errors import BadInput, nearest
+    from fledge.target.cache.format import DTYPES, ENCODINGS
+    from fledge.target.cache.job import CacheOptions, quota_in_bytes
 
     if chosen["encoding"] not in ENCODINGS:
         hint = nearest(chosen["encoding"], list(ENCODINGS))
@@ -106,8 +106,8 @@ def run_job(
     job: Any, head_bytes: int, load: Any, device: Any, bar: Any, task: Any, *, as_json: bool
 ) -> int:
     """Run a job with its progress shown; the exit code."""
-    from fledge.target.cache_job import readable
-    from fledge.train.cache_run import STOPPED, execute
+    from fledge.target.cache.job import readable
+    from fledge.target.cache.run import STOPPED, execute
 
     def show(at: Any) -> None:
         bar.update(task, total=len(job.rows), completed=at.rows, note=readable(at.bytes))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fledge.cli.console import print_json
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 app = typer.Typer(
     help="Look at recipes: resolved values, the schema, a check of files.",
@@ -27,7 +27,7 @@ _Json = Annotated[bool, typer.Option("--json", help="JSON instead of YAML.")]
 @app.command(epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4")
 def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
     """Print the resolved recipe: every field, with overrides applied and defaults filled in."""
-    from fledge.train.recipe import load_recipe, split_arguments
+    from fledge.recipe.schema import load_recipe, split_arguments
 
     path, overrides = split_arguments(arguments or [])
     recipe = load_recipe(path, overrides)
@@ -44,7 +44,7 @@ def schema(
     ] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors and other programs."""
-    from fledge.train import recipe_reference
+    from fledge.recipe import reference as recipe_reference
 
     if markdown:
         print(recipe_reference.markdown(), end="")
@@ -58,7 +58,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per file.")] = False,
 ) -> None:
     """Check recipe files, one line each; the first bad one ends the check with exit code 2."""
-    from fledge.train.recipe import load_recipe
+    from fledge.recipe.schema import load_recipe
 
     for path in recipes:
         try:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 EXAMPLE = (
     "Examples: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
@@ -127,7 +127,7 @@ def _local(
 ) -> Any:
     from fledge.cli.loading import parse_dtype
     from fledge.decode.regenerate import LocalModel
-    from fledge.target.loading import load_target
+    from fledge.target.hf.loading import load_target
 
     for option, value in (("--extra", extra), ("--model", model)):
         if value:

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from fledge.cli.console import out, print_json
-from fledge.errors import BadInput
-from fledge.files import check_place, write_json, write_text
+from fledge.core.errors import BadInput
+from fledge.core.files import check_place, write_json, write_text
 
 EXAMPLE = "Example: fledge report runs/my_draft --measure"
 
@@ -50,7 +50,7 @@ def report(
         if evaluation is not None:
             raise BadInput("measure, or show what was measured?", where="--eval")
         from fledge.cli import eval
-        from fledge.decode.evaluation import EvalOptions
+        from fledge.measure.evaluation import EvalOptions
 
         objective = gather(run)["recipe"].get("objective", {})
         trained = objective.get("ttt_steps") or objective.get("num_depths") or 7

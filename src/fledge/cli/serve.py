@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fledge.cli.console import print_json
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 EXAMPLE = (
     "Example: fledge serve runs/my_draft/exports/vllm\n\n"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fledge.cli.console import err, quiet_libraries
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 EXAMPLE = (
     "Example: FLEDGE_TOKEN=... fledge serve-target --target Qwen/Qwen3-8B --host 0.0.0.0 "
@@ -65,8 +65,8 @@ def serve_target(
 ) -> None:
     """Serve a target's hidden states to trainers (target.backend=remote), until SIGTERM."""
     _check_installed()
-    from fledge.serve.run import Address, serve
-    from fledge.target.remote import token_from
+    from fledge.target.remote.client import token_from
+    from fledge.target.remote.server.run import Address, serve
 
     token = token_from(token_env)
     address = Address(host, port, tls_cert, tls_key)
@@ -115,8 +115,8 @@ def _open(
     trust_remote_code: bool,
 ) -> Any:
     from fledge.models.resolve import local_model
-    from fledge.serve.app import Limits, TargetServer
-    from fledge.target.backends import TargetOptions, open_target
+    from fledge.target.registry import TargetOptions, open_target
+    from fledge.target.remote.server.app import Limits, TargetServer
 
     quiet_libraries()
     options = TargetOptions(

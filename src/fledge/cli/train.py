@@ -8,8 +8,8 @@ import typer
 from rich.table import Table
 
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
-from fledge.errors import BadInput
-from fledge.files import check_place
+from fledge.core.errors import BadInput
+from fledge.core.files import check_place
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
 
@@ -32,7 +32,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Train a draft. On an existing run: continue it, or say which field of the recipe differs."""
-    from fledge.train.recipe import load_recipe, split_arguments
+    from fledge.recipe.schema import load_recipe, split_arguments
 
     path, overrides = split_arguments(arguments)
     recipe = load_recipe(path, overrides)
@@ -44,7 +44,7 @@ def train(
 
 def check_existing(recipe: Any) -> None:
     """Refuse to continue a run with a recipe that is not its own."""
-    from fledge.train.recipe import RESOLVED_NAME, load_recipe
+    from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 
     directory = Path(recipe.run.output_dir)
     check_place(directory, directory=True)
@@ -74,7 +74,7 @@ def check_existing(recipe: Any) -> None:
 
 def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
     """Set up, train, report; the exit code."""
-    from fledge.train.distributed import leave_world
+    from fledge.core.distributed import leave_world
     from fledge.train.fit import fit
     from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
     from fledge.train.setup import set_up

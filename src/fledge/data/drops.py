@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 EXAMPLES_PER_REASON = 3
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fledge.core.errors import BadInput
 from fledge.data.tokenise import TokenRow
-from fledge.errors import BadInput
 
 if TYPE_CHECKING:
     import torch

@@ -18,12 +18,12 @@ from typing import Any
 
 from filelock import FileLock
 
+from fledge.core.errors import BadInput
+from fledge.core.files import cache_dir, write_json
 from fledge.data import sources
 from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
-from fledge.errors import BadInput
-from fledge.files import cache_dir, write_json
 
 FORMAT = 1  # raise when the meaning of the files changes
 _TOKENIZER_FILES = (

@@ -23,12 +23,12 @@ from typing import Any, Protocol
 from filelock import FileLock, Timeout
 
 from fledge import __version__
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file, check_place, write_json
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.journal import Journal, json_line
 from fledge.data.regenerate_dialogue import Dialogue
 from fledge.data.sources import Row, fingerprint, make_parts
-from fledge.errors import BadInput
-from fledge.files import atomic_file, check_place, write_json
 
 _FORMAT = 1
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from fledge.addresses import server_address
+from fledge.core.addresses import server_address
+from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
 from fledge.data.regenerate import Outcome, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
-from fledge.errors import BadInput
 
 _AGAIN = {408, 409, 425, 429}  # and every 5xx
 _REFUSED = {401, 403, 404}  # wrong key, wrong address, wrong model: the next row will not do better

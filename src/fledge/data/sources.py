@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
-from fledge.errors import BadInput
 
 ROWS_PER_PART = 2000
 MOST_PARTS = 16  # of a file that every part reads from its beginning: gzip, one JSON array

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file, write_json
 from fledge.data.drops import DropReport
 from fledge.data.tokenise import TokenisedPart, TokenRow, checksum
-from fledge.errors import BadInput
-from fledge.files import atomic_file, write_json
 
 _SCHEMA = pa.schema(
     [

@@ -14,9 +14,9 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from fledge.core.errors import BadInput
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
-from fledge.errors import BadInput
 
 PROBE = "fledgeprobe"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")

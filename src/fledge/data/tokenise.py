@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fledge.core.errors import BadInput
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.mask import MaskedText, MaskOptions, masked_texts
 from fledge.data.sources import Part
 from fledge.data.template import ChatTemplate
-from fledge.errors import BadInput
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fledge.errors import BadInput
-from fledge.files import atomic_file
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file
 
 
 def count_supervised(

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.decode.recorded import Passes
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import rms_norm
-from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.draft.rotary import rotate
 
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fledge.errors import first_line
-from fledge.target.compiled import RecordedPass
+from fledge.core.errors import first_line
+from fledge.target.hf.compiled import RecordedPass
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

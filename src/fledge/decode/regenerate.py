@@ -4,16 +4,15 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
 from fledge.data.regenerate import Outcome, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
 from fledge.data.template import ChatTemplate
-from fledge.decode.answers import eos_token_ids
 from fledge.decode.speculative import Generation, SpeculativeDecoder
-from fledge.decode.stops import Stops
-from fledge.errors import BadInput
+from fledge.decode.stops import Stops, eos_token_ids
+from fledge.target.hf.loading import LoadedTarget
 from fledge.target.layers import longest_text
-from fledge.target.loading import LoadedTarget
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
 
 _WINDOW = 4  # batches of rows taken at a time: similar lengths run together

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fledge.core.errors import BadInput, nearest
+from fledge.core.transfer import send
 from fledge.decode.accept import Verdict, judge, judge_drawn, told
 from fledge.decode.clock import Clock
 from fledge.decode.drafter import Drafter, TrueSlots
@@ -22,10 +24,8 @@ from fledge.decode.rounds import Round
 from fledge.decode.stops import Finish, Stops
 from fledge.decode.target import CachedTarget, take
 from fledge.decode.tree import TreeShape, propose_tree, tree_layout
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.errors import BadInput, nearest
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.target.layers import default_aux_layer_ids, target_depth, validate_aux_layer_ids
-from fledge.transfer import send
 
 Method = Literal["chain", "parallel", "tree"]
 

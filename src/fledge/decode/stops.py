@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Finish = Literal["eos", "stop", "length"]
 
@@ -47,3 +47,10 @@ class Stops:
         longest = max(len(stop.encode()) for stop in self.stop_strings)
         tail = self.decode(new_ids[-longest - 4 :])  # a token is at least a byte; 4: a broken one
         return any(stop in tail for stop in self.stop_strings)
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer: the generation config's and the tokenizer's."""
+    declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if isinstance(i, int))

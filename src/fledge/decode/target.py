@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fledge.core.errors import BadInput
+from fledge.decode.cache import SlotCache
 from fledge.decode.recorded import Passes
-from fledge.decode.slot_cache import SlotCache
-from fledge.errors import BadInput
 from fledge.target.capture import layer_outputs
+from fledge.target.hf.one_row import lent_attention
+from fledge.target.hf.probe import find_head_module
 from fledge.target.layers import find_layers, text_config
-from fledge.target.one_row import lent_attention
-from fledge.target.probe import find_head_module
 
 _ATTENTION = ("full_attention", "sliding_attention")
 

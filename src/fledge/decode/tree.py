@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.core.errors import BadInput
 from fledge.decode.drafter import Drafter, TrueSlots
 from fledge.decode.propose import Proposal
-from fledge.errors import BadInput
 
 
 @dataclass(frozen=True)

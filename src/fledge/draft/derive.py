@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from fledge.core.errors import BadInput
 from fledge.draft.config import check_draft_config
-from fledge.draft.registry import TargetFamily, family_of
+from fledge.draft.families import TargetFamily, family_of
 from fledge.draft.rotary import STATIC_ROPE_TYPES, Rotary, rope_parameters
-from fledge.errors import BadInput
 
 # Rotary settings that a Llama-style draft carries over as they stand.
 _ROPE_KEYS = {

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from fledge.core.errors import BadInput, broken_files, first_line
+from fledge.core.files import atomic_directory, save_tensors, write_json
 from fledge.draft.config import check_draft_config
 from fledge.draft.rotary import rope_parameters
-from fledge.errors import BadInput, broken_files, first_line
-from fledge.files import atomic_directory, save_tensors, write_json
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
+from fledge.compat.flex_peagle import peagle_flex_attention
 from fledge.draft.rotary import Rotary, rotate
-from fledge.rollout.peagle_mask import peagle_flex_attention
-from fledge.triton_gate import kernel_runs
+from fledge.kernels.gate import kernel_runs
 
 
 def linear(in_features: int, out_features: int) -> nn.Linear:
@@ -47,7 +47,7 @@ class _GatedMlp(torch.autograd.Function):
         kept = () if recompute else (gate_NI, up_NI)
         ctx.save_for_backward(x_NE, gate_IE, up_IE, down_EI, *kept)
         if kernel_runs(gate_NI, what="SwiGLU"):
-            from fledge.draft.triton_swiglu import gate
+            from fledge.kernels.swiglu import gate
 
             return F.linear(gate(gate_NI, up_NI), down_EI)
         return F.linear(F.silu(gate_NI) * up_NI, down_EI)
@@ -67,7 +67,7 @@ def _gate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """silu(gate) * up once more, and the gradients of gate and up; dgated's memory is used up."""
     if kernel_runs(gate_NI, what="SwiGLU"):
-        from fledge.draft.triton_swiglu import gate_backward
+        from fledge.kernels.swiglu import gate_backward
 
         return gate_backward(gate_NI, up_NI, dgated_NI)
     act_NI = F.silu(gate_NI)

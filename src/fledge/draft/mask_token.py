@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 _RESERVED = re.compile(
     r"[<\[].*(reserved|unused|extra_|place.?holder|dummy|special_\d|control_\d).*[>\]]",

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
+from fledge.compat.flex_peagle import peagle_block_mask
 from fledge.draft.layer import DraftLayer, LayerWeights, forget_mlp, rms_norm
 from fledge.draft.rotary import Rotary, rotate
-from fledge.rollout.attention import AttentionKind
-from fledge.rollout.parallel import parallel_attention
+from fledge.kernels.attention.parallel import parallel_attention
+from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.parallel_plan import ParallelPlan, Segment
-from fledge.rollout.peagle_mask import peagle_block_mask
 
 KeysValues = tuple[Tensor, Tensor]
 

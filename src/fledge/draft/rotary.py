@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fledge.triton_gate import kernel_runs
+from fledge.kernels.gate import kernel_runs
 
 # Position only, whatever the length of the sequence. `dynamic` and `longrope` depend on the length,
 # so a packed row and a served request would rotate differently from the padded row.
@@ -76,7 +76,7 @@ class Rotary:
 def rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
     """Turn channel i against channel i + half; channels beyond the rotated ones pass through."""
     if kernel_runs(x_NHC, what="rotary positions"):
-        from fledge.draft.triton_rotary import fused_rotate
+        from fledge.kernels.rotary import fused_rotate
 
         return fused_rotate(x_NHC, cos_NC, sin_NC)
     channels = cos_NC.shape[-1]

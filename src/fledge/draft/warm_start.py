@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from fledge.core.errors import BadInput
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import DeepDraftLayer
-from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.draft.rotary import rope_parameters
-from fledge.errors import BadInput
 
 # What both drafts must agree on for a tensor to mean the same in both.
 _SHARED = (

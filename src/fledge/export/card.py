@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fledge.train.recipe import Recipe
+from fledge.recipe.schema import Recipe
 
 
 def model_card(record: Mapping[str, Any], command: Sequence[str], recipe: Recipe | None) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from packaging.version import Version
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 from fledge.export.formats import FORMATS, Feature, Format
 
 EngineName = Literal["vllm", "sglang", "speculators"]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from fledge import __version__
+from fledge.core.errors import BadInput, nearest
+from fledge.core.files import atomic_directory, check_place, save_tensors, write_json, write_text
 from fledge.data.tokenise import checksum
-from fledge.errors import BadInput, nearest
 from fledge.export.card import model_card
 from fledge.export.commands import serve_command
 from fledge.export.engines import ENGINES, Engine, format_for
@@ -41,7 +42,6 @@ from fledge.export.self_check import (
     with_target_embeddings,
 )
 from fledge.export.source import DraftSource, name_for_engines, read_source, target_facts
-from fledge.files import atomic_directory, check_place, save_tensors, write_json, write_text
 
 Watch = Callable[[str, float, int], None]  # what is going on, done, in all
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.core.errors import BadInput
 from fledge.draft.rotary import rope_parameters
-from fledge.errors import BadInput
 from fledge.export.engines import SPECULATORS_PEAGLE_LIMITS, Engine
 from fledge.export.formats import (
     Feature,

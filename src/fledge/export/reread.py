@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.core.errors import BadInput
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.rotary import rotary_frequencies
-from fledge.errors import BadInput
 
 _LLAMA = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

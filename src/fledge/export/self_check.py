@@ -17,25 +17,24 @@ from typing import Any
 
 from torch import Tensor
 
+from fledge.core.errors import BadInput
 from fledge.data.pack import TokenBatch
 from fledge.data.template import ChatTemplate
-from fledge.decode.answers import eos_token_ids
-from fledge.decode.evaluation import check_fits
-from fledge.decode.figures import Sample, acceptance, definition, every_slot_length
-from fledge.decode.prompts import encode_prompt, read_prompts
-from fledge.decode.replay import Text, replay
 from fledge.decode.speculative import Generation, SpeculativeDecoder
-from fledge.decode.stops import Stops
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.errors import BadInput
+from fledge.decode.stops import Stops, eos_token_ids
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.measure.evaluation import check_fits
+from fledge.measure.figures import Sample, acceptance, definition, every_slot_length
+from fledge.measure.prompts import encode_prompt, read_prompts
+from fledge.measure.replay import Text, replay
+from fledge.recipe.schema import RESOLVED_NAME, load_recipe
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import longest_text
 from fledge.target.remember import colocated
 from fledge.train.evaluate import evaluate
-from fledge.train.recipe import RESOLVED_NAME, load_recipe
 from fledge.train.setup import Training, set_up
 
 SAME_ROWS = 0.02  # of the acceptance length: what rounding on another device may change

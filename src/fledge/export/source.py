@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.core.errors import BadInput
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.files import check_tensors, read_draft
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.errors import BadInput
 from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
 from fledge.models.embedded import MODELS as EMBEDDED
 from fledge.models.resolve import load_config, local_model
+from fledge.recipe.schema import Recipe
+from fledge.recipe.sections import Eagle3Objective, PeagleObjective
 from fledge.target.layers import default_aux_layer_ids, target_depth
 from fledge.train.cached import model_name
-from fledge.train.recipe import Recipe
-from fledge.train.recipe_sections import Eagle3Objective, PeagleObjective
 from fledge.train.runs import checkpoint_state, draft_directory, recipe_of, run_directory
 
 DEFAULT_DRAFT_TOKENS = 5  # where no run says how many it was trained for

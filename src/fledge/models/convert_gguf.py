@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.errors import BadInput
-from fledge.files import write_json
+from fledge.core.errors import BadInput
+from fledge.core.files import write_json
 from fledge.models.progress import phase
 from fledge.models.stored import models_root, need_free, stored
 

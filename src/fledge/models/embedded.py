@@ -16,7 +16,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 from fledge.models import convert_gguf
 from fledge.models.progress import phase
 from fledge.models.stored import models_root, need_free, stored

@@ -5,7 +5,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, own code
 _WEIGHTS = ["*.safetensors"]

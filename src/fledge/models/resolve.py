@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.errors import BadInput, broken_files, first_line, nearest
+from fledge.core.errors import BadInput, broken_files, first_line, nearest
 from fledge.models import convert_gguf, embedded, hub
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from fledge.errors import BadInput
-from fledge.files import atomic_directory, cache_dir, write_json
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_directory, cache_dir, write_json
 
 RECORD = "fledge_source.json"  # where the directory came from, and the size of every file
 

@@ -15,7 +15,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.core.head import HeadLike, TargetHead
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.head_loss import head_loss
 from fledge.objective.losses import LossSpec
 from fledge.objective.supervision import (
@@ -26,9 +28,7 @@ from fledge.objective.supervision import (
     Supervision,
     head_rows,
 )
-from fledge.rollout.attention import AttentionKind
 from fledge.rollout.plan import RolloutPlan
-from fledge.target.head import HeadLike, TargetHead
 
 _PACKING = ("position_ids", "seq_lens", "doc_remaining")
 Plan = TypeVar("Plan", bound=RolloutPlan)

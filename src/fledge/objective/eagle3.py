@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.core.head import HeadLike
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.base import PreparedBatch, RolloutOutput, RolloutTrainerModule
 from fledge.objective.losses import LossKind, loss_spec
-from fledge.rollout.attention import AttentionKind
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.plan import RolloutPlan, plan_rollout
-from fledge.target.head import HeadLike
 
 __all__ = ["Eagle3Output", "Eagle3TrainerModule", "PreparedBatch", "simulated_accept_length"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.kernels.gate import kernel_runs
 from fledge.objective.losses import LossSpec
 from fledge.objective.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
-from fledge.triton_gate import kernel_runs
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
 def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
     """The chance [C] that speculative sampling accepts the draft's token."""
     if kernel_runs(logits_CW, what="head loss"):
-        from fledge.objective.triton_head import fused_rows
+        from fledge.kernels.head_rows import fused_rows
 
         slots = (target.slots_MW, target.slot_C, target.top_C)
         return fused_rows(logits_CW, *slots, kind="acceptance")[0]
@@ -205,7 +205,7 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses [C], hits [C], and coefficient * gradient [C, W]; the logits are used up."""
     if kernel_runs(logits_CW, what="head loss"):
-        from fledge.objective.triton_head import fused_rows
+        from fledge.kernels.head_rows import fused_rows
 
         loss_C, correct_C = fused_rows(
             logits_CW, target.slots_MW, target.slot_C, target.top_C, kind=spec.kind,

@@ -8,13 +8,13 @@ charged (not only those whose target the draft can say), and no depth is worth l
 import torch
 from torch import Tensor
 
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.core.head import HeadLike
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.base import RolloutTrainerModule
 from fledge.objective.losses import LossKind, loss_spec
-from fledge.rollout.attention import AttentionKind
 from fledge.rollout.cod import check_cod_options, draw_seed
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
-from fledge.target.head import HeadLike
 
 EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is the draft
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fledge.target.head import TargetHead, target_distribution
+from fledge.core.head import TargetHead, target_distribution
 
 CHUNK_SCORES = 2**26  # elements of a [rows, vocabulary] chunk
 

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from fledge import __version__
-from fledge.errors import BadInput, first_line
-from fledge.machine import MACHINE_NAME
+from fledge.core.errors import BadInput, first_line
+from fledge.core.machine import MACHINE_NAME
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show

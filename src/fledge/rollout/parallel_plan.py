@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fledge.core.transfer import send
 from fledge.rollout.cod import sample_depths
 from fledge.rollout.plan import (
     Ints,
@@ -34,7 +35,6 @@ from fledge.rollout.plan import (
     query_rows,
     to_device,
 )
-from fledge.transfer import send
 
 
 @dataclass(frozen=True)

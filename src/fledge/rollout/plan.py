@@ -33,8 +33,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fledge.core.transfer import send
 from fledge.rollout.cod import surviving_depths
-from fledge.transfer import send
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -9,9 +9,9 @@ from typing import Protocol, Self, get_args
 import torch
 from torch import Tensor
 
-from fledge.errors import BadInput, nearest
-from fledge.target.batch import SUPERVISIONS, Eagle3TargetBatch, Supervision
-from fledge.target.head import TargetHead
+from fledge.core.batch import SUPERVISIONS, Eagle3TargetBatch, Supervision
+from fledge.core.errors import BadInput, nearest
+from fledge.core.head import TargetHead
 from fledge.target.layers import FinalNorm
 
 

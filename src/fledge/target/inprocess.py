@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero, check_rows
+from fledge.core.head import TargetHead
+from fledge.core.transfer import send
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero, check_rows
 from fledge.target.capture import AuxBuffer
-from fledge.target.head import TargetHead
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
-from fledge.transfer import send
 
 
 class InProcessTarget(Eagle3TargetBackend):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fledge.errors import BadInput
+from fledge.core.errors import BadInput
 
 # Checked in this order; the first path that holds a ModuleList or a ModuleDict is taken.
 LAYER_PATHS = (

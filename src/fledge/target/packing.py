@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fledge.target.batch import check_packing
-from fledge.transfer import send
+from fledge.core.batch import check_packing
+from fledge.core.transfer import send
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero
+from fledge.core.transfer import send
 from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
-from fledge.target.batch import Eagle3TargetBatch, _shift_left_with_zero
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import find_documents
-from fledge.transfer import send
 
 
 @dataclass(frozen=True)

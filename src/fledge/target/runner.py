@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fledge.errors import BadInput
+from fledge.core.batch import Supervision
+from fledge.core.errors import BadInput
+from fledge.core.head import TargetHead
 from fledge.target.base import InputEmbedding, TargetInfo
-from fledge.target.batch import Supervision
 from fledge.target.capture import AuxBuffer
-from fledge.target.head import TargetHead
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     FinalNorm,

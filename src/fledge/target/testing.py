@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.target.head import TargetHead
+from fledge.core.head import TargetHead
+from fledge.target.hf.probe import find_head_module, learn_head
 from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
-from fledge.target.probe import find_head_module, learn_head
 
 
 class HFTargetRunner:

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.distributed import World
+from fledge.core.errors import TargetUnreachable
 from fledge.data.pack import TokenBatch
-from fledge.errors import TargetUnreachable
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.batch import Eagle3TargetBatch
 from fledge.train.batches import StepBatch
-from fledge.train.distributed import World
 from fledge.train.step import Parts
 
 _LOOK_AROUND_S = 0.5

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.distributed import World
 from fledge.data.pack import Pack, Packing, TokenBatch, collate, one_per_row, pack_rows
 from fledge.data.tokenise import TokenRow
-from fledge.target.batch import Eagle3TargetBatch
-from fledge.train.distributed import World
 
 
 class Rows(Protocol):

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fledge.core.errors import BadInput
 from fledge.data.prepare import tokenizer_fingerprint
 from fledge.data.vocab import DraftVocabulary
-from fledge.errors import BadInput
 from fledge.models.resolve import local_model
+from fledge.recipe.schema import Recipe
+from fledge.recipe.target import CacheTarget, RemoteTarget
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache import CachedEagle3TargetModel
-from fledge.target.cache_manifest import TARGET_FILES
-from fledge.target.cache_store import CachedRows, CacheStore
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.manifest import TARGET_FILES
+from fledge.target.cache.store import CachedRows, CacheStore
 from fledge.train.batches import RowView, split_rows
-from fledge.train.recipe import Recipe
-from fledge.train.recipe_target import CacheTarget, RemoteTarget
 from fledge.train.remote import remote_files
 
 
@@ -86,7 +86,7 @@ def open_cache(
 
 def _check_model(name: str, manifest: dict[str, object], where: str) -> None:
     """The named model must be the one that was asked; weights are compared where they lie here."""
-    from fledge.target.cache_job import files_fingerprint, has_weights
+    from fledge.target.cache.job import files_fingerprint, has_weights
 
     directory = local_model(name, weights=False)
     differing = []

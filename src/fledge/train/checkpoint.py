@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_directory, fsync_path, save_tensors, write_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import WEIGHTS_NAME, write_draft_files
-from fledge.errors import BadInput
-from fledge.files import atomic_directory, fsync_path, save_tensors, write_json
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"

@@ -5,18 +5,18 @@ from typing import Any
 
 import torch
 
+from fledge.core.errors import BadInput
 from fledge.data.vocab import DraftVocabulary
 from fledge.draft.derive import derive_draft_config, verify_rotary
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
-from fledge.draft.model import LlamaEagle3DraftModel
 from fledge.draft.warm_start import peagle_from_eagle3
-from fledge.errors import BadInput
 from fledge.models.resolve import load_config
+from fledge.recipe.schema import Recipe
+from fledge.recipe.sections import PeagleObjective
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.remember import colocated
 from fledge.train.cached import model_name
-from fledge.train.recipe import Recipe
-from fledge.train.recipe_sections import PeagleObjective
 from fledge.train.runs import starting_draft
 
 

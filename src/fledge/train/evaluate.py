@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from fledge.data.pack import TokenBatch
-from fledge.decode.figures import Acceptance
-from fledge.decode.packed import Ints, Rollouts, target_picks
-from fledge.decode.replay import replay_held_out
+from fledge.measure.figures import Acceptance
+from fledge.measure.packed import Ints, Rollouts, target_picks
+from fledge.measure.replay import replay_held_out
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.step import Parts, Sums, plan_batch

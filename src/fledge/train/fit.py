@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
-from fledge.errors import BadInput, TargetUnreachable
-from fledge.files import alone_in, removed, write_json
-from fledge.machine import MACHINE_NAME, describe_machine
+from fledge.core.errors import BadInput, TargetUnreachable
+from fledge.core.files import alone_in, removed, write_json
+from fledge.core.machine import MACHINE_NAME, describe_machine
 from fledge.train.ahead import ask_ahead
 from fledge.train.checkpoint import (
     Checkpoint,

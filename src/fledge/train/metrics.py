@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fledge.errors import BadInput
-from fledge.files import atomic_file
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file
 from fledge.train.step import Sums
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fledge.core.errors import BadInput
 from fledge.data import sources
 from fledge.data.prepare import Progress, tokenizer_fingerprint
 from fledge.data.vocab import special_token_ids
-from fledge.errors import BadInput
 from fledge.models.resolve import load_config
+from fledge.recipe.schema import Recipe
+from fledge.recipe.target import CacheTarget, HfTarget, RemoteTarget
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache_format import DTYPES
-from fledge.target.cache_job import CacheOptions, ModelFacts, make_job
-from fledge.target.cache_precompute import CacheJob
+from fledge.target.cache.format import DTYPES
+from fledge.target.cache.job import CacheOptions, ModelFacts, make_job
+from fledge.target.cache.precompute import CacheJob
 from fledge.train.batches import Rows, RowView, split_rows
 from fledge.train.cached import model_name
-from fledge.train.recipe import Recipe
-from fledge.train.recipe_target import CacheTarget, HfTarget, RemoteTarget
 from fledge.train.remote import remote_facts
 from fledge.train.setup import make_target, tokenise_options, tokenised
 from fledge.train.vocabulary import choose_vocabulary

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fledge.files import cache_dir
-from fledge.target.remote import RemoteEagle3TargetModel, token_from
-from fledge.train.recipe_target import RemoteTarget
+from fledge.core.files import cache_dir
+from fledge.recipe.target import RemoteTarget
+from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
 
 
 def open_remote(section: RemoteTarget, device: torch.device) -> RemoteEagle3TargetModel:

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fledge.core.errors import BadInput
 from fledge.draft.files import CONFIG_NAME
-from fledge.errors import BadInput
+from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.train.checkpoint import STATE_NAME
-from fledge.train.recipe import RESOLVED_NAME, Recipe, load_recipe
 
 
 def draft_directory(path: Path) -> Path:

@@ -12,39 +12,39 @@ from typing import Any
 
 import torch
 
+from fledge.core.distributed import World, join_world, pick_device
+from fledge.core.errors import BadInput
 from fledge.data.pack import TokenBatch, collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary, special_token_ids
-from fledge.decode.packed import Ints
-from fledge.draft.model import LlamaEagle3DraftModel
-from fledge.errors import BadInput
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.measure.packed import Ints
 from fledge.models.resolve import load_tokenizer, local_model
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
-from fledge.target.backends import TargetOptions, open_target
-from fledge.target.base import Eagle3TargetBackend
-from fledge.target.remember import RememberingTarget
-from fledge.train.batches import PackStream, RowView, split_rows
-from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
-from fledge.train.clock import Clock
-from fledge.train.distributed import World, join_world, pick_device
-from fledge.train.drafts import make_draft
-from fledge.train.optimizer import StepGuard, make_optimizer
-from fledge.train.recipe import Recipe
-from fledge.train.recipe_sections import (
+from fledge.recipe.schema import Recipe
+from fledge.recipe.sections import (
     Data,
     Eagle1Objective,
     Eagle3Objective,
 )
-from fledge.train.recipe_target import (
+from fledge.recipe.target import (
     CacheTarget,
     HfTarget,
     RemoteTarget,
     SglangTarget,
     VllmTarget,
 )
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.registry import TargetOptions, open_target
+from fledge.target.remember import RememberingTarget
+from fledge.train.batches import PackStream, RowView, split_rows
+from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
+from fledge.train.clock import Clock
+from fledge.train.drafts import make_draft
+from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.remote import open_remote
 from fledge.train.step import Objective, Parts
 from fledge.train.vocabulary import choose_vocabulary

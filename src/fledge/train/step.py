@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fledge.core.distributed import World
 from fledge.data.pack import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
-from fledge.train.distributed import World
 from fledge.train.optimizer import StepGuard
 
 

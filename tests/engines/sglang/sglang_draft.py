@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.target.sglang_engine import Captured, SGLangEngine, engine_class
-from fledge.target.sglang_options import server_options
-from fledge.target.sglang_ranks import free_port
+from fledge.target.sglang.engine import Captured, SGLangEngine, engine_class
+from fledge.target.sglang.options import server_options
+from fledge.target.sglang.ranks import free_port
 
 
 def open_engine(directory: Path, **options: Any) -> SGLangEngine:

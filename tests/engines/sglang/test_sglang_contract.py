@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fledge
-from fledge.target.batch import Supervision
+from fledge.core.batch import Supervision
 from target.contract import CHECKS, Case
 from target.tiny_models import tiny_model
 

@@ -14,14 +14,14 @@ from sglang_draft import SGLangDraft, layers_that_sglang_reads, target_states
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fledge.decode.drafter import Drafter
-from fledge.decode.replay import Text, replay
 from fledge.draft.derive import derive_draft_config
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.export import export_draft
 from fledge.export.self_check import CheckOptions
+from fledge.measure.replay import Text, replay
 from fledge.models.resolve import load_config
 from fledge.objective.eagle3 import Eagle3TrainerModule
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
 
 VERSION = importlib.metadata.version("sglang") if importlib.util.find_spec("sglang") else ""
 DEPTHS = 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fledge
-from fledge.target.sglang_engine import SGLangEngine
+from fledge.target.sglang.engine import SGLangEngine
 from target.contract import packed_rows, padded_rows, some_documents
 from target.tiny_models import tiny_model
 

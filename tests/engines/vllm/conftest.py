@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engines.cases import engine_target, saved
-from fledge.target.vllm_runner import VLLMTargetRunner
+from fledge.target.vllm.runner import VLLMTargetRunner
 
 
 class Lent(VLLMTargetRunner):

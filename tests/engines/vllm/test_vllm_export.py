@@ -19,12 +19,12 @@ from engines.cases import engine_target, greedy_texts, make_draft, train
 from engines.vllm.serving import Served, serve
 from fledge.decode.drafter import Drafter
 from fledge.decode.propose import Chooser, propose_chain, propose_parallel
-from fledge.decode.replay import Text, replay
 from fledge.decode.rounds import walk_rounds
-from fledge.draft.model import LlamaEagle3DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.commands import serve_command
 from fledge.export.export import export_draft, read_record
-from fledge.target.hf import HFEagle3TargetModel
+from fledge.measure.replay import Text, replay
+from fledge.target.hf.model import HFEagle3TargetModel
 
 pytestmark = pytest.mark.engine
 PROMPT, ANSWER, DEPTHS = 6, 32, 4

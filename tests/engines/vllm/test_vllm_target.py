@@ -11,9 +11,9 @@ import torch
 
 import fledge
 from engines.cases import engine_target, make_draft, saved, train
-from fledge.target.batch import Supervision
-from fledge.target.hf import HFEagle3TargetModel
-from fledge.target.vllm_runner import VLLMEagle3TargetModel, VLLMTargetRunner
+from fledge.core.batch import Supervision
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.vllm.runner import VLLMEagle3TargetModel, VLLMTargetRunner
 from target.contract import CHECKS, Case, packed_rows, padded_rows, some_documents
 
 pytestmark = pytest.mark.engine

@@ -1,0 +1,254 @@
+"""Speed and memory of one training step, on random weights and random tokens of a named shape.
+
+A step is what `fledge train` does: target forward, rollout, backward, clip, AdamW with float32
+masters. `documents` packs documents of about that many tokens; without it every row is one document
+of `seq` tokens. 60 % of the tokens are supervised, as in the peers' figures.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fledge.bench.cost import step_flops
+from fledge.core.distributed import World
+from fledge.data.pack import collate, one_per_row, pack_rows
+from fledge.data.tokenise import TokenRow
+from fledge.draft.derive import derive_draft_config
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.objective.peagle import PEagleTrainerModule
+from fledge.target.hf.fp8 import to_fp8
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.train.batches import StepBatch
+from fledge.train.clock import Clock
+from fledge.train.optimizer import StepGuard, make_optimizer
+from fledge.train.step import Parts, train_step
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    draft_vocab: int
+
+
+SHAPES = {
+    "tiny": Shape(64, 8, 4, 2, 16, 128, 512, 256),
+    "135m": Shape(576, 30, 9, 3, 64, 1536, 49_152, 16_384),
+    "1b": Shape(2048, 16, 32, 8, 64, 8192, 128_256, 32_000),
+    "8b": Shape(4096, 32, 32, 8, 128, 14_336, 128_256, 32_000),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured. 0 stands for the usual: 7 depths, 1 layer; P-EAGLE 8 depths, 4 layers."""
+
+    shape: str = "135m"
+    kind: str = "eagle3"
+    seq: int = 2048
+    batch: int = 1
+    documents: int = 0  # mean length of packed documents; 0: one document a row
+    depths: int = 0
+    layers: int = 0
+    supervised: float = 0.6
+    depth_keep: float = 1.0
+    fp8: bool = False
+    compile: bool = True
+    partitions: int = 1
+    checkpointing: bool = False
+
+    @property
+    def parallel(self) -> bool:
+        return self.kind == "peagle"
+
+
+@dataclass(frozen=True)
+class Measured:
+    tokens: int
+    seconds: float  # of the median step
+    slowest_seconds: float  # a step that compiled something would show here
+    phases: dict[str, float]
+    first_seconds: float
+    resident_bytes: int  # weights of both models, and what AdamW keeps
+    above_bytes: int | None  # peak beyond that; on a GPU only
+    flops: float  # of the products that a step needs
+    ceiling: float | None  # FLOP/s of one large product here
+
+    def to_json(self) -> dict[str, Any]:
+        gib = 2**30
+        return {
+            "tokens": self.tokens,
+            "tokens_per_s": round(self.tokens / self.seconds),
+            "step_ms": round(self.seconds * 1e3, 1),
+            "slowest_step_ms": round(self.slowest_seconds * 1e3, 1),
+            "phases_ms": {name: round(value * 1e3, 1) for name, value in self.phases.items()},
+            "first_step_s": round(self.first_seconds, 1),
+            "resident_gib": round(self.resident_bytes / gib, 2),
+            "peak_above_gib": None
+            if self.above_bytes is None
+            else round(self.above_bytes / gib, 2),
+            "tflops": round(self.flops / self.seconds / 1e12, 2),
+            "share_of_ceiling": self.ceiling and round(self.flops / self.seconds / self.ceiling, 3),
+        }
+
+
+def build_target(case: Case, device: torch.device) -> HFEagle3TargetModel:
+    shape = SHAPES[case.shape]
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.mlp,
+        vocab_size=shape.vocab,
+        max_position_embeddings=65_536,
+        tie_word_embeddings=False,
+    )
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
+    if case.fp8:
+        to_fp8(model)
+    return HFEagle3TargetModel(model, supervision="hidden", compile_layers=case.compile)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def build_parts(case: Case, device: torch.device) -> Parts:
+    target, shape = build_target(case, device), SHAPES[case.shape]
+    config = derive_draft_config(
+        target.model.config,
+        architecture="LlamaForCausalLM",
+        draft_vocab_size=shape.draft_vocab,
+        num_hidden_layers=case.layers or (4 if case.parallel else 1),
+        parallel_drafting=case.parallel,
+        mask_token_id=shape.vocab - 1 if case.parallel else None,
+    )
+    ids = torch.arange(shape.draft_vocab) * (shape.vocab // shape.draft_vocab)
+    mask = torch.zeros(shape.vocab, dtype=torch.bool)
+    mask[ids] = True
+    with torch.device(device):
+        draft = LlamaEagle3DraftModel(config)
+    draft.embed_tokens.weight.requires_grad_(case.parallel)  # P-EAGLE trains its embeddings
+    shared: dict[str, Any] = {
+        "selected_token_ids": ids,
+        "selected_token_mask": mask,
+        "target_head": target.info().head,
+        "compute_dtype": _dtype(device),
+    }
+    objective: Eagle3TrainerModule | PEagleTrainerModule
+    if case.parallel:
+        draft.gradient_checkpointing = case.checkpointing
+        objective = PEagleTrainerModule(
+            draft, num_depths=case.depths or 8, sequence_partitions=case.partitions, **shared
+        )
+    else:
+        objective = Eagle3TrainerModule(
+            draft, ttt_steps=case.depths or 7, depth_keep=case.depth_keep, **shared
+        )
+    parameters = [p for p in draft.parameters() if p.requires_grad]
+    optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return Parts(
+        target, objective, parameters, optimizer, StepGuard(None, device), device, World(), 1.0,
+        Clock(device),
+    )  # fmt: skip
+
+
+def random_rows(case: Case, count: int, mean: int) -> list[TokenRow]:
+    """Documents that begin with a prompt and end with the supervised answer."""
+    rng = np.random.default_rng(0)
+    lengths = np.full(count, case.seq)
+    if mean < case.seq:
+        spread = rng.lognormal(0.0, 0.5, count) / np.exp(0.125)
+        lengths = np.clip(mean * spread, 8, case.seq).astype(int)
+    rows = []
+    for i, n in enumerate(lengths):
+        mask = (np.arange(n) >= round(n * (1 - case.supervised))).astype(np.uint8)
+        ids = rng.integers(0, SHAPES[case.shape].vocab, n, dtype=np.int32)
+        rows.append(TokenRow(ids, mask, f"row{i}", False))
+    return rows
+
+
+def build_batches(case: Case, count: int) -> list[StepBatch]:
+    packs_wanted = count * case.batch
+    if case.documents:
+        rows = random_rows(case, packs_wanted * case.seq * 2 // case.documents + 8, case.documents)
+        packs = list(pack_rows([len(row.input_ids) for row in rows], case.seq).packs)
+    else:
+        rows = random_rows(case, packs_wanted, case.seq)
+        packs = list(one_per_row([case.seq] * len(rows), case.seq))
+    cut = [packs[i * case.batch : (i + 1) * case.batch] for i in range(count)]
+    return [
+        StepBatch(i, 0, (collate(rows, part, case.seq, pad_id=0),)) for i, part in enumerate(cut)
+    ]
+
+
+def measure(
+    case: Case,
+    device: torch.device,
+    *,
+    steps: int,
+    warmup: int,
+    on_step: Callable[[], None] = lambda: None,
+    look: Callable[[Parts, StepBatch], None] | None = None,
+) -> Measured:
+    """Run `warmup` + `steps` steps; `look` may run one more in its own way."""
+    gpu = device.type == "cuda"
+    parts = build_parts(case, device)
+    built = torch.cuda.memory_allocated() if gpu else 0
+    moments = sum(p.numel() for p in parts.parameters) * 8
+    batches = build_batches(case, warmup + steps)
+    seconds, phases = [], []
+    for index, batch in enumerate(batches):
+        if gpu and index == warmup:
+            torch.cuda.reset_peak_memory_stats()
+        parts.clock.read()
+        start = time.perf_counter()
+        train_step(parts, batch, lr=1e-4)
+        _, spent = parts.clock.read()
+        seconds.append(time.perf_counter() - start)
+        phases.append(spent)
+        on_step()
+    above = torch.cuda.max_memory_allocated() - built - moments if gpu else None
+    if look is not None:
+        look(parts, batches[-1])
+    return Measured(
+        tokens=batches[0].micro[0].input_ids.numel() if batches[0].micro[0] else 0,
+        seconds=statistics.median(seconds[warmup:]),
+        slowest_seconds=max(seconds[warmup:]),
+        phases={
+            name: statistics.median(spent[name] for spent in phases[warmup:]) for name in phases[0]
+        },
+        first_seconds=seconds[0],
+        resident_bytes=built + moments,
+        above_bytes=above,
+        flops=step_flops(parts, batches[-1]),
+        ceiling=matmul_ceiling(device) if gpu else None,
+    )
+
+
+def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
+    """FLOP/s of one large bf16 product, the best of a few."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        left @ right
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,339 @@
+r"""Precompute the EAGLE-3 offline cache: run the target once, train many times.
+
+    python -m fledge.precompute_eagle3 \
+        --target-model meta-llama/Llama-3.1-8B-Instruct --input-data chats.jsonl \
+        --output-dir /data/cache --seq-length 2048 --batch-size 4 --shard-size 256 --dtype bf16
+
+Then train from it, without the target: `target.backend=cache
+target.cached_target_path=/data/cache`. By default hidden states are kept, which serve every
+draft vocabulary, loss and objective (`--encoding` has the others); bytes are predicted before
+anything is written. Under torchrun several processes write disjoint shards of one cache.
+`fledge precompute` does the same from a recipe, for any target backend.
+
+Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a full disk
+(`--resume` continues), 130 interrupted.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput, explain
+from fledge.core.files import check_place
+from fledge.core.head import TargetHead
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.cache.format import ENCODINGS
+from fledge.target.cache.job import (
+    CacheOptions,
+    ModelFacts,
+    make_job,
+    quota_in_bytes,
+)
+from fledge.target.cache.manifest import (
+    ensure_free,
+    ensure_resumable,
+    existing_shards,
+)
+from fledge.target.cache.precompute import CacheJob, Progress
+from fledge.target.cache.run import execute
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; `--help` has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"precompute_eagle3: {message}; --help lists the flags\n")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fledge.precompute_eagle3",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target-model", required=True, help="directory, hub id, GGUF file or embedded name")
+    add("--input-data", required=True, nargs="+", help="files, directories or data set ids")
+    add("--output-dir", required=True, help="directory of the cache")
+    add("--split", help="split of a data set id, e.g. train or train[:1000]; of files: train")
+    add("--seq-length", type=int, default=2048, help="longest row in tokens (2048)")
+    add("--draft-vocab-size", type=int, help="draft vocabulary; left out: the whole vocabulary")
+    add("--batch-size", type=int, default=4, help="rows per forward of the target (4)")
+    add("--shard-size", type=int, default=256, help="rows per shard (256)")
+    add("--dtype", default="bf16", help="fp32 | bf16 | fp16: the target's and the cache's (bf16)")
+    add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
+    add("--target-probs-topk", type=int, help="keep the k largest probabilities (encoding topk)")
+    add("--supervised-only", action="store_true", help="no supervision at unsupervised tokens")
+    add(
+        "--aux-layer-ids",
+        nargs="+",
+        metavar="ID",
+        help="three decoder layers, 1,15,28 or 1 15 28; left out: the default",
+    )
+    add("--shuffle-seed", type=int, help="order of the rows; left out: as in the data")
+    add("--resume", action="store_true", help="continue the cache in --output-dir")
+    add("--quota-gb", type=float, help="never write more than this; --resume continues")
+    add("--device", default="auto", help="auto | cpu | cuda | cuda:N (auto)")
+    add("--num-workers", type=int, default=0, help="processes that tokenise; 0: one per core")
+    add("--trust-remote-code", action="store_true", help="run Python code of the model")
+    add("--log-level", default="INFO", help=f"{' | '.join(_LEVELS)} (INFO)")
+    return parser
+
+
+def _validate_args(args: argparse.Namespace) -> None:
+    """Reject invalid CLI values before loading any model."""
+    for name, least in (
+        ("seq_length", 2),
+        ("batch_size", 1),
+        ("shard_size", 1),
+        ("draft_vocab_size", 1),
+        ("target_probs_topk", 1),
+        ("num_workers", 0),
+        ("shuffle_seed", 0),
+    ):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            flag = f"--{name.replace('_', '-')}"
+            raise BadInput(f"{value} is too small", where=flag, fix=f"at least {least}")
+    quota_in_bytes(args.quota_gb)
+    if args.dtype not in _DTYPES:
+        raise BadInput(f"{args.dtype!r} is not a dtype", where="--dtype", fix=", ".join(_DTYPES))
+    if str(args.log_level).upper() not in _LEVELS:
+        raise BadInput(
+            f"{args.log_level!r} is not a level", where="--log-level", fix=", ".join(_LEVELS)
+        )
+    _encoding(args)
+    _aux_layer_ids(args)
+    if (args.target_probs_topk or 0) > (args.draft_vocab_size or float("inf")):
+        raise BadInput(
+            f"{args.target_probs_topk} of {args.draft_vocab_size} draft tokens",
+            where="--target-probs-topk",
+            fix="at most --draft-vocab-size",
+        )
+    if args.split not in (None, "train") and any(map(_is_local, args.input_data)):
+        raise BadInput(
+            f"a local file is one split, train, and has no {args.split!r}",
+            where="--split",
+            fix="leave it out",
+        )
+    directory = Path(args.output_dir).expanduser()
+    check_place(directory, directory=True)
+    ensure_free(directory, resume=args.resume)
+    if existing_shards(directory) and not (directory / "manifest.json").exists():
+        _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def _encoding(args: argparse.Namespace) -> Any:
+    encoding = args.encoding or ("hidden" if args.target_probs_topk is None else "topk")
+    if encoding not in ENCODINGS:
+        raise BadInput(
+            f"{encoding!r} is not an encoding", where="--encoding", fix=", ".join(ENCODINGS)
+        )
+    if (encoding == "topk") != (args.target_probs_topk is not None):
+        raise BadInput(
+            "the topk encoding and --target-probs-topk belong together", where="--encoding"
+        )
+    return encoding
+
+
+def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
+    if args.aux_layer_ids is None:
+        return None
+    given = ",".join(args.aux_layer_ids)
+    try:
+        ids = [int(text) for text in given.split(",")]
+    except ValueError:
+        ids = []
+    if len(ids) != 3 or len(set(ids)) != 3 or min(ids) < 0:
+        raise BadInput(
+            f"{given!r} is not three distinct layers",
+            where="--aux-layer-ids",
+            fix="for example 1,15,28",
+        )
+    return ids
+
+
+def _compute_batch_cache(
+    target_batch: Eagle3TargetBatch,
+    selected_token_ids: torch.Tensor,
+    selected_token_mask: torch.Tensor,
+    cache_dtype: torch.dtype,
+    *,
+    head: TargetHead | None = None,
+) -> dict[str, torch.Tensor]:
+    """Turn one target-model batch into the per-sample tensors the trainer takes, on the CPU.
+
+    The draft-vocabulary view of a batch, padded: what the `probs` encoding keeps, without its
+    rows' ends cut off, and with a distribution at unsupervised slots too. Probabilities come from
+    the function that the live trainer calls, so they are the live ones; floating-point fields are
+    then cast to `cache_dtype`. `head` is needed when the batch carries last hidden states.
+    """
+    batch = target_batch
+    if batch.target_probs is None:
+        supervised = batch.loss_mask
+        batch = replace(batch, loss_mask=torch.ones_like(supervised)).with_probs(
+            head, selected_token_ids, selected_token_mask
+        )
+        assert batch.position_mask is not None
+        sayable = batch.position_mask & supervised.bool()[..., None]
+        batch = replace(batch, loss_mask=supervised, position_mask=sayable)
+    kept = ("aux_hidden_states", "target_probs")
+    return {
+        name: (tensor.to(cache_dtype) if name in kept else tensor).cpu()
+        for name, tensor in batch.tensors()
+    }
+
+
+def _ensure_resume_compatible(
+    cache_dir: str, manifest: dict[str, Any], existing_shards: set[int]
+) -> None:
+    """Refuse to --resume into a cache produced with a different configuration."""
+    ensure_resumable(Path(cache_dir), manifest, existing_shards)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Load the target, scan the dataset once, and write the sharded cache; the exit code."""
+    from fledge.cli.console import quiet_libraries
+    from fledge.core.distributed import pick_device
+
+    quiet_libraries()
+    device = pick_device(args.device)
+    job, model = _job(args)
+    dtype = _DTYPES[args.dtype]
+
+    def load() -> Eagle3TargetBackend:
+        from fledge.target.hf.model import HFEagle3TargetModel
+
+        return HFEagle3TargetModel.from_pretrained(
+            args.target_model,
+            aux_layer_ids=model.aux_layer_ids,
+            supervision="hidden",
+            dtype=dtype,
+            device=device,
+            trust_remote_code=args.trust_remote_code,
+        )
+
+    with _progress(len(job.rows)) as show:
+        done = execute(
+            job, model.head_bytes(dtype), load, device=device, say=logger.info, on_progress=show
+        )
+    if done.outcome.complete:
+        logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
+    return done.code
+
+
+@contextmanager
+def _progress(rows: int) -> Iterator[Callable[[Progress], None]]:
+    """A bar from the first written row on (lines that are said before it stay), in one process."""
+    from fledge.cli.console import watching
+
+    with ExitStack() as stack:
+        bars: list[Callable[[str, float, int], None]] = []
+
+        def show(at: Progress) -> None:
+            if not bars:
+                bars.append(stack.enter_context(watching()))
+            bars[0]("asking the target", at.rows, rows)
+
+        wanted = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+        yield show if wanted else lambda _: None
+
+
+def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
+    """Tokenise the data and lay out the work; no weights are read."""
+    from fledge.data import sources
+    from fledge.data.prepare import prepare_rows, tokenizer_fingerprint
+    from fledge.data.tokenise import TokeniseOptions
+    from fledge.data.vocab import count_supervised, select_vocabulary, special_token_ids
+    from fledge.train.batches import RowView
+
+    model = ModelFacts.read(
+        args.target_model,
+        aux_layer_ids=_aux_layer_ids(args),
+        trust_remote_code=args.trust_remote_code,
+    )
+    data = [
+        f"{name}:{args.split}" if args.split and not _is_local(name) else name
+        for name in args.input_data
+    ]
+    options = TokeniseOptions(max_length=args.seq_length)
+    rows = prepare_rows(data, model.directory, options, workers=args.num_workers or None)
+    order = np.arange(len(rows), dtype=np.int64)
+    if args.shuffle_seed is not None:
+        order = np.random.default_rng(args.shuffle_seed).permutation(order)
+    encoding = _encoding(args)
+    vocabulary = None
+    if encoding in ("probs", "topk"):
+        vocabulary = select_vocabulary(
+            count_supervised(rows.flat(), model.vocab_size),
+            args.draft_vocab_size,
+            special_ids=special_token_ids(model.tokenizer),
+            fingerprint=rows.fingerprint,
+        )
+    chosen = CacheOptions(
+        encoding=encoding,
+        dtype=_DTYPES[args.dtype],
+        top_k=args.target_probs_topk,
+        supervised_only=args.supervised_only,
+        shard_size=args.shard_size,
+        batch_size=args.batch_size,
+        resume=args.resume,
+        quota_bytes=quota_in_bytes(args.quota_gb),
+    )
+    facts = {
+        "data": sources.fingerprint(data),
+        "tokenizer": tokenizer_fingerprint(model.directory),
+        "tokenise": asdict(options),
+        "seq_length": args.seq_length,
+        "shuffle_seed": args.shuffle_seed,
+        "draft_vocab_size": args.draft_vocab_size,
+    }
+    directory = Path(args.output_dir).expanduser()
+    view = RowView(rows, order)
+    return make_job(directory, view, model, chosen, facts=facts, vocabulary=vocabulary), model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """CLI entry point. Parses argv and returns the process exit code."""
+    args = _build_parser().parse_args(argv)
+    try:
+        _validate_args(args)
+        logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
+        return _run(args)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        line, code = explained
+        again = "" if code == 2 else ", with --resume"
+        print(f"precompute_eagle3: {line}{again}", file=sys.stderr)
+        return code
+    except KeyboardInterrupt:
+        print("precompute_eagle3: interrupted; --resume continues", file=sys.stderr)
+        return 130

@@ -1,0 +1,313 @@
+"""What a target says about one batch of rows: the contract between every backend and every trainer.
+
+Not here: who computes it (`hf`, `runner`), or how supervision is derived from states (`head`).
+
+One row of six tokens, `x0 x1` the prompt and `x2 .. x5` the answer (loss mask 0 0 1 1 1 1). The
+target ran once over the row; `a_t` are its aux states and `h_t` its last hidden state at token t,
+so `p(. | x<=t) = softmax(head(h_t))`. The batch holds ids, loss mask and supervision shifted left
+by one with a zero tail, and everything else unshifted:
+
+    slot t               0    1    2    3    4    5
+    aux_hidden_states    a0   a1   a2   a3   a4   a5     unshifted
+    attention_mask       1    1    1    1    1    1      unshifted
+    input_ids            x1   x2   x3   x4   x5   0      shifted
+    loss_mask            0    1    1    1    1    0      shifted
+    last_hidden_states   h1   h2   h3   h4   h5   0      shifted (logits and target_probs alike)
+
+So slot t at step k of a rollout reads token x[t+1+k], carries a_t (k = 0) or the draft's own state,
+and is asked for p(. | x<=t+1+k); it is supervised iff the loss mask of x[t+1+k] is set:
+
+    slot t    step 0                      step 1                      step 2
+    0         reads x1, prompt: no loss   reads x2, says p(.|x<=2)    reads x3, says p(.|x<=3)
+    1         reads x2, says p(.|x<=2)    reads x3, says p(.|x<=3)    reads x4, says p(.|x<=4)
+    2         reads x3, says p(.|x<=3)    reads x4, says p(.|x<=4)    reads x5, says p(.|x<=5)
+    3         reads x4, says p(.|x<=4)    reads x5, says p(.|x<=5)    past the row: no loss
+    4         reads x5, says p(.|x<=5)    past the row: no loss       past the row: no loss
+    5         past the row: no loss       past the row: no loss       past the row: no loss
+
+The mask is keyed on the token that is *read*: x2, the first answer token, is never asked for, and
+what comes after x5 is. Values at padding slots mean nothing and are never charged.
+
+Shapes: B row, T position, D target hidden, V target vocabulary, W draft vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fledge.core.head import TargetHead, target_distribution, target_distribution_from_hidden
+
+Supervision = Literal["logits", "probs", "hidden"]
+SUPERVISIONS: tuple[Supervision, ...] = ("logits", "probs", "hidden")
+PACKING_FIELDS = ("position_ids", "seq_lens", "doc_remaining")
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle3TargetBatch:
+    """The target's answer about B rows of T tokens, with exactly one supervision encoding.
+
+    Construction checks shapes and dtypes, and names the field that is wrong. Values are checked
+    only where looking costs nothing: `seq_lens` on the CPU must sum to the width.
+    """
+
+    aux_hidden_states: Tensor  # [B, T, 3D], three decoder layers' outputs, unshifted
+    input_ids: Tensor  # [B, T], shifted
+    attention_mask: Tensor  # [B, T], 1 at real tokens, unshifted
+    loss_mask: Tensor  # [B, T], shifted
+    logits: Tensor | None = None  # [B, T, V], shifted
+    target_probs: Tensor | None = None  # [B, T, W] over the draft vocabulary, shifted
+    position_mask: Tensor | None = None  # [B, T, 1], supervised and the draft can say the top token
+    last_hidden_states: Tensor | None = None  # [B, T, D], the head's input, shifted
+    position_ids: Tensor | None = None  # [B, T], restart at 0 with each document, unshifted
+    seq_lens: Tensor | None = None  # [B, max_docs], 0-padded; every row sums to T
+    doc_remaining: Tensor | None = None  # [B, T], real tokens after the slot in its document
+
+    def __post_init__(self) -> None:
+        check_rows(self.input_ids, self.attention_mask, self.loss_mask)
+        check_packing(self.input_ids, self.position_ids, self.seq_lens, self.doc_remaining)
+        rows_BT = tuple(self.input_ids.shape)
+        _check_states("aux_hidden_states", self.aux_hidden_states, rows_BT)
+        self._check_one_encoding()
+        for name in ("logits", "target_probs", "last_hidden_states"):
+            states = getattr(self, name)
+            if states is not None:
+                _check_states(name, states, rows_BT)
+        if self.position_mask is not None:
+            _check_shape("position_mask", self.position_mask, (*rows_BT, 1))
+        if self.last_hidden_states is not None:
+            hidden, aux = self.last_hidden_states.shape[-1], self.aux_hidden_states.shape[-1]
+            if aux != 3 * hidden:
+                raise ValueError(
+                    f"aux_hidden_states is {aux} wide, three layers of last_hidden_states' "
+                    f"{hidden} would be {3 * hidden}"
+                )
+
+    def _check_one_encoding(self) -> None:
+        if (self.target_probs is None) != (self.position_mask is None):
+            raise ValueError("target_probs and position_mask belong together: give both or neither")
+        given = [
+            name
+            for name in ("logits", "target_probs", "last_hidden_states")
+            if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                "exactly one supervision encoding is needed, one of logits, target_probs (with "
+                f"position_mask), last_hidden_states; got {' and '.join(given) or 'none'}"
+            )
+
+    @property
+    def supervision(self) -> Supervision:
+        """Which encoding this batch carries."""
+        if self.logits is not None:
+            return "logits"
+        return "probs" if self.target_probs is not None else "hidden"
+
+    def to_trainer_inputs(self) -> dict[str, Tensor]:
+        """Keyword arguments of the trainer modules; packing keys only when the batch is packed."""
+        inputs = {
+            "aux_hidden_states": self.aux_hidden_states,
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "loss_mask": self.loss_mask,
+            "target_logits": self.logits,
+            "target_probs": self.target_probs,
+            "position_mask": self.position_mask,
+            "target_last_hidden_states": self.last_hidden_states,
+            "position_ids": self.position_ids,
+            "seq_lens": self.seq_lens,
+            "doc_remaining": self.doc_remaining,
+        }
+        return {name: tensor for name, tensor in inputs.items() if tensor is not None}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The fields that are present, by name."""
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is not None:
+                yield field.name, tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> "Eagle3TargetBatch":
+        """Move every field; `dtype` recasts states and logits, never probabilities (fp32)."""
+        cast = {"aux_hidden_states", "logits", "last_hidden_states"} if dtype is not None else set()
+        return replace(
+            self,
+            **{
+                name: tensor.to(
+                    device=device,
+                    dtype=dtype if name in cast else None,
+                    non_blocking=non_blocking,
+                )
+                for name, tensor in self.tensors()
+            },
+        )
+
+    def rows(self, index: slice | Sequence[int] | Tensor) -> "Eagle3TargetBatch":
+        """Some of the rows, as a batch of their own (a slice gives views)."""
+        if not isinstance(index, slice):
+            index = torch.as_tensor(index, device=self.input_ids.device)
+        return self._map(lambda tensor: tensor[index])
+
+    def pin_memory(self) -> "Eagle3TargetBatch":
+        """In page-locked memory, from which `to(device, non_blocking=True)` overlaps with work."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Eagle3TargetBatch":
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors()})
+
+    @torch.no_grad()
+    def with_logits(self, head: TargetHead, *, chunk_rows: int = 1024) -> "Eagle3TargetBatch":
+        """The same batch as full-vocabulary logits; from last hidden states only."""
+        if self.logits is not None:
+            return self
+        if self.last_hidden_states is None:
+            raise ValueError(
+                "logits cannot be derived from target_probs: a projection to the draft vocabulary "
+                "does not go back; keep last_hidden_states"
+            )
+        hidden_ND = self.last_hidden_states.flatten(0, 1)
+        logits_NV = hidden_ND.new_empty(
+            (len(hidden_ND), head.weight_VD.shape[0]), dtype=head.weight_VD.dtype
+        )
+        for begin in range(0, len(hidden_ND), chunk_rows):
+            rows = slice(begin, begin + chunk_rows)
+            logits_NV[rows] = head.logits(hidden_ND[rows])
+        logits_BTV = logits_NV.view(*self.input_ids.shape, -1)
+        logits_BTV[:, -1] = 0.0  # the shift's tail is zero in every encoding, a head's bias is not
+        return replace(self, logits=logits_BTV, last_hidden_states=None)
+
+    @torch.no_grad()
+    def with_probs(
+        self,
+        head: TargetHead | None,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        *,
+        chunk_rows: int = 1024,
+    ) -> "Eagle3TargetBatch":
+        """The same batch as draft-vocabulary probabilities and `position_mask`.
+
+        Only supervised rows are computed (the others stay 0, and nothing reads them), `chunk_rows`
+        at a time. `head` may be None when the batch carries logits.
+        """
+        if self.target_probs is not None:
+            raise ValueError("target_probs is already there, made for one draft vocabulary")
+        supervised_BT = self.loss_mask.bool()
+        if self.logits is not None:
+            probs_NW, sayable_N = target_distribution(
+                self.logits[supervised_BT], selected_token_ids, selected_token_mask
+            )
+        elif head is not None and self.last_hidden_states is not None:
+            probs_NW, sayable_N = target_distribution_from_hidden(
+                self.last_hidden_states[supervised_BT],
+                head,
+                selected_token_ids,
+                selected_token_mask,
+                chunk_rows=chunk_rows,
+            )
+        else:
+            raise ValueError("head is needed to turn last_hidden_states into probabilities")
+        rows_BT = self.input_ids.shape
+        probs_BTW = probs_NW.new_zeros((*rows_BT, len(selected_token_ids)))
+        probs_BTW[supervised_BT] = probs_NW
+        position_BT1 = torch.zeros((*rows_BT, 1), dtype=torch.bool, device=probs_BTW.device)
+        position_BT1[supervised_BT] = sayable_N[:, None]
+        return replace(
+            self,
+            logits=None,
+            last_hidden_states=None,
+            target_probs=probs_BTW,
+            position_mask=position_BT1,
+        )
+
+
+def _shift_left_with_zero(tensor: Tensor) -> Tensor:
+    """[B, T, ...] moved one position to the left along T, zeros in the last position."""
+    shifted = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+    shifted[:, :-1] = tensor[:, 1:]
+    return shifted
+
+
+def check_rows(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> None:
+    """Ids [B, T] and the two masks that go with them, or a ValueError that names the field."""
+    _check_integers("input_ids", input_ids)
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids must be [B, T], not empty; got {list(input_ids.shape)}")
+    _check_shape("attention_mask", attention_mask, tuple(input_ids.shape))
+    _check_shape("loss_mask", loss_mask, tuple(input_ids.shape))
+
+
+def check_packing(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    seq_lens: Tensor | None,
+    doc_remaining: Tensor | None,
+) -> None:
+    """All three packing fields or none, with shapes that fit the rows."""
+    trio = dict(zip(PACKING_FIELDS, (position_ids, seq_lens, doc_remaining), strict=True))
+    missing = [name for name, tensor in trio.items() if tensor is None]
+    if len(missing) == len(trio):
+        return
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} missing: a packed batch needs all of "
+            f"{', '.join(PACKING_FIELDS)}, a padded one none"
+        )
+    assert position_ids is not None
+    assert seq_lens is not None
+    assert doc_remaining is not None
+    rows, width = input_ids.shape
+    for name, tensor in (("position_ids", position_ids), ("doc_remaining", doc_remaining)):
+        _check_integers(name, tensor)
+        _check_shape(name, tensor, (rows, width))
+    _check_integers("seq_lens", seq_lens)
+    if seq_lens.ndim != 2 or seq_lens.shape[0] != rows:
+        raise ValueError(f"seq_lens must be [{rows}, max_docs], got {list(seq_lens.shape)}")
+    if seq_lens.device.type == "cpu":
+        wrong = [row for row, total in enumerate(seq_lens.sum(1).tolist()) if total != width]
+        if wrong or bool((seq_lens < 0).any()):
+            raise ValueError(
+                f"seq_lens must be non-negative and sum to the width {width} in every row (trailing"
+                f" padding belongs to the last document); wrong in row {wrong[0] if wrong else 0}"
+            )
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    _check_tensor(name, tensor)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{name} must hold integers, got {tensor.dtype}")
+
+
+def _check_states(name: str, tensor: Tensor, rows_BT: tuple[int, ...]) -> None:
+    _check_tensor(name, tensor)
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+    if tensor.ndim != 3 or tuple(tensor.shape[:2]) != rows_BT:
+        raise ValueError(
+            f"{name} must be [{rows_BT[0]}, {rows_BT[1]}, width] like input_ids, got "
+            f"{list(tensor.shape)}"
+        )
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    _check_tensor(name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")

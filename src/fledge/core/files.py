@@ -1,0 +1,228 @@
+"""Files that are either whole or absent: write to a temporary name, fsync, rename.
+
+Every file and directory fledge leaves behind goes through here.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fledge.core.errors import BadInput
+
+# Asked once, on import: to ask is to set it, for all threads at that moment.
+_UMASK = os.umask(0o077)
+os.umask(_UMASK)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a directory entry to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _mode(wanted: int) -> int:
+    """The permissions that a plain open() or mkdir() would have given."""
+    return wanted & ~_UMASK
+
+
+def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Path] = ()) -> None:
+    """Refuse now a place that could not be written later: hours of work may lie between.
+
+    `read` are the command's own inputs: none of them may be overwritten by its output.
+    """
+    if path.exists() and any(os.path.exists(one) and path.samefile(one) for one in read):
+        raise BadInput("is read by this command", where=str(path), fix="name another output")
+    if directory and os.path.lexists(path) and not path.is_dir():
+        raise BadInput("not a directory", where=str(path), fix="name another one")
+    if not directory and path.is_dir():
+        raise BadInput("is a directory", where=str(path), fix="name a file")
+    holder = path if path.is_dir() else path.absolute().parent
+    while not os.path.lexists(holder):  # missing ones will be made
+        holder = holder.parent
+    if not holder.is_dir():
+        raise BadInput(f"'{holder}' is not a directory", where=str(path), fix="name another place")
+    if not os.access(holder, os.W_OK | os.X_OK):
+        raise BadInput(f"'{holder}' may not be written", where=str(path), fix="name another place")
+
+
+def removed(directory: Path) -> BadInput:
+    """Somebody removed what a command was writing: what it wrote since is a part of nothing."""
+    fix = "remove what is left of it and run it again"
+    return BadInput("was removed meanwhile", where=str(directory), fix=fix)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """One writer at a time, in the same directory to the end.
+
+    The lock goes with its process and leaves nothing behind.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(
+                "another command is writing here",
+                where=str(directory),
+                fix="wait for it, or name another place",
+            ) from None
+        except OSError:
+            pass  # some file systems know no locks
+        yield
+        if not (directory.exists() and os.path.samestat(os.fstat(fd), directory.stat())):
+            raise removed(directory)
+    finally:
+        os.close(fd)
+
+
+def _remove_abandoned(path: Path, suffix: str) -> None:
+    """Remove what killed writers of `path` left; a living writer holds a lock on its own."""
+    for entry in os.scandir(path.parent):
+        if not (entry.name.startswith(f".{path.name}.") and entry.name.endswith(suffix)):
+            continue
+        with contextlib.suppress(OSError):  # locked, or gone meanwhile
+            fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+            finally:
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
+    """A new empty file or directory beside `path`, locked as long as its writer lives."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path, ".tmp")
+    prefix, suffix = f".{path.name}.", ".tmp"
+    while True:
+        if directory:
+            temporary = Path(tempfile.mkdtemp(suffix, prefix, path.parent))
+        else:
+            made, name = tempfile.mkstemp(suffix, prefix, path.parent)
+            os.close(made)
+            temporary = Path(name)
+        try:
+            fd = os.open(temporary, os.O_RDONLY)
+        except FileNotFoundError:  # somebody took it for abandoned before it was locked
+            continue
+        with contextlib.suppress(OSError):  # some file systems know no locks: nothing is removed
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if temporary.exists():  # else the same, a moment later
+            break
+        os.close(fd)
+    try:
+        yield temporary
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(path)  # what somebody asked for, not our name for it meanwhile
+        raise
+    finally:
+        if directory:
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary sibling for writing; on success it replaces `path`, on failure it goes.
+
+    A device or a pipe (/dev/stdout, /dev/null) is written as it is: renaming would destroy it.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as handle:
+            yield handle
+        return
+    path = Path(os.path.realpath(path))  # a link keeps pointing to what is written
+    with _temporary_sibling(path, directory=False) as temporary:
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.chmod(_mode(0o666))  # mkstemp makes 0600
+        temporary.replace(path)
+        fsync_path(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_file(path) as handle:
+        handle.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Sorted and indented, so that two equal values give two equal files."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Fill a temporary sibling directory; on success it becomes `path` (an old one is replaced)."""
+    path = Path(os.path.realpath(path))
+    with _temporary_sibling(path, directory=True) as temporary:
+        yield temporary
+        for entry in temporary.rglob("*"):
+            entry.chmod(_mode(0o777 if entry.is_dir() else 0o666))  # some libraries write 0600
+            fsync_path(entry)
+        temporary.chmod(_mode(0o777))
+        fsync_path(temporary)
+        _rename_over(temporary, path)
+        fsync_path(path.parent)
+        _remove_abandoned(path, ".old")
+
+
+def _rename_over(temporary: Path, path: Path) -> None:
+    """A directory cannot be renamed over a full one: the old one is moved aside first."""
+    if not path.exists():
+        temporary.replace(path)
+        return
+    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".old"))
+    try:
+        path.replace(old)
+    except OSError:
+        old.rmdir()
+        raise
+    try:
+        temporary.replace(path)
+    except OSError:
+        old.replace(path)
+        raise
+
+
+def save_tensors(path: Path, tensors: Any, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of torch tensors; what the disk refuses is an OSError as elsewhere."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        if (said := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        number = int(said[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def cache_dir() -> Path:
+    """Where fledge keeps what it can make again: $FLEDGE_CACHE, else the user's cache directory."""
+    if root := os.environ.get("FLEDGE_CACHE"):
+        return Path(root).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "fledge"

@@ -1,0 +1,87 @@
+"""What a run runs on: its device, and a description for whoever reads its figures later.
+
+Says nothing about who or where.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.core.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+MACHINE_NAME = "machine.json"  # in a run's directory
+_PACKAGES = ("fledge", "torch", "transformers", "safetensors", "numpy")
+
+
+def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
+    """The device of that name, refused where it is not there; None: a GPU if any, else the CPU."""
+    import torch
+
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if not wanted:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise BadInput(f"'{wanted}' is no device", fix="cpu, cuda or cuda:1") from None
+    if device.type == "cpu":
+        return device
+    if here is None or device.type != here.type:
+        seen = "no GPU" if here is None else f"only {here.type}"
+        raise BadInput(f"{wanted} was asked for, but torch sees {seen}", fix="use cpu")
+    if (device.index or 0) >= (count := torch.accelerator.device_count()):
+        raise BadInput(f"{wanted} was asked for, but the last one is {device.type}:{count - 1}")
+    return device
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processors, memory and versions."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cpu_cores": cpu_cores(),
+        "memory_bytes": memory_bytes(),
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def cpu_cores() -> int:
+    """Cores this process may use, which containers make fewer than the machine has."""
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from a source tree
+            continue
+    return found

@@ -1,0 +1,170 @@
+"""What a check is, what it may say, and what it is shown.
+
+A check looks for one cause. It answers with findings whose evidence is in numbers, each with the
+way out in words and, where the repair is certain, as a function.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fledge.core.errors import BadInput
+from fledge.diagnosis.foreign import DraftFiles, DraftView
+from fledge.diagnosis.weight_files import TargetTables, read_target_tables
+from fledge.draft.derive import derive_draft_config
+from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.target.layers import default_aux_layer_ids, target_depth, text_config
+
+if TYPE_CHECKING:
+    from fledge.diagnosis.checks.probe import Probe
+
+Severity = Literal["error", "warning", "note"]
+# What a check needs: nothing but the draft's files and the target's config and tokenizer; two
+# tables of the target; the target itself.
+Level = Literal["static", "numeric", "behavioural"]
+Repair = Callable[[DraftFiles], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault (or note): the evidence, and what to do about it."""
+
+    severity: Severity
+    evidence: str
+    fix: str = ""
+    repair: Repair | None = None
+    last: bool = False  # nothing else is worth checking
+    check: str = ""  # id of the check, filled in by the runner
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "check": self.check,
+            "severity": self.severity,
+            "evidence": self.evidence,
+            "fix": self.fix,
+            "repairable": self.repair is not None,
+        }
+
+
+def error(evidence: str, fix: str = "", repair: Repair | None = None) -> Finding:
+    return Finding("error", evidence, fix, repair)
+
+
+def warning(evidence: str, fix: str = "", repair: Repair | None = None) -> Finding:
+    return Finding("warning", evidence, fix, repair)
+
+
+def note(evidence: str, fix: str = "") -> Finding:
+    return Finding("note", evidence, fix)
+
+
+class TargetFiles:
+    """The target, as much of it as somebody asks for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @cached_property
+    def config(self) -> Any:
+        return load_config(self.name)
+
+    @property
+    def text(self) -> Any:
+        return text_config(self.config)
+
+    @property
+    def depth(self) -> int:
+        return target_depth(self.config)
+
+    @cached_property
+    def default_aux(self) -> list[int] | None:
+        """The layers that engines take when a draft names none; None when it is too shallow."""
+        try:
+            return default_aux_layer_ids(self.depth)
+        except BadInput:
+            return None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """None when the target has none."""
+        try:
+            return load_tokenizer(self.name)
+        except BadInput:
+            return None
+
+    @cached_property
+    def tables(self) -> TargetTables:
+        return read_target_tables(local_model(self.name))
+
+    @cached_property
+    def draft_config(self) -> Any:
+        """The config that we would derive for a draft of this target; None when we would not."""
+        try:
+            return derive_draft_config(self.config)
+        except BadInput:
+            return None
+
+
+@dataclass
+class Subject:
+    """A draft beside its target, and the engine it is meant for."""
+
+    files: DraftFiles
+    target: TargetFiles
+    engine: str = ""  # "vllm" or "sglang" turns what that engine cannot load into errors
+    probe: "Probe | None" = None  # behavioural checks only
+    estimate: float | None = None  # acceptance length that the training claims, if it left a record
+    view: DraftView = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.view = self.files.view
+
+    @property
+    def directory(self) -> Path:
+        return self.files.directory
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Rows of the head, else what the config says, else the target's."""
+        head = self.view.state.get("lm_head.weight")
+        if head is not None and head.ndim == 2:
+            return len(head)
+        given = self.view.get("draft_vocab_size")
+        return given if isinstance(given, int) else None
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.target.text.vocab_size)
+
+    @property
+    def aux_layer_ids(self) -> list[int] | None:
+        """The layers the draft listens to: its own word, else what engines assume."""
+        return self.view.aux_layer_ids or self.target.default_aux
+
+    def needs(self, engine: str, evidence: str, fix: str, repair: Repair | None = None) -> Finding:
+        """What one engine cannot do with these files: an error for who wants that engine."""
+        if self.engine == engine:
+            return error(evidence, fix, repair)
+        return note(evidence, fix)
+
+
+@dataclass(frozen=True)
+class Check:
+    id: str
+    level: Level
+    looks_for: str
+    repairs: bool  # whether some of its findings can be repaired with certainty
+    run: Callable[[Subject], Iterable[Finding]]
+
+
+def check(
+    id: str, level: Level, looks_for: str, *, repairs: bool = False
+) -> Callable[[Callable[[Subject], Iterable[Finding]]], Check]:
+    """Make a check of a function; `registry` collects them."""
+
+    def make(run: Callable[[Subject], Iterable[Finding]]) -> Check:
+        return Check(id, level, looks_for, repairs, run)
+
+    return make

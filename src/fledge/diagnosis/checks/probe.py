@@ -1,0 +1,310 @@
+"""The draft at work: replayed over the target's own answers, as it says it is and otherwise.
+
+A wrong setting is found by trying the right one. Every way to read the files that differs in one
+setting is replayed over the same answers; when one accepts clearly more, slot by slot, the setting
+is wrong. The best is kept and the others are tried again on top of it, so that two faults do not
+hide each other.
+"""
+
+import copy
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
+from fledge.diagnosis.checks.base import Subject, TargetFiles
+from fledge.diagnosis.checks.positions import own_rope, target_rope
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.layer import FusedDraftLayer
+from fledge.draft.rotary import Rotary
+from fledge.measure.answers import Answered, cached_answers
+from fledge.measure.figures import Acceptance, Sample, acceptance
+from fledge.measure.prompts import read_prompts
+from fledge.measure.replay import Text, replay
+from fledge.rollout.plan import plan_rollout
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.hf.model import HFEagle3TargetModel
+
+DEPTHS = 4  # drafted tokens per slot: enough to see what a setting does to later ones
+_SOME = 0.15  # of first tokens: below it no reading is the right one
+
+
+@dataclass(frozen=True)
+class Enough:
+    """How much more a reading must accept to be the right one, counted over so many tokens."""
+
+    share: float
+    depths: int = DEPTHS
+
+
+_ENOUGH = {
+    "aux-shifted": Enough(0.03),  # neighbouring layers resemble each other
+    # a draft that is hardly trained may gain a little from a normed state
+    "norm-output": Enough(0.5),
+    # from the second token on it does what norm_output does: the first must tell
+    "norm-residual": Enough(0.1, depths=1),
+    "rope-measured": Enough(0.03),
+    "capture-measured": Enough(0.03),
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the files."""
+
+    aux_layer_ids: tuple[int, ...]
+    norm_output: bool
+    norm_residual: bool = False
+    target_rope: bool = False  # the target's rotary settings instead of the file's
+    last_normed: bool = False  # the last layer's state after the final norm
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accepted tokens from every slot of the answers, and what rounds make of them."""
+
+    accepted_S: np.ndarray
+    acceptance: Acceptance
+
+    @property
+    def first(self) -> float:
+        """Share of slots whose first drafted token is right."""
+        return float((self.accepted_S > 0).mean()) if len(self.accepted_S) else 0.0
+
+    def clearly_below(self, other: "Score", enough: Enough) -> bool:
+        """Whether the other accepts enough more, and by more than chance."""
+        own, theirs = (np.minimum(x.accepted_S, enough.depths).mean() for x in (self, other))
+        sure = self.errors_below(other, depths=enough.depths) > 4
+        return bool(theirs > (1 + enough.share) * own) and sure and other.first > _SOME
+
+    def errors_below(self, other: "Score", *, depths: int = DEPTHS) -> float:
+        """How much more the other accepts, in standard errors: paired over the slots."""
+        own_S, other_S = (np.minimum(x.accepted_S, depths) for x in (self, other))
+        gain_S = other_S - own_S
+        error = float(gain_S.std()) / len(gain_S) ** 0.5
+        return float(gain_S.mean()) / error if error else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.first:.1%} of first tokens, length {self.acceptance.length:.2f}"
+
+
+class Answering:
+    """The target, loaded once, with its answers to a few prompts of the shipped set."""
+
+    def __init__(
+        self,
+        target: TargetFiles,
+        *,
+        prompts: int = 16,
+        max_new_tokens: int = 64,
+        dtype: torch.dtype | str = "auto",
+        device: str | None = None,
+        watch: Callable[[str, float, int], None] | None = None,
+    ) -> None:
+        self._watch = watch or (lambda what, done, total: None)
+        self._watch("loading the target", 0, 1)
+        depth = target.depth
+        self.first = HFEagle3TargetModel.from_pretrained(
+            target.name, aux_layer_ids=_any_three(depth), dtype=dtype, device=device
+        )
+        self._backends: dict[tuple[int, ...], HFEagle3TargetModel] = {}
+        asked = read_prompts(["mixed"], limit=prompts)
+        found = cached_answers(
+            self.first,
+            asked,
+            max_new_tokens=max_new_tokens,
+            on_answer=lambda done, total: self._watch("the target answers", done, total),
+        )
+        self.answers: list[Answered] = [one for one in found.turns if len(one.answer_ids) > 2]
+        if not self.answers:
+            raise BadInput("the target answers none of the prompts with more than two tokens")
+
+    @property
+    def texts(self) -> list[Text]:
+        return [Text(one.prompt_ids, one.answer_ids) for one in self.answers]
+
+    def backend(self, layer_ids: Sequence[int]) -> HFEagle3TargetModel:
+        """The same model, listening to these layers."""
+        key = tuple(layer_ids)
+        if key not in self._backends:
+            self._backends[key] = HFEagle3TargetModel(
+                self.first.model, key, supervision="hidden", tokenizer=self.first.tokenizer
+            )
+        return self._backends[key]
+
+    def score(
+        self, draft: LlamaEagle3DraftModel, layer_ids: Sequence[int], *, last_normed: bool = False
+    ) -> Score:
+        backend: Eagle3TargetBackend = self.backend(layer_ids)
+        if last_normed:
+            backend = _LastNormed(self.backend(layer_ids))
+        total = len(self.answers)
+        replays = replay(
+            backend,
+            draft,
+            self.texts,
+            num_draft_tokens=DEPTHS,
+            on_text=lambda done: self._watch("replaying", done, total),
+        )
+        accepted, samples = [], []
+        for one, found in zip(self.answers, replays, strict=True):
+            length = len(one.prompt_ids) + len(one.answer_ids)
+            accepted += found.accepted_T[len(one.prompt_ids) - 1 : length - 2]
+            samples.append(Sample(one.prompt_ids, one.answer_ids, found.rounds))
+        return Score(np.array(accepted), acceptance(samples, DEPTHS))
+
+
+def _any_three(depth: int) -> list[int]:
+    if depth < 3:
+        raise BadInput(f"a target of {depth} layers has no three to listen to")
+    return [0, 1, 2]
+
+
+class _LastNormed(Eagle3TargetBackend):
+    """A target whose last layer is captured after the final norm, as transformers shows it."""
+
+    def __init__(self, inner: HFEagle3TargetModel) -> None:
+        super().__init__("hidden")
+        self.inner, self.aux_layer_ids = inner, inner.aux_layer_ids
+
+    def generate_batch(self, *args: Any, **options: Any) -> Eagle3TargetBatch:
+        batch = self.inner.generate_batch(*args, **options)
+        chunks = list(batch.aux_hidden_states.chunk(len(self.aux_layer_ids), dim=-1))
+        last = self.inner.info().depth - 1
+        assert batch.last_hidden_states is not None
+        chunks[self.aux_layer_ids.index(last)] = batch.last_hidden_states.to(chunks[0].dtype)
+        return replace(batch, aux_hidden_states=torch.cat(chunks, dim=-1))
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+    def info(self) -> Any:
+        return self.inner.info()
+
+
+class Probe:
+    """One draft's files under every reading that differs in one setting."""
+
+    def __init__(
+        self, subject: Subject, draft: LlamaEagle3DraftModel, answering: Answering
+    ) -> None:
+        ids = subject.aux_layer_ids
+        assert ids is not None
+        model, info = answering.first.model, answering.first.info()
+        self.draft = draft.to(next(model.parameters()).device, info.dtype)
+        self.answering, self._subject = answering, subject
+        self.as_written = Reading(
+            tuple(ids), bool(draft.config.norm_output), bool(draft.config.norm_before_residual)
+        )
+        self._own_rotary = draft.rotary
+        self._scores: dict[Reading, Score] = {}
+
+    def score(self, reading: Reading) -> Score:
+        if reading not in self._scores:
+            self._set(reading)
+            self._scores[reading] = self.answering.score(
+                self.draft, reading.aux_layer_ids, last_normed=reading.last_normed
+            )
+            self._set(self.as_written)
+        return self._scores[reading]
+
+    def _set(self, reading: Reading) -> None:
+        first = self.draft.layers[0]
+        assert isinstance(first, FusedDraftLayer)
+        self.draft.config.norm_output = reading.norm_output
+        first.norm_residual = reading.norm_residual
+        self.draft.rotary = self._rotary(reading)
+
+    def _rotary(self, reading: Reading) -> Rotary:
+        rope = target_rope(self._subject)
+        if not reading.target_rope or rope is None:
+            return self._own_rotary
+        config = copy.deepcopy(self.draft.config)
+        config.rope_parameters = rope
+        return Rotary(config)
+
+    def _others(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
+        """Readings that differ in one setting, by the check that asks for it."""
+        depth = self._subject.target.depth
+        for shift in (-1, 1):
+            ids = tuple(layer + shift for layer in reading.aux_layer_ids)
+            if all(0 <= layer < depth for layer in ids):
+                yield "aux-shifted", replace(reading, aux_layer_ids=ids, last_normed=False)
+        if not self.draft.config.parallel_drafting:  # no state is carried from depth to depth
+            yield "norm-output", replace(reading, norm_output=not reading.norm_output)
+        yield "norm-residual", replace(reading, norm_residual=not reading.norm_residual)
+        own, theirs = own_rope(self._subject), target_rope(self._subject)
+        if theirs is not None and own != theirs and not reading.target_rope:
+            yield "rope-measured", replace(reading, target_rope=True)
+        if depth - 1 in reading.aux_layer_ids and not reading.last_normed:
+            yield "capture-measured", replace(reading, last_normed=True)
+
+    @cached_property
+    def steps(self) -> dict[str, tuple[Reading, Score, Reading, Score]]:
+        """From the files' own reading to the best: what was changed, by the check that names it."""
+        steps: dict[str, tuple[Reading, Score, Reading, Score]] = {}
+        here = self.as_written
+        while found := self._better(here, steps):
+            name, best = found
+            steps[name] = (here, self.score(here), best, self.score(best))
+            here = best
+        return steps
+
+    def _better(self, here: Reading, done: Container[str]) -> tuple[str, Reading] | None:
+        """The reading that beats this one. Two may do so alike (a state normed where it leaves one
+        depth or where it enters the next): the later must beat the earlier too."""
+        found = None
+        for name, other in self._others(here):
+            if name in done:
+                continue
+            score = self.score(other)
+            if not self.score(here).clearly_below(score, _ENOUGH[name]):
+                continue
+            if found is None or self.score(found[1]).clearly_below(score, Enough(0.05)):
+                found = (name, other)
+        return found
+
+    def leaning(self, name: str) -> tuple[Reading, float] | None:
+        """A reading of this kind that may be the right one, and by how many standard errors."""
+        own = self.score(self.as_written)
+        others = [one for found, one in self._others(self.as_written) if found == name]
+        above = [(one, own.errors_below(self.score(one))) for one in others]
+        best = max(above, key=lambda pair: pair[1], default=None)
+        return best if best is not None and best[1] > 2.5 else None
+
+    @property
+    def best(self) -> Score:
+        """What the files are worth when everything that decoding found is mended."""
+        found = list(self.steps.values())
+        return found[-1][3] if found else self.score(self.as_written)
+
+    @torch.no_grad()
+    def matches_by_offset(self) -> dict[int, float]:
+        """Share of answer slots t whose first drafted token is token t + offset of the text."""
+        hits, slots = dict.fromkeys((1, 2, 3), 0), 0
+        backend = self.answering.backend(self.as_written.aux_layer_ids)
+        selected = self.draft.selected_token_ids
+        assert selected is not None
+        for one in self.answering.answers:
+            text = torch.tensor([[*one.prompt_ids, *one.answer_ids]])
+            real, wanted = torch.ones_like(text), torch.zeros_like(text)
+            wanted[:, len(one.prompt_ids) - 1 : text.shape[1] - 3] = 1
+            if not wanted.any():
+                continue
+            batch = backend.generate_batch(text, real, real)
+            device = self.draft.fc.weight.device
+            plan = plan_rollout(wanted, real, num_depths=1, device=device)
+            aux = plan.on_key_axis(batch.aux_hidden_states.to(device))
+            states = self.draft.unroll(aux, plan.on_key_axis(batch.input_ids.to(device)), plan)[0]
+            picked = selected[F.linear(states, self.draft.lm_head.weight).argmax(-1)].cpu()
+            slot_N = plan.slot_T[plan.depths[0].slot_N].cpu()
+            slots += len(slot_N)
+            for offset in hits:
+                hits[offset] += int((picked == text[0, slot_N + offset]).sum())
+        return {offset: count / max(1, slots) for offset, count in hits.items()}

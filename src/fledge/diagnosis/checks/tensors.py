@@ -1,0 +1,248 @@
+"""Checks of the tensors: are all there, is none too many, are they numbers that training leaves.
+
+Engines skip what they do not know and leave random what they do not find, mostly without a word.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error, note, warning
+from fledge.diagnosis.checks.sizes import expected_shapes, fits, required_names, sizes_of
+from fledge.diagnosis.foreign import DraftFiles, own_name
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@check("algorithm", "static", "an EAGLE-1/2 draft, or no draft at all, served as EAGLE-3")
+def algorithm(subject: Subject) -> Iterator[Finding]:
+    state = subject.view.state
+    fc = state.get("fc.weight")
+    has_fusion = any(name.endswith("hidden_norm.weight") for name in state)
+    if not any(name.startswith(("layers.", "fc")) for name in state):
+        some = ", ".join(sorted(subject.files.tensors)[:3])
+        yield Finding("error", f"no tensor of a draft among {len(state)} ({some} ...)", last=True)
+    elif fc is not None and not has_fusion and fc.ndim == 2 and fc.shape[1] == 2 * fc.shape[0]:
+        yield Finding(
+            "error",
+            f"fc is {list(fc.shape)}: it joins one embedding and one hidden state, "
+            "which is EAGLE-1/2; served as EAGLE-3 it accepts nothing",
+            fix='vLLM: method "eagle"; SGLang: --speculative-algorithm EAGLE',
+            last=True,
+        )
+
+
+@check("names", "static", "wrapper prefixes, or one layer under two names", repairs=True)
+def names(subject: Subject) -> Iterator[Finding]:
+    view = subject.view
+    if view.clashes:
+        same = [name for name in view.clashes if _same_as_first(subject, name)]
+        yield error(
+            f"{len(view.clashes)} tensors are there twice, such as {view.clashes[0]} and "
+            f"{view.names[own_name(view.clashes[0])]}",
+            fix="keep one name: midlayer.* or layers.0.*",
+            repair=_drop(same) if len(same) == len(view.clashes) else None,
+        )
+        return
+    prefix = view.layout.prefix
+    wrapped = [name for own, name in view.names.items() if name not in _spellings(own, prefix)]
+    if wrapped:
+        yield error(
+            f"{len(wrapped)} names carry a wrapper that no engine strips, such as {wrapped[0]}",
+            fix=f"rename to {own_name(wrapped[0])}",
+            repair=unwrap,
+        )
+    elif prefix:
+        count = sum(name.startswith(prefix) for name in subject.files.tensors)
+        yield subject.needs(
+            "vllm",
+            f"{count} names begin with '{prefix}': SGLang takes them, vLLM refuses to load",
+            fix="for vLLM: fledge import, then fledge export --engine vllm",
+            repair=unwrap,
+        )
+
+
+def _spellings(own: str, prefix: str) -> tuple[str, ...]:
+    """What a tensor may be called in a file whose backbone has this prefix."""
+    if prefix and own not in ("lm_head.weight", "d2t", "t2d", "mask_hidden"):
+        return (prefix + own,)
+    return own, _midlayer(own), own.replace("input_layernorm", "hidden_norm")
+
+
+def _midlayer(own: str) -> str:
+    return own.replace("layers.0.", "midlayer.", 1)
+
+
+def _same_as_first(subject: Subject, name: str) -> bool:
+    view = subject.view
+    return torch.equal(view.tensors[name], view.tensors[view.names[own_name(name)]])
+
+
+def _drop(doomed: Iterable[str]) -> Repair:
+    def repair(files: DraftFiles) -> None:
+        for name in doomed:
+            files.tensors.pop(name, None)
+
+    return repair
+
+
+def unwrap(files: DraftFiles) -> None:
+    """Plain names; layer 0 keeps the name that the file gives it."""
+    renamed = {}
+    for own, name in files.view.names.items():
+        renamed[_midlayer(own) if ".midlayer." in f".{name}" else own] = files.tensors[name]
+    files.tensors.clear()
+    files.tensors.update(renamed)
+
+
+@check("missing", "static", "tensors that an engine would leave random")
+def missing(subject: Subject) -> Iterator[Finding]:
+    """Of the layers that are there; layers that are not belong to `num-hidden-layers`."""
+    view = subject.view
+    layers = max(view.layer_numbers, default=0) + 1
+    lost = [name for name in required_names(subject, layers) if name not in view.state]
+    width, full = subject.draft_vocab_size, subject.vocab_size
+    if "lm_head.weight" not in view.state:
+        if width is not None and width < full:
+            lost.append("lm_head.weight")
+        else:
+            yield note("no lm_head: engines share the target's")
+    if "embed_tokens.weight" not in view.state:
+        yield note("no embed_tokens: engines share the target's")
+    if lost:
+        yield error(
+            f"{len(lost)} tensors are missing: {_some(lost)}; engines load the rest without a "
+            "word and leave these random",
+            fix="export again from the trainer's own checkpoint",
+        )
+
+
+@check("unexpected", "static", "tensors that no engine knows", repairs=True)
+def unexpected(subject: Subject) -> Iterator[Finding]:
+    view = subject.view
+    if view.junk:
+        yield warning(
+            f"{len(view.junk)} tensors are not the draft's: {_some(view.junk)}; vLLM refuses them",
+            fix="leave them out",
+            repair=_drop(view.junk),
+        )
+    known = {*expected_shapes(subject, sizes_of(subject)), "mask_hidden"}
+    extra = [view.names[own] for own in view.state if own not in known]
+    if extra:
+        yield error(
+            f"{len(extra)} tensors that no EAGLE-3 draft has: {_some(extra)}; vLLM refuses them, "
+            "SGLang skips them",
+            fix="is it another kind of draft, or one with biases?",
+        )
+
+
+@check("shape", "static", "tensors whose shape does not fit the others")
+def shape(subject: Subject) -> Iterator[Finding]:
+    expected = expected_shapes(subject, sizes_of(subject))
+    wrong, unreadable = [], False
+    for name, tensor in subject.view.state.items():
+        wanted = expected.get(name)
+        if wanted is not None and not fits(tuple(tensor.shape), wanted):
+            sizes = ", ".join("?" if size is None else str(size) for size in wanted)
+            wrong.append(f"{name} is {list(tensor.shape)}, expected [{sizes}]")
+        axes = len(wanted) if wanted is not None else tensor.ndim
+        unreadable |= tensor.numel() == 0 or tensor.ndim != axes
+    if wrong or unreadable:
+        evidence = "; ".join(wrong[:4]) or "a tensor without values"
+        fix = "export again; was a matrix transposed or cut?"
+        yield Finding("error", evidence, fix, last=unreadable)
+
+
+@check("dtype", "static", "mixed, odd or misdeclared number formats", repairs=True)
+def dtype(subject: Subject) -> Iterator[Finding]:
+    weights = {n: t for n, t in subject.view.state.items() if n not in ("d2t", "t2d")}
+    counts = Counter(tensor.dtype for tensor in weights.values())
+    odd = sorted(str(kind).removeprefix("torch.") for kind in counts if kind not in _FLOATS)
+    if odd:
+        yield error(
+            f"weights in {', '.join(odd)}", fix="a draft is served in bf16, fp16 or fp32 weights"
+        )
+        return
+    if len(counts) > 1:
+        shares = ", ".join(f"{str(k).removeprefix('torch.')} {n}" for k, n in counts.most_common())
+        yield warning(f"weights in several formats: {shares} tensors", fix="export in one format")
+        return
+    stored = str(next(iter(counts), torch.float32)).removeprefix("torch.")
+    for key in ("torch_dtype", "dtype"):
+        said = subject.view.flat.get(key)
+        if isinstance(said, str) and said.removeprefix("torch.") not in (stored, "auto"):
+            yield warning(
+                f"{key} is {said}, the weights are {stored}: an engine would convert them",
+                fix=f"{key}: {stored}",
+                repair=lambda files, key=key: files.put(key, stored),  # type: ignore[misc]
+            )
+
+
+@check("not-finite", "static", "NaN or infinite weights")
+def not_finite(subject: Subject) -> Iterator[Finding]:
+    for name, tensor in _floats(subject):
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            yield error(
+                f"{name} has {bad:,} NaN or infinite values of {tensor.numel():,}",
+                fix="take an earlier checkpoint",
+            )
+
+
+@check("constant", "static", "weights that are one value throughout")
+def constant(subject: Subject) -> Iterator[Finding]:
+    """A norm that is 1 throughout is one that hardly trained: no fault."""
+    for name, tensor in _floats(subject):
+        value = float(tensor.flatten()[0])
+        if tensor.numel() > 1 and math.isfinite(value) and bool((tensor == value).all()):
+            if tensor.ndim == 1 and value == 1.0:
+                continue
+            yield error(f"{name} is {value:g} throughout", fix="it was never loaded or never saved")
+
+
+@check("random-weights", "static", "matrices that look freshly initialised")
+def random_weights(subject: Subject) -> Iterator[Finding]:
+    fresh = []
+    for name, tensor in _floats(subject):
+        if tensor.ndim != 2 or name in ("embed_tokens.weight", "lm_head.weight"):
+            continue
+        if (std := fresh_std(tensor, subject)) is not None:
+            fresh.append(f"{name} (std {std:.4f}, no direction stands out)")
+    if fresh:
+        yield warning(
+            f"{len(fresh)} matrices look randomly initialised: {_some(fresh)}",
+            fix="were they trained, or did an exporter build them anew?",
+        )
+
+
+def fresh_std(tensor_NM: Tensor, subject: Subject) -> float | None:
+    """The standard deviation of a matrix that looks like an initialisation; None if trained.
+
+    Two tests: the deviation is one that initialisers use (0.02, the config's own, or torch's
+    uniform 1 / sqrt(3 * inputs)) within 2 %, and the largest eigenvalue of the covariance does not
+    stand out of the Marchenko-Pastur law of independent numbers. Training leaves both behind.
+    """
+    tall_NM = tensor_NM if len(tensor_NM) >= tensor_NM.shape[1] else tensor_NM.t()
+    rows = tall_NM[:4096, :1536].float()  # a block of independent numbers is one too
+    count, width = rows.shape
+    std = float(rows.std())
+    usual = [0.02, subject.view.get("initializer_range", 0.02), (3 * tensor_NM.shape[1]) ** -0.5]
+    if width < 8 or not any(abs(std / one - 1) < 0.02 for one in usual if one):
+        return None
+    largest = float(torch.linalg.eigvalsh(rows.t() @ rows / count)[-1])
+    edge = std**2 * (1 + math.sqrt(width / count)) ** 2
+    return std if largest < edge * (1 + 2.5 * width ** (-2 / 3)) else None
+
+
+def _floats(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in subject.view.state.items():
+        if tensor.dtype in _FLOATS and tensor.numel():
+            yield name, tensor
+
+
+def _some(items: list[str], most: int = 4) -> str:
+    left = len(items) - most
+    return ", ".join(items[:most]) + (f" and {left} more" if left > 0 else "")

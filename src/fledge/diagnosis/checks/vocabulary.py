@@ -1,0 +1,247 @@
+"""Checks of the draft vocabulary: sizes, and the map between the draft's ids and the target's.
+
+The map decides what a drafted id means. Engines read `d2t` only, as offsets (target id = draft id
++ d2t[draft id]); without it, or with absolute ids in it, every drafted token is another one.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error, warning
+from fledge.diagnosis.foreign import DraftFiles
+
+
+@check("vocab-size", "static", "vocab_size, embeddings or t2d of another size than the target's",
+       repairs=True)  # fmt: skip
+def vocab_size(subject: Subject) -> Iterator[Finding]:
+    full, state = subject.vocab_size, subject.view.state
+    shown = {name: len(state[name]) for name in ("embed_tokens.weight", "t2d") if name in state}
+    wrong = {name: rows for name, rows in shown.items() if rows != full}
+    if wrong:
+        seen = ", ".join(f"{name} has {rows:,} rows" for name, rows in wrong.items())
+        yield error(
+            f"{seen}; the target knows {full:,} tokens", fix="name the target it was trained for"
+        )
+        return
+    said = subject.view.get("vocab_size")
+    if said != full:
+        yield error(
+            f"vocab_size is {said}, the target's {full:,}: engines size embeddings by it",
+            fix=f"vocab_size: {full}",
+            repair=lambda files: files.put("vocab_size", full),
+        )
+
+
+@check("draft-vocab-size", "static", "draft_vocab_size that is not the head's rows", repairs=True)
+def draft_vocab_size(subject: Subject) -> Iterator[Finding]:
+    head = subject.view.state.get("lm_head.weight")
+    said = subject.view.get("draft_vocab_size")
+    if head is None or head.ndim != 2:
+        return
+    rows = len(head)
+    if said is None and rows == subject.vocab_size:
+        return
+    if said != rows:
+        yield error(
+            f"draft_vocab_size is {said}, the head has {rows:,} rows",
+            fix=f"draft_vocab_size: {rows}",
+            repair=lambda files: files.put("draft_vocab_size", rows),
+        )
+
+
+@check("d2t-missing", "static", "no map although the draft vocabulary is smaller", repairs=True)
+def d2t_missing(subject: Subject) -> Iterator[Finding]:
+    width = _compressed(subject)
+    if width is None or "d2t" in subject.view.state:
+        return
+    mask = subject.view.state.get("t2d")
+    sure = mask is not None and mask.ndim == 1 and int(mask.bool().sum()) == width
+    yield error(
+        f"no d2t, and the head has {width:,} rows of {subject.vocab_size:,}: engines then take "
+        f"draft id i for target id i",
+        fix="t2d marks exactly as many ids: the map follows from it" if sure else
+            "take the map that the draft was trained with",
+        repair=_map_from_t2d if sure else None,
+    )  # fmt: skip
+
+
+@check("d2t-type", "static", "maps that are not int64 / bool", repairs=True)
+def d2t_type(subject: Subject) -> Iterator[Finding]:
+    for name, wanted in (("d2t", torch.int64), ("t2d", torch.bool)):
+        held = subject.view.state.get(name)
+        if held is None or held.dtype == wanted:
+            continue
+        cast = held.to(wanted)
+        sure = torch.equal(cast.double(), held.double())
+        yield (error if name == "d2t" else warning)(
+            f"{name} is {str(held.dtype).removeprefix('torch.')}, engines read "
+            f"{str(wanted).removeprefix('torch.')}",
+            fix="convert it" if sure else "its values are no whole numbers: take the trainer's map",
+            repair=_replace(name, cast) if sure else None,
+        )
+
+
+@check("d2t-absolute", "static", "target ids in d2t instead of offsets", repairs=True)
+def d2t_absolute(subject: Subject) -> Iterator[Finding]:
+    d2t = _integral_d2t(subject)
+    if d2t is None or not _is_absolute(d2t, subject):
+        return
+    beyond = int((_ids(d2t) >= subject.vocab_size).sum())
+    yield error(
+        f"d2t holds target ids ({int(d2t[0])}, {int(d2t[1])}, ... {int(d2t[-1])}), not offsets: "
+        f"{beyond:,} of {len(d2t):,} drafted ids would lie beyond the vocabulary",
+        fix="subtract the draft id from each",
+        repair=_replace("d2t", d2t - torch.arange(len(d2t))),
+    )
+
+
+@check("d2t-range", "static", "offsets that lead outside the vocabulary, or twice to one token",
+       repairs=True)  # fmt: skip
+def d2t_range(subject: Subject) -> Iterator[Finding]:
+    d2t = _integral_d2t(subject)
+    if d2t is None or _is_absolute(d2t, subject):
+        return
+    ids, full = _ids(d2t), subject.vocab_size
+    outside = (ids < 0) | (ids >= full)
+    repeated = len(ids) - len(set(ids.tolist()))
+    if not outside.any() and not repeated:
+        return
+    mask = subject.view.state.get("t2d")
+    sure = False
+    if mask is not None and mask.shape == (full,) and int(mask.bool().sum()) == len(ids):
+        # whatever is still sound must agree with the ascending map that t2d implies
+        agree = ids == mask.bool().nonzero()[:, 0]
+        sure = bool(2 * int(agree.sum()) >= len(ids))
+    yield error(
+        f"{int(outside.sum()):,} of {len(ids):,} drafted ids fall outside 0..{full - 1}, "
+        f"{repeated:,} repeat another",
+        fix="t2d agrees with the rest: rebuild the map from it" if sure else
+            "take the map that the draft was trained with",
+        repair=_map_from_t2d if sure else None,
+    )  # fmt: skip
+
+
+@check("d2t-order", "static", "a map that does not ascend", repairs=True)
+def d2t_order(subject: Subject) -> Iterator[Finding]:
+    ids = sound_ids(subject)
+    if ids is None:
+        return
+    falls = int((ids.diff() < 0).sum())
+    if falls:
+        yield error(
+            f"the draft's ids do not follow the target's: {falls:,} of {len(ids) - 1:,} steps fall",
+            fix="sort the rows of the head and the map together",
+            repair=_sort_by_target,
+        )
+
+
+@check("t2d-mismatch", "static", "t2d that marks other tokens than d2t leads to", repairs=True)
+def t2d_mismatch(subject: Subject) -> Iterator[Finding]:
+    ids, mask = sound_ids(subject), subject.view.state.get("t2d")
+    if ids is None or mask is None or mask.shape != (subject.vocab_size,):
+        return
+    wanted = _marked(ids, subject.vocab_size)
+    differ = int((wanted != mask.bool()).sum())
+    if differ:
+        yield error(
+            f"t2d and d2t disagree on {differ:,} tokens ({int(mask.bool().sum()):,} marked, "
+            f"{len(ids):,} mapped): was one of them recomputed for a warm start?",
+            fix="engines follow d2t: rebuild t2d from it (head-map checks d2t itself)",
+            repair=_replace("t2d", wanted),
+        )
+
+
+@check("end-token", "static", "an end token that the draft cannot say")
+def end_token(subject: Subject) -> Iterator[Finding]:
+    ids, tokenizer = sound_ids(subject), subject.target.tokenizer
+    if ids is None or tokenizer is None or tokenizer.eos_token_id is None:
+        return
+    if not bool((ids == tokenizer.eos_token_id).any()):
+        yield warning(
+            f"the target's end token {tokenizer.eos_token!r} ({tokenizer.eos_token_id}) is not "
+            "among the draft's tokens: no round can end with it, and training never showed it",
+            fix="were answers cut or masked before their end? build the vocabulary again",
+        )
+
+
+# --- maps ----------------------------------------------------------------------------------------
+
+
+def _compressed(subject: Subject) -> int | None:
+    width = subject.draft_vocab_size
+    return width if width is not None and width < subject.vocab_size else None
+
+
+def _integral_d2t(subject: Subject) -> Tensor | None:
+    """d2t as int64, when the draft vocabulary is a part of the target's and it has one."""
+    d2t, width = subject.view.state.get("d2t"), _compressed(subject)
+    if d2t is None or width is None or d2t.ndim != 1 or len(d2t) < 2:
+        return None
+    return d2t.long()
+
+
+def _ids(d2t: Tensor) -> Tensor:
+    return d2t + torch.arange(len(d2t))
+
+
+def _is_map(ids: Tensor, full: int) -> bool:
+    return bool(((ids >= 0) & (ids < full)).all()) and len(set(ids.tolist())) == len(ids)
+
+
+def _is_absolute(d2t: Tensor, subject: Subject) -> bool:
+    """Read as ids it is a map, and read as offsets it is none, or another than t2d's, or has no
+    two neighbours among thousands of tokens."""
+    full, mask = subject.vocab_size, subject.view.state.get("t2d")
+    if not _is_map(d2t, full):
+        return False
+    if not _is_map(_ids(d2t), full):
+        return True
+    if mask is not None and mask.shape == (full,):
+        return torch.equal(_marked(d2t, full), mask.bool()) and not torch.equal(
+            _marked(_ids(d2t), full), mask.bool()
+        )
+    return len(d2t) > 1000 and bool((d2t.diff() > 0).all())
+
+
+def sound_ids(subject: Subject) -> Tensor | None:
+    """[W] target ids of the draft's tokens when the map is a map; None otherwise."""
+    d2t = _integral_d2t(subject)
+    if d2t is None or _is_absolute(d2t, subject) or not _is_map(_ids(d2t), subject.vocab_size):
+        return None
+    return _ids(d2t)
+
+
+def _marked(ids: Tensor, full: int) -> Tensor:
+    mask = torch.zeros(full, dtype=torch.bool)
+    mask[ids] = True
+    return mask
+
+
+def set_map(files: DraftFiles, ids: Tensor) -> None:
+    """d2t, and t2d where the file has one, from [W] target ids in draft order."""
+    names = files.view.names
+    files.tensors[names.get("d2t", "d2t")] = ids - torch.arange(len(ids))
+    if "t2d" in names:
+        full = len(files.tensors[names["t2d"]])
+        files.tensors[names["t2d"]] = _marked(ids, full)
+
+
+def _map_from_t2d(files: DraftFiles) -> None:
+    set_map(files, files.view.state["t2d"].bool().nonzero()[:, 0])
+
+
+def _sort_by_target(files: DraftFiles) -> None:
+    view = files.view
+    ids, order = torch.sort(_ids(view.state["d2t"].long()))
+    head = view.names["lm_head.weight"]
+    files.tensors[head] = files.tensors[head][order].contiguous()
+    set_map(files, ids)
+
+
+def _replace(name: str, value: Tensor) -> Repair:
+    def repair(files: DraftFiles) -> None:
+        files.tensors[files.view.names[name]] = value
+
+    return repair

@@ -1,0 +1,174 @@
+"""Why a draft accepts less than it should: every check, certain repairs, and the proof of both."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_directory, save_tensors, write_json
+from fledge.diagnosis.checks.base import Finding, Level, Subject, TargetFiles
+from fledge.diagnosis.checks.probe import Answering, Probe, Score
+from fledge.diagnosis.checks.registry import CHECKS
+from fledge.diagnosis.foreign import DraftFiles, read_files
+from fledge.diagnosis.import_draft import build_draft
+from fledge.diagnosis.weight_files import weight_files
+from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
+from fledge.export.formats import RECORD_NAME
+from fledge.train.checkpoint import STATE_NAME, TRAINING_NAME
+from fledge.train.runs import checkpoint_state
+
+_ROUNDS = 6  # of repairing and looking again: a fault may hide another
+
+
+@dataclass
+class Diagnosis:
+    """Everything `fledge diagnose` says."""
+
+    files: DraftFiles
+    target: str
+    layout: str
+    findings: list[Finding] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # which checks did not run, and why
+    repaired: DraftFiles | None = None  # None when nothing was repaired
+    score: Score | None = None  # of the files as they are, or as repaired before decoding
+    repaired_score: Score | None = None  # after repairs that decoding asked for
+
+    def of(self, severity: str) -> list[Finding]:
+        return [one for one in self.findings if one.severity == severity]
+
+    @property
+    def healthy(self) -> bool:
+        return not self.of("error") and not self.of("warning")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "draft": str(self.files.directory),
+            "target": self.target,
+            "layout": self.layout,
+            "healthy": self.healthy,
+            "findings": [one.to_json() for one in self.findings],
+            "skipped": self.skipped,
+            "acceptance": None if self.score is None else self.score.acceptance.to_json(),
+            "repaired_acceptance": None
+            if self.repaired_score is None
+            else self.repaired_score.acceptance.to_json(),
+        }
+
+
+def diagnose(
+    directory: Path,
+    target: str,
+    *,
+    engine: str = "",
+    static: bool = False,
+    answering: Callable[[TargetFiles], Answering] = Answering,
+) -> Diagnosis:
+    """Check a draft of anybody's against its target.
+
+    `static`: without the target's weights. `engine` ("vllm", "sglang") turns what that engine
+    cannot load into errors. `answering` loads the target and has it answer the prompts.
+    """
+    if engine not in ("", "vllm", "sglang"):
+        raise BadInput(f"'{engine}' is not an engine", where="engine", fix="vllm or sglang")
+    files, facts = read_files(directory), TargetFiles(target)
+    result = Diagnosis(files, target, files.view.layout.name)
+    subject = Subject(files.copy(), facts, engine=engine)
+    levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
+    subject = _repair_and_look_again(subject, levels, result)
+    if static:
+        result.skipped.append("numeric and behavioural checks: --static reads no target weights")
+    elif stuck := [one for one in result.of("error") if one.repair is None]:
+        result.skipped.append(f"behavioural checks: {stuck[0].check} must be mended first")
+    else:
+        _decode(subject, result, answering)
+    return result
+
+
+def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
+    """All findings of these levels, in the order of the registry."""
+    for one in CHECKS.values():
+        if one.level in levels:
+            for found in one.run(subject):
+                yield replace(found, check=one.id)
+                if found.last:
+                    return
+
+
+def _repair_and_look_again(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
+    """Findings of the files as they are, then of what certain repairs uncover."""
+    for number in range(_ROUNDS):
+        known = {one.check for one in result.findings if one.severity != "note"}
+        new = [one for one in run_checks(subject, levels) if one.check not in known]
+        if number > 0:  # notes were made when the files were as they are
+            new = [one for one in new if one.severity != "note"]
+        result.findings += new
+        repairs = [one.repair for one in new if one.repair is not None]
+        if not repairs:
+            break
+        for repair in repairs:
+            repair(subject.files)
+        result.repaired = subject.files
+        subject = replace(subject)  # a new view of the changed files
+    return subject
+
+
+def _decode(
+    subject: Subject, result: Diagnosis, answering: Callable[[TargetFiles], Answering]
+) -> None:
+    try:
+        draft = build_draft(subject)
+        answers = answering(subject.target)
+    except BadInput as refused:
+        result.skipped.append(f"behavioural checks: {refused}")
+        return
+    subject.probe = Probe(subject, draft, answers)
+    subject.estimate = training_estimate(subject.directory)
+    found = list(run_checks(subject, ("behavioural",)))
+    result.findings += found
+    result.score = subject.probe.score(subject.probe.as_written)
+    measured = [one for one in found if one.check in subject.probe.steps]
+    repairs = [one.repair for one in measured if one.repair is not None]
+    for repair in repairs:
+        repair(subject.files)
+    if repairs:
+        result.repaired = subject.files
+    if repairs and len(repairs) == len(measured):  # else the best reading cannot be written down
+        result.repaired_score = subject.probe.best
+
+
+def training_estimate(directory: Path) -> float | None:
+    """The share of right first tokens that the run's last evaluation saw, if it left a record."""
+    state = checkpoint_state(directory)
+    rates = ((state or {}).get("last") or {}).get("prefix_acceptance") or []
+    return float(rates[0]) if rates else None
+
+
+def write_repaired(result: Diagnosis, out: Path) -> Path:
+    """The draft with all certain repairs, and everything else of its directory, into `out`."""
+    if result.repaired is None:
+        raise BadInput(
+            "nothing that can be repaired with certainty", where=str(result.files.directory)
+        )
+    source = result.files.directory
+    if out.exists():
+        raise BadInput("exists already", where=str(out), fix="name a new directory")
+    replaced = {CONFIG_NAME, *(path.name for path in weight_files(source))}
+    with atomic_directory(out) as temporary:
+        for entry in sorted(source.iterdir()):
+            if entry.is_file() and entry.name not in replaced and not _is_stale(entry):
+                shutil.copyfile(entry, temporary / entry.name)
+        write_json(temporary / CONFIG_NAME, result.repaired.config)
+        owned = {name: one.clone().contiguous() for name, one in result.repaired.tensors.items()}
+        save_tensors(temporary / WEIGHTS_NAME, owned, {"format": "pt"})
+    return out
+
+
+def _is_stale(path: Path) -> bool:
+    """What speaks of the old files: shard lists, checksums, the optimizer's moments."""
+    return path.name.endswith(".index.json") or path.name in (
+        STATE_NAME,
+        TRAINING_NAME,
+        RECORD_NAME,
+    )

@@ -1,0 +1,307 @@
+"""Drafts of others: where their files keep things, and what they mean by them.
+
+One table says how each trainer's layout differs from ours; everything else here is a view of the
+files in our own words (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so that
+checks and the import need not know who wrote a draft. Nothing is judged here: a broken file is
+read as it stands.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fledge.core.errors import BadInput
+from fledge.diagnosis.weight_files import read_tensors
+from fledge.draft.files import CONFIG_NAME
+from fledge.export.formats import get_path, set_path
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one family of files spells a draft."""
+
+    name: str
+    made_by: str
+    prefix: str = ""  # before every tensor of the backbone
+    nested: bool = False  # the Llama keys live in `transformer_layer_config`
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("fledge", "fledge, and its exports for vLLM"),
+        Layout("eagle", "SafeAILab EAGLE"),
+        Layout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
+        Layout("speculators", "speculators", nested=True),
+        Layout("automodel", "NeMo AutoModel", prefix="model."),
+        Layout("modelopt", "NVIDIA ModelOpt"),
+    )
+}
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+OWN_AUX_KEY = "aux_layer_ids"
+
+
+@dataclass(frozen=True)
+class AuxPlace:
+    """Where aux layers may stand, and what is added there to "output of layer i".
+
+    vLLM and speculators count residuals, of which there is one before layer 0; SGLang, ModelOpt
+    and we count layers.
+    """
+
+    name: str
+    path: str
+    shift: int
+
+
+AUX_PLACES = (
+    AuxPlace("fledge", OWN_AUX_KEY, 0),
+    AuxPlace("vllm", AUX_KEY, 1),
+    AuxPlace("sglang", f"eagle_config.{AUX_KEY}", 0),
+)
+_PLACE = {place.name: place for place in AUX_PLACES}
+
+NESTED_KEY = "transformer_layer_config"
+SPECULATORS_KEY = "speculators_model_type"
+# Where an engine looks for the mask token, in this order.
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+# Wrappers that trainers leave around the draft.
+_WRAPPERS = ("_orig_mod.", "module.", "draft_model.", "eagle_module.", "model.")
+# Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
+_JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
+_DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
+# The keys that are read here, by the kind of their values.
+KINDS = {
+    "a whole number above 0": (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
+        "max_position_embeddings", "num_aux_hidden_states",
+    ),
+    "a number above 0": (
+        "rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor",
+    ),
+    "true or false": (
+        "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
+        "mlp_bias", "parallel_drafting", "tie_word_embeddings",
+    ),
+    "a word": ("hidden_act", "model_type", "rope_type", "type"),
+    "words": ("architectures",),
+    "settings": (NESTED_KEY, "speculators_config", "eagle_config", "dflash_config"),
+    "rotary settings": ("rope_parameters", "rope_scaling"),
+}  # fmt: skip
+_IS: dict[str, Callable[[Any], bool]] = {
+    "a whole number above 0": lambda value: type(value) is int and 0 < value < 2**40,
+    "a number above 0": lambda value: type(value) in (int, float) and value > 0,
+    "true or false": lambda value: type(value) is bool,
+    "a word": lambda value: isinstance(value, str),
+    "words": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
+    "settings": lambda value: isinstance(value, dict),
+    "rotary settings": lambda value: isinstance(value, dict),
+}
+_SPECULATORS_TOP = {
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+    "target_hidden_size", "mask_token_id", "num_aux_hidden_states", AUX_KEY,
+}  # fmt: skip
+
+
+@dataclass
+class DraftFiles:
+    """The two files of a draft as they stand; repairs change them in place."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def copy(self) -> "DraftFiles":
+        config = json.loads(json.dumps(self.config))
+        return DraftFiles(self.directory, config, dict(self.tensors))
+
+    @property
+    def view(self) -> "DraftView":
+        return DraftView(self.config, self.tensors)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a config value where this layout keeps it; None takes it out."""
+        nested = self.view.layout.nested and key not in _SPECULATORS_TOP
+        place = self.config[NESTED_KEY] if nested else self.config
+        if value is None:
+            place.pop(key, None)
+        else:
+            place[key] = value
+
+    def put_aux(self, layer_ids: list[int]) -> None:
+        """Set the aux layers, given as outputs of layers, in the convention of the files."""
+        view = self.view
+        written = [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
+        for place in written or [view.aux_place]:
+            set_path(self.config, place.path, [layer + place.shift for layer in layer_ids])
+
+
+def read_files(directory: Path) -> DraftFiles:
+    """config.json and the weights: safetensors, sharded or not, or torch's own format."""
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        fix = "give the directory of a draft"
+        raise BadInput(f"no {CONFIG_NAME} here", where=str(directory), fix=fix)
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BadInput(f"not JSON ({error})", where=str(path)) from None
+    if not isinstance(config, dict):
+        raise BadInput("not a JSON object", where=str(path))
+    _check_types(config, str(path))
+    return DraftFiles(directory, config, read_tensors(directory))
+
+
+def _check_types(config: dict[str, Any], where: str) -> None:
+    """Refuse values of a kind that nothing can be read from; null stands for absent."""
+    for kind, keys in KINDS.items():
+        for key in keys:
+            value = config.get(key)
+            if value is not None and not _IS[kind](value):
+                raise BadInput(f"{key} is {json.dumps(value)}, expected {kind}", where=where)
+    for key in (*KINDS["settings"], *KINDS["rotary settings"]):
+        if config.get(key) is not None:
+            _check_types(config[key], f"{where}, {key}")
+
+
+@dataclass(frozen=True)
+class DraftView:
+    """The same in our own words."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @cached_property
+    def layout(self) -> Layout:
+        names = self.tensors
+        if SPECULATORS_KEY in self.config:
+            return LAYOUTS["speculators"]
+        if any(name.startswith(("model.layers.", "model.fc.")) for name in names):
+            return LAYOUTS["automodel"]
+        if OWN_AUX_KEY in self.config or "parallel_drafting" in self.config:
+            return LAYOUTS["fledge"]
+        if "next_layer_regular" in (self.config.get("eagle_config") or {}):
+            return LAYOUTS["modelopt"]
+        architectures = self.config.get("architectures") or []
+        if "PEagleDraftModel" in architectures:
+            return LAYOUTS["specforge"]
+        if not any(name.startswith("midlayer.") for name in names):
+            return LAYOUTS["fledge"]
+        return LAYOUTS["specforge" if "LlamaForCausalLMEagle3" in architectures else "eagle"]
+
+    # --- tensors ---------------------------------------------------------------------------------
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Our name -> the name in the file; where two claim the same, the first in the file."""
+        found: dict[str, str] = {}
+        for name in self.tensors:
+            if not _JUNK.fullmatch(name):
+                found.setdefault(own_name(name), name)
+        return found
+
+    @cached_property
+    def clashes(self) -> list[str]:
+        """Names in the file that mean a tensor which is there under another name already."""
+        taken = set(self.names.values())
+        return [name for name in self.tensors if name not in taken and name not in self.junk]
+
+    @cached_property
+    def junk(self) -> list[str]:
+        return [name for name in self.tensors if _JUNK.fullmatch(name)]
+
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        return {own: self.tensors[name] for own, name in self.names.items()}
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        found = {m[1] for name in self.state if (m := re.match(r"layers\.(\d+)\.", name))}
+        return sorted(int(number) for number in found)
+
+    # --- config ----------------------------------------------------------------------------------
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """One flat dict, nested ones opened."""
+        flat = dict(self.config.get(NESTED_KEY) or {}) if self.layout.nested else {}
+        top = {key: value for key, value in self.config.items() if key != NESTED_KEY}
+        if self.layout.nested:
+            flat |= {key: value for key, value in top.items() if key in _SPECULATORS_TOP}
+        else:
+            flat |= top
+        return flat
+
+    def get(self, key: str, absent: Any = None) -> Any:
+        value = self.flat.get(key)
+        return absent if value is None else value
+
+    @property
+    def parallel(self) -> bool:
+        """P-EAGLE, by what the files say of themselves or hold."""
+        return (
+            self.config.get(SPECULATORS_KEY) == "peagle"
+            or bool(self.get("parallel_drafting"))
+            or "mask_hidden" in self.state
+            or "PEagleDraftModel" in (self.config.get("architectures") or [])
+        )
+
+    @property
+    def mask_token_id(self) -> Any:
+        given = (self.config.get("dflash_config") or {}).get("mask_token_id")
+        values = (given, *(self.get(key) for key in MASK_KEYS))
+        return next((value for value in values if value is not None), None)
+
+    @property
+    def norm_before_residual(self) -> bool:
+        """Whether the residual is the normed state; speculators' EAGLE-3 says so by silence."""
+        silent = self.config.get(SPECULATORS_KEY) == "eagle3"
+        return bool(self.get("norm_before_residual", silent))
+
+    # --- aux layers ------------------------------------------------------------------------------
+
+    @property
+    def aux_place(self) -> AuxPlace:
+        """Where the ids stand, or would stand in this layout."""
+        for place in AUX_PLACES:
+            if get_path(self.config, place.path) is not None:
+                return place
+        name = "vllm" if self.layout.nested else "sglang"
+        return _PLACE["fledge" if self.layout.name == "fledge" else name]
+
+    @property
+    def stored_aux(self) -> Any:
+        """The ids as they stand in the file; None if they do not."""
+        return get_path(self.config, self.aux_place.path)
+
+    def aux_at(self, place: AuxPlace) -> list[int] | None:
+        """Outputs of layers; None when nothing stands there, or something else."""
+        stored = get_path(self.config, place.path)
+        if not isinstance(stored, list) or not all(type(layer) is int for layer in stored):
+            return None
+        return [layer - place.shift for layer in stored]
+
+    @property
+    def aux_layer_ids(self) -> list[int] | None:
+        return self.aux_at(self.aux_place)
+
+
+def own_name(name: str) -> str:
+    """`model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`."""
+    stripped = True
+    while stripped:
+        stripped = False
+        for wrapper in _WRAPPERS:
+            if name.startswith(wrapper):
+                name, stripped = name.removeprefix(wrapper), True
+    if name.startswith("midlayer."):
+        return "layers.0." + name.removeprefix("midlayer.")
+    return _DEEP_NORM.sub(r"\1.input_layernorm.", name)

@@ -1,0 +1,135 @@
+"""Foreign drafts become ours: the same numbers under our names, ready for eval, warm start, export.
+
+What the files leave to the engine is filled in from the target (its embeddings, its head, the aux
+layers that engines assume). What our draft cannot be is refused with the reason; what is broken is
+left to `fledge diagnose`.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError  # what a config of transformers raises
+from torch import Tensor
+from transformers import LlamaConfig
+
+from fledge.core.errors import BadInput
+from fledge.diagnosis.checks.base import Subject, TargetFiles
+from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files
+from fledge.draft.config import check_draft_config
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.files import CONFIG_NAME, check_tensors, write_draft
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Written anew, decided below, or not ours.
+_NOT_KEPT = {
+    "architectures", "model_type", "norm_before_residual", "norm_before_fc", "speculators_config",
+    "eagle_config", "dflash_config", "transformer_layer_config", "type", "rope_type", "factor",
+}  # fmt: skip
+
+
+def import_draft(source: Path, out: Path, *, target: str) -> Path:
+    """Write `source`, in whatever layout, as a draft of ours into `out` (whole or not at all)."""
+    from fledge.diagnosis.diagnose import run_checks
+
+    if out.exists():
+        raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
+    subject = Subject(read_files(source), TargetFiles(target))
+    faults = [one for one in run_checks(subject, ("static",)) if one.severity == "error"]
+    if faults:
+        raise BadInput(
+            f"{len(faults)} faults, the first: {faults[0].evidence}",
+            where=str(source),
+            fix=f"fledge diagnose {source} --target {target} --fix REPAIRED, and import that",
+        )
+    draft = build_draft(subject)
+    write_draft(out, draft.config, draft.state_dict())
+    return out
+
+
+def build_draft(subject: Subject) -> LlamaEagle3DraftModel:
+    """The draft in memory, as our own model, in the dtype of the files (the widest, if several)."""
+    refusals = list(_refusals(subject))
+    if refusals:
+        raise BadInput(refusals[0], where=str(subject.directory))
+    state = own_state(subject)
+    config = own_config(subject)
+    with torch.device("meta"):
+        check_tensors(
+            subject.directory, want=LlamaEagle3DraftModel(config).state_dict(), have=state
+        )
+    draft = LlamaEagle3DraftModel(config)
+    draft.to(_dtype(state))
+    draft.load_state_dict(state)
+    return draft.eval()
+
+
+def _dtype(state: dict[str, Tensor]) -> torch.dtype:
+    """A dtype that holds every weight exactly."""
+    dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+    return reduce(torch.promote_types, dtypes)
+
+
+def _refusals(subject: Subject) -> Iterator[str]:
+    """What the files ask for and our draft does not do."""
+    view = subject.view
+    if view.get("norm_before_fc"):
+        yield "norm_before_fc is true: our drafts norm each aux state by itself (fc_norm)"
+    if view.get("num_aux_hidden_states", 3) != 3:
+        yield f"{view.get('num_aux_hidden_states')} aux states: our drafts listen to three"
+    if subject.aux_layer_ids is None:
+        yield "the files do not say which layers the draft listens to, and the target is shallow"
+    if "fc.weight" not in view.state:
+        yield "fc.weight is missing"
+
+
+def own_config(subject: Subject) -> Any:
+    """A Llama config with our own keys, from whatever layout."""
+    view = subject.view
+    known = {key for keys in KINDS.values() for key in keys} - _NOT_KEPT
+    values = {key: value for key, value in view.flat.items() if key in known and value is not None}
+    values |= {key: view.get(key) for key in _TOKENS}  # Llama's own defaults are its own tokens
+    values |= {
+        "vocab_size": subject.vocab_size,
+        "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
+        "tie_word_embeddings": False,
+        "norm_before_residual": view.norm_before_residual,
+        "parallel_drafting": view.parallel,
+        "mask_token_id": view.mask_token_id if view.parallel else None,
+        OWN_AUX_KEY: subject.aux_layer_ids,
+    }
+    values.setdefault("target_hidden_size", int(subject.target.text.hidden_size))
+    try:
+        config = LlamaConfig(**values)
+        check_draft_config(config)
+        return config
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        first = str(error).splitlines()[-1].strip()
+        raise BadInput(first, where=str(subject.directory / CONFIG_NAME)) from None
+
+
+def own_state(subject: Subject) -> dict[str, Tensor]:
+    """Our tensors; what engines would share with the target is copied from it."""
+    state = dict(subject.view.state)
+    dtype = state["fc.weight"].dtype
+    width, full = subject.draft_vocab_size or subject.vocab_size, subject.vocab_size
+    ids = torch.arange(full)
+    if width < full:
+        if "d2t" not in state:
+            raise BadInput("no map d2t for a smaller vocabulary", where=str(subject.directory))
+        ids = state["d2t"].long() + torch.arange(width)
+        mask = torch.zeros(full, dtype=torch.bool)
+        mask[ids] = True
+        state |= {"d2t": state["d2t"].long(), "t2d": mask}
+    else:  # the identity: some write it out
+        state.pop("d2t", None)
+        state.pop("t2d", None)
+    if "embed_tokens.weight" not in state:
+        state["embed_tokens.weight"] = subject.target.tables.embedding_VD.to(dtype)
+    if "lm_head.weight" not in state:
+        state["lm_head.weight"] = subject.target.tables.head_VD[ids].to(dtype)
+    if "mask_hidden" in state:
+        state["mask_hidden"] = state["mask_hidden"].reshape(1, 1, -1)
+    return state

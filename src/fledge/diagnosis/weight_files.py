@@ -1,0 +1,86 @@
+"""Tensors from a model's directory, all or some: safetensors, sharded or not, or torch's own files.
+
+Reading two tables of a target must not cost loading the target: safetensors are opened and only
+what is wanted is read.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fledge.core.errors import BadInput, first_line
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_ASIDE = ("vision", "visual", "audio", "mtp")  # towers and extra heads with tables of their own
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Safetensors if there are any, else torch's own; not what only training needs."""
+    for pattern in ("*.safetensors", "*.bin"):
+        found = [
+            path
+            for path in sorted(directory.glob(pattern))
+            if not path.name.startswith(("training", "optimizer", "adapter"))
+        ]
+        if found:
+            return found
+    fix = "give the directory that holds model.safetensors or pytorch_model.bin"
+    raise BadInput("no weights here", where=str(directory), fix=fix)
+
+
+def read_tensors(
+    directory: Path, *, wanted: Callable[[str], bool] | None = None
+) -> dict[str, Tensor]:
+    """The tensors whose names are wanted, by name."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        try:
+            found |= dict(_tensors_of(path, wanted))
+        except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            first = first_line(error)
+            raise BadInput(f"cannot be read ({first})", where=str(path)) from None
+    return found
+
+
+def _tensors_of(path: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118  (no mapping)
+                if wanted is None or wanted(name):
+                    yield name, handle.get_tensor(name)
+        return
+    held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    for name, tensor in held.items():
+        if isinstance(tensor, Tensor) and (wanted is None or wanted(name)):
+            yield name, tensor
+
+
+@dataclass(frozen=True)
+class TargetTables:
+    """The target's input embedding and output head: one tensor when they are tied."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+
+
+def read_target_tables(directory: Path) -> TargetTables:
+    """Two tables of a target, without loading the rest of it."""
+    tables = read_tensors(directory, wanted=lambda name: _is_table(name, _EMBEDDINGS + _HEADS))
+    embeddings = [table for name, table in tables.items() if _is_table(name, _EMBEDDINGS)]
+    heads = [table for name, table in tables.items() if _is_table(name, _HEADS)]
+    if not embeddings or not embeddings[0].is_floating_point():
+        raise BadInput(
+            "no input embedding in floating point among its weights", where=str(directory)
+        )
+    head_VD = heads[0] if heads and heads[0].is_floating_point() else embeddings[0]
+    return TargetTables(embeddings[0], head_VD)
+
+
+def _is_table(name: str, endings: tuple[str, ...]) -> bool:
+    return name.endswith(endings) and not any(part in name for part in _ASIDE)

@@ -1,0 +1,214 @@
+"""Rollout attention in memory linear in T: blocks of queries against only the keys they can see.
+
+One softmax runs over the prefix and the chain together, so its gradient needs only the row's total
+log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated apart
+with the same two numbers, and nothing of size [rows, keys] outlives a block.
+
+The definition of what is computed here is `attention.reference_attention`. On a GPU the kernels
+behind `triton_attention.py` take this file's place wherever `kernel_runs`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.gate import triton_runs
+from fledge.rollout.plan import QueryRows
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def blocked_attention(
+    q_NHC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    rows: QueryRows,
+    chain: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    keys = [keys for keys, _ in chain]
+    values = [values for _, values in chain]
+    out: Tensor = _BlockedAttention.apply(q_NHC, k_TGC, v_TGC, rows, *keys, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _BlockedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, *chain: Tensor
+    ) -> Tensor:
+        depth = len(chain) // 2
+        out_NHC, lse_NH = prefix_forward(q_NHC, k_TGC, v_TGC, rows)
+        if depth:
+            out_NHC, lse_NH = merge_chain(out_NHC, lse_NH, q_NHC, chain[:depth], chain[depth:])
+        out_NHC = out_NHC.to(q_NHC.dtype)
+        ctx.rows = rows
+        ctx.save_for_backward(q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain)
+        return out_NHC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dout_NHC,) = grads
+        q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain = ctx.saved_tensors
+        depth = len(chain) // 2
+        delta_NH = (dout_NHC.to(lse_NH.dtype) * out_NHC).sum(-1)
+        dq_NHC, dk_TGC, dv_TGC = prefix_backward(
+            q_NHC, k_TGC, v_TGC, dout_NHC, lse_NH, delta_NH, ctx.rows
+        )
+        dkeys, dvalues = [], []
+        for keys, values in zip(chain[:depth], chain[depth:], strict=True):
+            dq, dk, dv = chain_backward(q_NHC, keys, values, dout_NHC, lse_NH, delta_NH)
+            dq_NHC += dq
+            dkeys.append(dk.to(keys.dtype))
+            dvalues.append(dv.to(values.dtype))
+        grads_qkv = (dq_NHC.to(q_NHC.dtype), dk_TGC.to(k_TGC.dtype), dv_TGC.to(v_TGC.dtype))
+        return (*grads_qkv, None, *dkeys, *dvalues)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of scores and sums: fp32, or better if the input is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _grouped(x_NHC: Tensor, num_groups: int) -> Tensor:
+    """[N, H, C] -> [N, G, R, C] with the R query heads that share a key head side by side."""
+    rows, heads, channels = x_NHC.shape
+    return x_NHC.reshape(rows, num_groups, heads // num_groups, channels)
+
+
+def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
+    """Whether the GPU kernel takes these tensors; if not, the log says once why."""
+    unsupported = None
+    if q_NHC.dtype not in KERNEL_DTYPES:
+        unsupported = f"{q_NHC.dtype} is not one of {KERNEL_DTYPES}"
+    elif any(x.dtype != q_NHC.dtype for x in keys_and_values):
+        unsupported = f"keys or values are not {q_NHC.dtype} as the queries are"
+    elif not (16 <= q_NHC.shape[-1] <= 256 and q_NHC.shape[-1] % 8 == 0):
+        unsupported = f"head dim {q_NHC.shape[-1]} is no multiple of 8 from 16 to 256"
+    return triton_runs(q_NHC, what="rollout attention", unsupported=unsupported)
+
+
+# --- the causal prefix -------------------------------------------------------------------------
+
+
+def _blocks(rows: QueryRows) -> Iterator[tuple[Tensor, slice, Tensor]]:
+    """(row indices, key range, which scores are hidden) of every block."""
+    for block in rows.blocks:
+        index = rows.order_N[block.row_start : block.row_end]
+        key = torch.arange(block.key_start, block.key_end, device=index.device)
+        hidden = (key < rows.first_N[index, None]) | (key > rows.slot_N[index, None])
+        yield index, slice(block.key_start, block.key_end), hidden
+
+
+def _by_group(x_NHC: Tensor, index: Tensor, num_groups: int) -> Tensor:
+    """The block's rows as [G, rows * R, C], wide: one matrix per key head."""
+    block = _grouped(x_NHC.index_select(0, index).to(_wide(x_NHC)), num_groups)
+    return block.transpose(0, 1).flatten(1, 2)
+
+
+def _from_group(x: Tensor, num_rows: int) -> Tensor:
+    """[G, rows * R, C] -> [rows, H, C]."""
+    groups, flat, channels = x.shape
+    per_row = x.reshape(groups, num_rows, flat // num_rows, channels)
+    return per_row.transpose(0, 1).flatten(1, 2)
+
+
+def _block_scores(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """[G, rows * R, keys], -inf where hidden."""
+    scores = torch.bmm(q * q.shape[-1] ** -0.5, k.transpose(1, 2))
+    groups, flat, num_keys = scores.shape
+    per_row = scores.view(groups, len(hidden), flat // len(hidden), num_keys)
+    per_row.masked_fill_(hidden[:, None], float("-inf"))
+    return scores
+
+
+def prefix_forward(
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows
+) -> tuple[Tensor, Tensor]:
+    """Attention over the prefix alone: output [N, H, C] and log-sum-exp [N, H], both wide."""
+    groups, wide = k_TGC.shape[1], _wide(q_NHC)
+    k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
+    out_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
+    lse_NH = q_NHC.new_empty(q_NHC.shape[:2], dtype=wide)
+    for index, keys, hidden in _blocks(rows):
+        scores = _block_scores(_by_group(q_NHC, index, groups), k_GTC[:, keys], hidden)
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+        out = torch.bmm(scores.sub_(lse).exp_(), v_GTC[:, keys])
+        out_NHC[index] = _from_group(out, len(index))
+        lse_NH[index] = _from_group(lse, len(index)).squeeze(-1)
+    return out_NHC, lse_NH
+
+
+def prefix_backward(
+    q_NHC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    dout_NHC: Tensor,
+    lse_NH: Tensor,
+    delta_NH: Tensor,
+    rows: QueryRows,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, wide. `lse_NH` is the log-sum-exp of prefix and chain together."""
+    groups, wide = k_TGC.shape[1], _wide(q_NHC)
+    k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
+    dq_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
+    dk_GTC, dv_GTC = torch.zeros_like(k_GTC), torch.zeros_like(v_GTC)
+    for index, keys, hidden in _blocks(rows):
+        q, dout = _by_group(q_NHC, index, groups), _by_group(dout_NHC, index, groups)
+        lse = _by_group(lse_NH[..., None], index, groups)
+        delta = _by_group(delta_NH[..., None], index, groups)
+        weights = _block_scores(q, k_GTC[:, keys], hidden).sub_(lse).exp_()
+        dv_GTC[:, keys] += torch.bmm(weights.transpose(1, 2), dout)
+        dweights = torch.bmm(dout, v_GTC[:, keys].transpose(1, 2))
+        dscores = dweights.sub_(delta).mul_(weights).mul_(q.shape[-1] ** -0.5)
+        dq_NHC[index] = _from_group(torch.bmm(dscores, k_GTC[:, keys]), len(index))
+        dk_GTC[:, keys] += torch.bmm(dscores.transpose(1, 2), q)
+    return dq_NHC, dk_GTC.transpose(0, 1), dv_GTC.transpose(0, 1)
+
+
+# --- the row's own chain -----------------------------------------------------------------------
+
+
+def _chain_scores(q_NHC: Tensor, keys_NGC: Tensor) -> Tensor:
+    """[N, H]: each query with the one key that its own rollout left at some depth."""
+    q = _grouped(q_NHC.to(_wide(q_NHC)), keys_NGC.shape[1])
+    scores_NGR = (q * keys_NGC.unsqueeze(2)).sum(-1)
+    return scores_NGR.flatten(1, 2).mul_(q_NHC.shape[-1] ** -0.5)
+
+
+def merge_chain(
+    out_NHC: Tensor,
+    lse_NH: Tensor,
+    q_NHC: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Fold the chain's few scores into the prefix's output."""
+    scores = [_chain_scores(q_NHC, keys_NGC) for keys_NGC in keys]
+    total_NH = torch.logsumexp(torch.stack([lse_NH, *scores]), dim=0)
+    out_NHC = out_NHC * (lse_NH - total_NH).exp()[..., None]
+    out_NGRC = _grouped(out_NHC, values[0].shape[1])  # a view: filled in place
+    for score_NH, values_NGC in zip(scores, values, strict=True):
+        weight = _grouped((score_NH - total_NH).exp()[..., None], values_NGC.shape[1])
+        out_NGRC.addcmul_(weight, values_NGC.unsqueeze(2).to(out_NGRC.dtype))
+    return out_NHC, total_NH
+
+
+def chain_backward(
+    q_NHC: Tensor,
+    keys_NGC: Tensor,
+    values_NGC: Tensor,
+    dout_NHC: Tensor,
+    lse_NH: Tensor,
+    delta_NH: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = keys_NGC.shape[1]
+    q = _grouped(q_NHC.to(lse_NH.dtype), groups)
+    dout = _grouped(dout_NHC.to(lse_NH.dtype), groups)
+    weight = _grouped((_chain_scores(q_NHC, keys_NGC) - lse_NH).exp()[..., None], groups)
+    delta = _grouped(delta_NH[..., None], groups)
+    dweight = (dout * values_NGC.unsqueeze(2)).sum(-1, keepdim=True)
+    dscore = weight * (dweight - delta) * q_NHC.shape[-1] ** -0.5
+    dq_NHC = (dscore * keys_NGC.unsqueeze(2)).flatten(1, 2)
+    return dq_NHC, (dscore * q).sum(2), (weight * dout).sum(2)

@@ -1,0 +1,140 @@
+"""Rollout attention with all depths in one call, for P-EAGLE.
+
+The same visibility as `attention.py`: depth-0 keys up to the anchor, and the row's own rollout up
+to its own depth. Queries are the flat axis X of `parallel_plan.py`, depth-0 rows first, then the
+chain rows, whose own keys and values are the chain. One pass serves every row's prefix; the chain
+is folded in per depth, by the arithmetic that EAGLE-3's chain uses. On a GPU one kernel does both
+(`triton_parallel.py`).
+
+`parallel_visible` is the rule as a dense matrix, `reference_parallel` the definition on top of it.
+
+Shapes: X queries, of which the last M are chain rows; T key axis.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.attention.blocked import (
+    chain_backward,
+    kernel_runs,
+    merge_chain,
+    prefix_backward,
+    prefix_forward,
+)
+from fledge.kernels.attention.reference import AttentionKind, prefix_visible
+from fledge.rollout.plan import QueryRows
+
+
+def parallel_attention(
+    q_XHC: Tensor,
+    prefix: tuple[Tensor, Tensor],  # depth-0 keys and values [T, G, C]
+    chain: tuple[Tensor, Tensor],  # the chain rows' own [M, G, C]
+    rows: QueryRows,
+    counts: Sequence[int],  # chain rows at depths 1, 2, ...: nested, see `parallel_plan.py`
+    *,
+    kind: AttentionKind = "fast",
+) -> Tensor:
+    """Attend; [X, H, C] in the dtype of q."""
+    if kind == "reference":
+        return reference_parallel(q_XHC, prefix, chain, rows, counts)
+    if kernel_runs(q_XHC, *prefix, *chain):
+        from fledge.kernels.attention.triton_parallel import fused_parallel
+
+        return fused_parallel(q_XHC, prefix, chain, rows, counts)
+    out: Tensor = _ParallelAttention.apply(q_XHC, *prefix, *chain, rows, tuple(counts))  # type: ignore[no-untyped-call]
+    return out
+
+
+def parallel_visible(rows: QueryRows, counts: Sequence[int], num_keys: int) -> Tensor:
+    """[X, T + M]: which depth-0 slots, and which chain rows, each query sees."""
+    device = rows.slot_N.device
+    depth_M = torch.repeat_interleave(
+        torch.arange(1, len(counts) + 1, device=device), torch.tensor(counts, device=device).long()
+    )
+    depth_X = torch.cat([depth_M.new_zeros(len(rows) - len(depth_M)), depth_M])
+    anchor_M = rows.slot_N[len(rows) - len(depth_M) :]
+    own = (rows.slot_N[:, None] == anchor_M) & (depth_M <= depth_X[:, None])
+    return torch.cat([prefix_visible(rows, num_keys), own], dim=1)
+
+
+def reference_parallel(
+    q_XHC: Tensor,
+    prefix: tuple[Tensor, Tensor],
+    chain: tuple[Tensor, Tensor],
+    rows: QueryRows,
+    counts: Sequence[int],
+) -> Tensor:
+    """The definition: every query against every key, one softmax in fp32."""
+    wide = torch.promote_types(q_XHC.dtype, torch.float32)
+    keys, values = (
+        torch.cat(pair).to(wide).repeat_interleave(q_XHC.shape[1] // prefix[0].shape[1], dim=1)
+        for pair in zip(prefix, chain, strict=True)
+    )
+    scores = torch.einsum("xhc,uhc->xhu", q_XHC.to(wide), keys) * q_XHC.shape[-1] ** -0.5
+    hidden = ~parallel_visible(rows, counts, len(prefix[0]))
+    weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(dim=-1)
+    return torch.einsum("xhu,uhc->xhc", weights, values).to(q_XHC.dtype)
+
+
+def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, list[slice]]]:
+    """Per depth d: its queries on the X axis, and the chain rows of its rollouts at depths 1..d.
+
+    Rollouts are in the same order at every depth, so those of depth d are the first of each.
+    """
+    starts = [sum(counts[:depth]) for depth in range(len(counts))]
+    first = num_rows - sum(counts)
+    for depth, count in enumerate(counts):
+        if count:
+            begin = first + starts[depth]
+            shallower = [slice(start, start + count) for start in starts[: depth + 1]]
+            yield slice(begin, begin + count), shallower
+
+
+class _ParallelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_XHC: Tensor,
+        k_TGC: Tensor,
+        v_TGC: Tensor,
+        keys_MGC: Tensor,
+        values_MGC: Tensor,
+        rows: QueryRows,
+        counts: tuple[int, ...],
+    ) -> Tensor:
+        out_XHC, lse_XH = prefix_forward(q_XHC, k_TGC, v_TGC, rows)
+        for part, own in _own_chains(len(rows), counts):
+            out_XHC[part], lse_XH[part] = merge_chain(
+                out_XHC[part],
+                lse_XH[part],
+                q_XHC[part],
+                [keys_MGC[at] for at in own],
+                [values_MGC[at] for at in own],
+            )
+        out_XHC = out_XHC.to(q_XHC.dtype)
+        ctx.rows, ctx.counts = rows, counts
+        ctx.save_for_backward(q_XHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_XHC, lse_XH)
+        return out_XHC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dout_XHC,) = grads
+        q_XHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_XHC, lse_XH = ctx.saved_tensors
+        delta_XH = (dout_XHC.to(lse_XH.dtype) * out_XHC).sum(-1)
+        dq_XHC, dk_TGC, dv_TGC = prefix_backward(
+            q_XHC, k_TGC, v_TGC, dout_XHC, lse_XH, delta_XH, ctx.rows
+        )
+        dkeys_MGC = torch.zeros_like(keys_MGC, dtype=lse_XH.dtype)
+        dvalues_MGC = torch.zeros_like(dkeys_MGC)
+        for part, own in _own_chains(len(ctx.rows), ctx.counts):
+            row = (dout_XHC[part], lse_XH[part], delta_XH[part])
+            for at in own:
+                dq, dk, dv = chain_backward(q_XHC[part], keys_MGC[at], values_MGC[at], *row)
+                dq_XHC[part] += dq
+                dkeys_MGC[at] += dk
+                dvalues_MGC[at] += dv
+        wide = (dq_XHC, dk_TGC, dv_TGC, dkeys_MGC, dvalues_MGC)
+        return (*(grad.to(q_XHC.dtype) for grad in wide), None, None)

@@ -1,0 +1,259 @@
+"""Rollout attention on a GPU: launches `triton_kernels.py`, and ties it into autograd.
+
+Same results as `attention.reference_attention`. Importing this file imports Triton: `attention.py`
+does so only once `blocked.kernel_runs` has found tensors that the kernels take.
+
+Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fledge.kernels.attention import triton_keys as key_kernels
+from fledge.kernels.attention import triton_queries as kernels
+from fledge.kernels.gate import on_device_of
+from fledge.rollout.plan import QueryRows
+
+SHORT_CHAIN = 8  # chains up to here share one compilation: TTT 7 needs 6, P-EAGLE's 8 depths 7
+GRANULE = 32  # every key block is a multiple of this many keys
+
+
+@dataclass(frozen=True)
+class Tile:
+    pairs: int  # (row, head) pairs
+    keys: int
+    warps: int
+    stages: int
+
+
+# By padded head dim. Chosen for Hopper: what fits its shared memory and spills few registers.
+TILES: dict[str, dict[int, Tile]] = {
+    "attend": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "query_grad": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+    "key_grad": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+}
+TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
+CHAIN_ROWS = 16
+
+
+def tile_for(kernel: str, channels: int, dtype: torch.dtype) -> Tile:
+    tiles = TILES_FP32 if dtype == torch.float32 else TILES[kernel]
+    return tiles[max(64, triton.next_power_of_2(channels))]
+
+
+def fused_attention(
+    q_NHC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    rows: QueryRows,
+    chain: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Attend; the chain's tensors may have more rows than q, which are ignored."""
+    keys = [keys for keys, _ in chain]
+    values = [values for _, values in chain]
+    out: Tensor = _FusedAttention.apply(q_NHC, k_TGC, v_TGC, rows, *keys, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, *chain: Tensor
+    ) -> Tensor:
+        job = Job(q_NHC, k_TGC, v_TGC, rows, Chain.of(chain))
+        out_NHC, lse_NH = job.attend()
+        ctx.rows = rows
+        ctx.save_for_backward(job.q, job.k, job.v, out_NHC, lse_NH, *job.chain.tensors)
+        return out_NHC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain = ctx.saved_tensors
+        dout_NHC = grads[0].contiguous()
+        job = Job(q_NHC, k_TGC, v_TGC, ctx.rows, Chain.of(chain))
+        dq_NHC, delta_NH = job.query_grad(out_NHC, dout_NHC, lse_NH)
+        dk_TGC, dv_TGC = job.key_grad(dout_NHC, lse_NH, delta_NH)
+        return dq_NHC, dk_TGC, dv_TGC, None, *job.chain_grad(dout_NHC, lse_NH, delta_NH)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Chains of all depths in one tensor, rows of all depths asking at once (P-EAGLE)."""
+
+    starts_K: Tensor  # where each depth's rows begin in the chain; one past the last at the end
+    depth: int
+    longest: int  # rows of the first depth
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Keys of all depths with one pair of strides, and values with another.
+
+    One tensor a depth; with `nested`, one tensor in all.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    nested: Nested | None = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], nested: Nested | None = None) -> "Chain":
+        count = len(tensors) // 2
+        return cls(_same_strides(tensors[:count]), _same_strides(tensors[count:]), nested)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.keys, *self.values]
+
+
+def _same_strides(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if len({x.stride() for x in tensors}) == 1 and _addressable(tensors[0]):
+        return list(tensors)
+    return [x.contiguous() for x in tensors]
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if _addressable(x) else x.contiguous()
+
+
+def _addressable(x: Tensor) -> bool:
+    """Channels side by side; rows and heads may lie apart, heads as far as 32 bits reach (rows'
+    offsets have 64 bits in the kernels, heads' have not)."""
+    return x.stride(-1) == 1 and x.shape[1] * x.stride(1) <= 2**31
+
+
+class Job:
+    """One call's tensors and what all of its launches have in common."""
+
+    def __init__(
+        self, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Chain
+    ) -> None:
+        self.q, self.k, self.v = _dense(q_NHC), _dense(k_TGC), _dense(v_TGC)
+        self.rows, self.chain = rows, chain
+        self.heads, self.channels = q_NHC.shape[1:]
+        self.groups = k_TGC.shape[1]
+        self.starts, self.first_chain = rows.slot_N, 0
+        if chain.nested is None:
+            self.depth = len(chain.keys)
+            self.max_chain = max(SHORT_CHAIN, triton.next_power_of_2(self.depth))
+        else:
+            self.starts, self.depth = chain.nested.starts_K, chain.nested.depth
+            self.first_chain, self.max_chain = len(rows) - len(chain.keys[0]), 0
+        # Unused places hold any tensor at all: the kernels count up to `depth`.
+        unused = self.max_chain - len(chain.keys)
+        self.ck = (*chain.keys, *[self.k] * unused)
+        self.cv = (*chain.values, *[self.v] * unused)
+        self.device = on_device_of(q_NHC)
+
+    @property
+    def order(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rows.order_N, self.rows.slot_N, self.rows.first_N
+
+    @property
+    def chain_strides(self) -> tuple[int, ...]:
+        return (*self.ck[0].stride()[:2], *self.cv[0].stride()[:2])
+
+    @property
+    def qkv_strides(self) -> tuple[int, ...]:
+        return (*self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2])
+
+    @property
+    def chain_kind(self) -> dict[str, Any]:
+        return {"MAX_CHAIN": self.max_chain, "NESTED": self.chain.nested is not None}
+
+    def shape(self) -> dict[str, Any]:
+        return {
+            "HEADS": self.heads,
+            "GROUP": self.heads // self.groups,
+            "SCALE": self.channels**-0.5,
+            "CHANNELS": self.channels,
+            "BLOCK_C": triton.next_power_of_2(self.channels),
+        }
+
+    def options(self, kernel: str) -> dict[str, Any]:
+        tile = tile_for(kernel, self.channels, self.q.dtype)
+        blocks = {"BLOCK_M": tile.pairs, "BLOCK_N": tile.keys}
+        return self.shape() | blocks | {"num_warps": tile.warps, "num_stages": tile.stages}
+
+    def grid(self, options: dict[str, Any]) -> tuple[int, int]:
+        return triton.cdiv(len(self.rows) * options["GROUP"], options["BLOCK_M"]), self.groups
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Output [N, H, C] and total log-sum-exp [N, H] in fp32."""
+        out_NHC = self.q.new_empty(self.q.shape)
+        lse_NH = self.q.new_empty(self.q.shape[:2], dtype=torch.float32)
+        options = self.options("attend")
+        if len(self.rows):
+            with self.device:
+                kernels.attend[self.grid(options)](
+                    self.q, self.k, self.v, self.ck, self.cv, out_NHC, lse_NH, *self.order,
+                    self.starts, *self.qkv_strides, *self.chain_strides,
+                    len(self.rows), self.depth, self.first_chain, **self.chain_kind, **options,
+                )  # fmt: skip
+        return out_NHC, lse_NH
+
+    def query_grad(
+        self, out_NHC: Tensor, dout_NHC: Tensor, lse_NH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dq, and delta = sum(out * dout) [N, H], which the gradients of the keys need."""
+        dq_NHC, delta_NH = self.q.new_empty(self.q.shape), torch.empty_like(lse_NH)
+        options = self.options("query_grad")
+        if len(self.rows):
+            with self.device:
+                kernels.query_grad[self.grid(options)](
+                    self.q, self.k, self.v, self.ck, self.cv, out_NHC,
+                    dout_NHC, lse_NH, delta_NH, dq_NHC, *self.order,
+                    self.starts, *self.qkv_strides, *self.chain_strides,
+                    len(self.rows), self.depth, self.first_chain,
+                    **self.chain_kind, **options,
+                )  # fmt: skip
+        return dq_NHC, delta_NH
+
+    def key_grad(self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """dk, dv of the prefix."""
+        num_keys = len(self.k)
+        if len(self.rows) == 0:
+            return self.k.new_zeros(self.k.shape), self.k.new_zeros(self.k.shape)
+        dk_TGC, dv_TGC = (self.k.new_empty(self.k.shape) for _ in range(2))
+        options = self.options("key_grad")
+        bounds, count = self._row_bounds()
+        with self.device:
+            key_kernels.key_grad[(triton.cdiv(num_keys, options["BLOCK_N"]), self.groups)](
+                self.q, self.k, self.v, dout_NHC, lse_NH, delta_NH, dk_TGC, dv_TGC, *self.order,
+                bounds, *self.qkv_strides, num_keys, count, GRANULE=GRANULE, **options,
+            )  # fmt: skip
+        return dk_TGC, dv_TGC
+
+    def _row_bounds(self) -> tuple[Tensor, int]:
+        count = triton.cdiv(len(self.k), GRANULE) + 1
+        bounds = torch.empty(3, count, dtype=torch.int32, device=self.q.device)
+        with self.device:
+            key_kernels.row_bounds[(triton.cdiv(count, 64), 3)](
+                *self.order, bounds, len(self.rows), count, len(self.rows).bit_length(),
+                GRANULE=GRANULE, BLOCK=64, num_warps=2,
+            )  # fmt: skip
+        return bounds, count
+
+    def chain_grad(self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor) -> list[Tensor]:
+        """dk of every depth, then dv of every depth; zero for the rows that q does not have."""
+        tensors = self.chain.tensors
+        if not tensors:
+            return []
+        flat = self.q.new_zeros(sum(x.numel() for x in tensors))
+        parts = torch.split(flat, [x.numel() for x in tensors])
+        grads = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+        unused = [flat] * (self.max_chain - self.depth)
+        if len(self.rows):
+            with self.device:
+                key_kernels.chain_grad[(triton.cdiv(len(self.rows), CHAIN_ROWS), self.groups)](
+                    self.q, self.ck, self.cv, dout_NHC, lse_NH, delta_NH,
+                    (*grads[: self.depth], *unused), (*grads[self.depth :], *unused),
+                    *self.q.stride()[:2], *self.chain_strides, len(self.rows), self.depth,
+                    MAX_CHAIN=self.max_chain, BLOCK_R=CHAIN_ROWS, **self.shape(),
+                )  # fmt: skip
+        return grads

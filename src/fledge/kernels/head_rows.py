@@ -1,0 +1,139 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Row losses of a chunk of draft logits and their gradients, on a GPU in one kernel.
+
+Same results as `head_loss`'s torch lines (`_rows`), which read and write [C, W] in fp32 some twenty
+times. Here one program owns a row: it reads the logits as they are for the sums, and reads them
+again, from the cache, to replace them by their gradient. The target's probabilities stay one row a
+slot, however many elements share the slot.
+
+Importing this file imports Triton.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fledge.kernels.gate import on_device_of
+
+BLOCK = 4096  # columns at a time
+
+
+@triton.jit
+def _load(row, w, width, other, BLOCK: tl.constexpr):
+    return tl.load(row + w, mask=w < width, other=other).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["slot", "top", "coefficient", "ce_weight", "loss", "correct"])
+def score_rows(
+    logits, probs, slot, top, coefficient, ce_weight, loss, correct, width,
+    KIND: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """KIND is a kind of `LossSpec`, or "acceptance" to put alpha in place of the loss."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * width
+    probs += tl.load(slot + row) * width
+    best = tl.load(top + row)
+
+    peak = float("-inf")
+    at = 0
+    total = 0.0
+    mass_lane = tl.zeros([BLOCK], tl.float32)
+    cross_lane = tl.zeros([BLOCK], tl.float32)
+    own_lane = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        w = start + tl.arange(0, BLOCK)
+        x = _load(logits, w, width, float("-inf"), BLOCK)
+        highest, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+        at = tl.where(highest > peak, start + index, at)
+        higher = tl.maximum(peak, highest)
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
+        peak = higher
+        if KIND == "hard":
+            p = (w == best).to(tl.float32)
+        else:
+            p = _load(probs, w, width, 0.0, BLOCK)
+        mass_lane += p
+        cross_lane += p * tl.where(w < width, x, 0.0)
+        if KIND == "kl":
+            own_lane += tl.where(p > 0, p * tl.log(tl.where(p > 0, p, 1.0)), 0.0)
+    lse = peak + tl.log(total)
+    mass = tl.sum(mass_lane, 0)
+    row_loss = lse * mass - tl.sum(cross_lane, 0)
+    if KIND == "kl":
+        row_loss += tl.sum(own_lane, 0)
+
+    # What acceptance needs: alpha = sum min(p, q), and the softmax's share of its gradient.
+    inner = 0.0
+    ce_share = 1.0
+    accept_scale = 0.0
+    if (KIND == "alpha") or (KIND == "lambda") or (KIND == "acceptance"):
+        alpha_lane = tl.zeros([BLOCK], tl.float32)
+        inner_lane = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            w = start + tl.arange(0, BLOCK)
+            q = tl.exp(_load(logits, w, width, float("-inf"), BLOCK) - lse)
+            p = _load(probs, w, width, 0.0, BLOCK)
+            alpha_lane += tl.minimum(p, q)
+            inner_lane += q * 0.5 * ((q < p).to(tl.float32) + (q <= p).to(tl.float32))
+        alpha = tl.sum(alpha_lane, 0)
+        inner = tl.sum(inner_lane, 0)
+        if KIND == "acceptance":
+            row_loss = alpha
+        elif KIND == "alpha":
+            safe = tl.where(alpha > 0, alpha, 1.0)
+            row_loss = -tl.log(safe)
+            ce_share = 0.0
+            accept_scale = tl.where(alpha > 0, -1.0 / safe, 0.0)
+        else:
+            ce_share = tl.load(ce_weight + row)
+            row_loss = ce_share * row_loss + (1 - ce_share) * (1 - alpha)
+            accept_scale = ce_share - 1
+
+    tl.store(loss + row, row_loss)
+    tl.store(correct + row, at == best)
+    if WRITE:
+        factor = tl.load(coefficient + row)
+        for start in range(0, width, BLOCK):
+            w = start + tl.arange(0, BLOCK)
+            q = tl.exp(_load(logits, w, width, float("-inf"), BLOCK) - lse)
+            if KIND == "hard":
+                p = (w == best).to(tl.float32)
+            else:
+                p = _load(probs, w, width, 0.0, BLOCK)
+            grad = ce_share * (q * mass - p)
+            if (KIND == "alpha") or (KIND == "lambda"):
+                below = 0.5 * ((q < p).to(tl.float32) + (q <= p).to(tl.float32))
+                grad += accept_scale * (q * (below - inner))
+            grad = (grad * factor).to(logits.dtype.element_ty)
+            tl.store(logits + w, grad, mask=w < width)
+
+
+def fused_rows(
+    logits_CW: Tensor,
+    probs_MW: Tensor,
+    slot_C: Tensor,  # which row of `probs_MW` is an element's target
+    top_C: Tensor,  # the target's top token
+    *,
+    kind: str,
+    coefficient_C: Tensor | None = None,
+    ce_weight_C: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Row losses [C] fp32 and whether the draft's top token is the target's.
+
+    With coefficients, the logits are replaced by coefficient * gradient of the row loss.
+    """
+    assert logits_CW.is_contiguous()
+    count, width = logits_CW.shape
+    loss_C = logits_CW.new_empty(count, dtype=torch.float32)
+    correct_C = logits_CW.new_empty(count, dtype=torch.bool)
+    with on_device_of(logits_CW):
+        score_rows[(count,)](
+            logits_CW, probs_MW.contiguous(), slot_C, top_C,
+            loss_C if coefficient_C is None else coefficient_C,
+            loss_C if ce_weight_C is None else ce_weight_C,
+            loss_C, correct_C, width,
+            KIND=kind, WRITE=coefficient_C is not None,
+            BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=8,
+        )  # fmt: skip
+    return loss_C, correct_C

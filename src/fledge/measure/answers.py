@@ -1,0 +1,206 @@
+"""The target's own greedy answers: made once, kept by fingerprint of everything they depend on.
+
+answers/KEY.json     all of them
+answers/KEY.parts/   those that are finished while others are not: a killed command loses no more
+                     than the batch it was at
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file, cache_dir
+from fledge.data.conversation import Message
+from fledge.data.journal import Journal
+from fledge.data.template import ChatTemplate
+from fledge.decode.speculative import Generation, SpeculativeDecoder
+from fledge.decode.stops import Finish, Stops, eos_token_ids
+from fledge.measure.prompts import Prompt, encode_prompt
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.layers import longest_text
+
+Watch = Callable[[float, int], None]  # answers done (parts count), answers in all
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One turn that the target answered."""
+
+    name: str
+    group: str
+    category: str
+    turn: int
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    finish: Finish
+    question: str = ""  # the user's last words
+
+
+@dataclass(frozen=True)
+class Answers:
+    turns: list[Answered]
+    skipped: int  # prompts that leave no room for an answer
+    from_cache: bool
+    path: Path
+
+
+def cached_answers(
+    target: HFEagle3TargetModel,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    batch: int = 16,
+    on_answer: Watch | None = None,
+) -> Answers:
+    """The answers from the cache, or generated now and kept there."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
+    path = cache_dir() / "answers" / f"{_key(target, prompts, max_new_tokens)}.json"
+    parts = path.with_suffix(".parts")
+    if path.is_file():
+        return _held(path, parts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
+        if path.is_file():
+            return _held(path, parts)
+        journal = Journal(parts)
+        try:
+            writer = _Writer(target, tokenizer, max_new_tokens, batch, journal)
+            turns, skipped = writer.answer(prompts, on_answer)
+        finally:
+            journal.close()
+        with atomic_file(path) as handle:
+            value = {"skipped": skipped, "turns": [asdict(turn) for turn in turns]}
+            handle.write(json.dumps(value).encode())
+        shutil.rmtree(parts)
+    return Answers(turns, skipped, False, path)
+
+
+def _held(path: Path, parts: Path) -> Answers:
+    shutil.rmtree(parts, ignore_errors=True)  # whoever wrote them may have been killed just then
+    held = json.loads(path.read_bytes())
+    return Answers([Answered(**turn) for turn in held["turns"]], held["skipped"], True, path)
+
+
+def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:
+    """Whatever changes an answer. Not the batch: it moves roundings, as another machine does."""
+    info = target.info()
+    model: Any = target.model
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+        config.pop(name, None)
+    key = {
+        "version": 3,
+        "weights": info.weights_fingerprint,
+        "config": config,  # angles, scales, how long a text may be
+        "ends": sorted(eos_token_ids(model, target.tokenizer)),
+        "tokenizer": info.tokenizer_fingerprint,
+        "dtype": str(info.dtype),
+        "max_new_tokens": max_new_tokens,
+        "prompts": [asdict(prompt) for prompt in prompts],
+    }
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
+class _Writer:
+    """Answers what the journal does not hold yet."""
+
+    def __init__(
+        self,
+        target: HFEagle3TargetModel,
+        tokenizer: Any,
+        max_new_tokens: int,
+        batch: int,
+        journal: Journal,
+    ) -> None:
+        self._tokenizer, self._batch, self._journal = tokenizer, batch, journal
+        self._template = ChatTemplate.of(tokenizer)
+        self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
+        self._stops = Stops(max_new_tokens, eos_token_ids(target.model, tokenizer))
+        self._room = longest_text(target.model.config)
+
+    def answer(
+        self, prompts: Sequence[Prompt], on_answer: Watch | None
+    ) -> tuple[list[Answered], int]:
+        """Turn after turn: a follow-up is asked when what goes before it is answered."""
+        turns: list[Answered] = []
+        skipped = number = 0
+        total = sum(1 + len(prompt.followups) for prompt in prompts)
+        asked = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
+        while asked:
+            encoded = [encode_prompt(said, self._template, self._tokenizer) for _, said in asked]
+            fits = [len(ids) + self._stops.max_new_tokens <= self._room for ids in encoded]
+            skipped += fits.count(False)
+            asked = [one for one, room in zip(asked, fits, strict=True) if room]
+            encoded = [one for one, room in zip(encoded, fits, strict=True) if room]
+            before = len(turns)
+
+            def watch(done: float, before: int = before) -> None:
+                if on_answer is not None:
+                    on_answer(before + done, total)
+
+            names = [number * len(prompts) + row for row, _ in asked]  # in the journal
+            for (row, said), one in zip(asked, self._generate(names, encoded, watch), strict=True):
+                assert one.finish is not None
+                prompt = prompts[row]
+                turns.append(
+                    Answered(
+                        prompt.name, prompt.group, prompt.category, number,
+                        one.prompt_ids, one.token_ids, one.finish, said[-1]["content"],
+                    )
+                )  # fmt: skip
+            asked = [
+                (row, self._next(said, answered, prompts[row].followups[number]))
+                for (row, said), answered in zip(asked, turns[before:], strict=True)
+                if number < len(prompts[row].followups)
+            ]
+            number += 1
+        return turns, skipped
+
+    def _generate(
+        self, names: list[int], encoded: list[list[int]], watch: Callable[[float], None]
+    ) -> list[Generation]:
+        """Continue prompts, those of similar length together."""
+        found: dict[int, Generation] = {}
+        limit = self._stops.max_new_tokens
+        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+        for begin in range(0, len(order), self._batch):
+            members = order[begin : begin + self._batch]
+
+            def on_round(rows: list[Generation], begin: int = begin) -> None:
+                watch(begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows))
+
+            out = self._finished([names[i] for i in members], [encoded[i] for i in members])
+            if out is None:
+                out = self._decoder.generate(
+                    [encoded[i] for i in members], self._stops, on_round=on_round
+                )
+                for i, one in zip(members, out, strict=True):
+                    value = {"token_ids": one.token_ids, "finish": one.finish}
+                    self._journal.add(names[i], value, good=True)
+            found |= dict(zip(members, out, strict=True))
+        return [found[i] for i in range(len(encoded))]
+
+    def _finished(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
+        """A batch whose answers are all in the journal. One that lacks some is answered again as a
+        whole: with other neighbours, numbers round otherwise."""
+        if not all(name in self._journal.entries for name in names):
+            return None
+        held = [self._journal.entries[name].read() for name in names]
+        return [
+            Generation(ids, one["token_ids"], one["finish"])
+            for ids, one in zip(encoded, held, strict=True)
+        ]
+
+    def _next(self, said: list[Message], answered: Answered, follow: str) -> list[Message]:
+        reply = self._tokenizer.decode(answered.answer_ids, skip_special_tokens=True)
+        answer = {"role": "assistant", "content": reply}
+        return [*said, answer, {"role": "user", "content": follow}]

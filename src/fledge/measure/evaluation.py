@@ -1,0 +1,312 @@
+"""One draft against the target's answers: replayed for the figures, decoded live for the proof.
+
+Chains and parallel drafts are replayed over all answers, and a sample of them is decoded live: the
+live texts must be the target's, the live rounds the replayed ones, and the clock says what it
+gains. A tree is decoded live over all answers.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fledge.core.errors import BadInput
+from fledge.decode.speculative import Generation, Method, SpeculativeDecoder, check_method
+from fledge.decode.stops import Stops, eos_token_ids
+from fledge.decode.tree import TreeShape
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.measure.answers import Answered
+from fledge.measure.figures import (
+    Acceptance,
+    Sample,
+    VocabularyMisses,
+    acceptance,
+    by_context,
+    by_label,
+    definition,
+    every_slot_length,
+    vocabulary_misses,
+)
+from fledge.measure.packed import Rollouts
+from fledge.measure.replay import Replay, Text, replay
+from fledge.measure.speed import Speed, Stopwatch
+from fledge.measure.tokens import WrittenToken, look_closely, written_tokens
+from fledge.target.hf.model import HFEagle3TargetModel
+
+Watch = Callable[[str, int, int], None]  # what is going on, done, in all
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    num_draft_tokens: int = 7
+    method: Method | None = None
+    tree: TreeShape = TreeShape()  # noqa: RUF009  (frozen)
+    live: int = 4  # answers to decode live as well; a tree decodes all
+    max_new_tokens: int = 256
+    batch_tokens: int = 8192  # of one replayed batch
+    samples: int = 0  # answers to show token by token
+
+
+@dataclass(frozen=True)
+class LiveCheck:
+    """Live decoding beside the target's own answers and the replay of them."""
+
+    texts: int
+    same_texts: int  # token for token the target's own; rounding may break ties otherwise
+    rounds: int  # live rounds inside the part of the text that agrees
+    same_rounds: int  # of these, with exactly the replayed length
+    acceptance: Acceptance
+
+    @property
+    def agrees(self) -> bool:
+        """Replay told the truth, up to ties that rounding breaks either way."""
+        return self.rounds == 0 or self.same_rounds >= 0.95 * self.rounds
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """One answer, token by token."""
+
+    prompt: str
+    category: str
+    acceptance: Acceptance
+    tokens: list[WrittenToken]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "category": self.category,
+            "acceptance_length": self.acceptance.length,
+            "rounds": self.acceptance.rounds,
+            "tokens": [token.to_json() for token in self.tokens],
+        }
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """Everything `fledge eval` says about one draft."""
+
+    name: str
+    method: Method
+    definition: str
+    acceptance: Acceptance
+    every_slot: float | None
+    groups: dict[str, Acceptance]  # by prompt file or set
+    categories: dict[str, Acceptance]
+    contexts: dict[str, Acceptance]
+    misses: VocabularyMisses
+    other_picks: int | None  # answer tokens the target would not pick again (ties), if replayed
+    live: LiveCheck | None
+    speed: Speed | None
+    replay_s: float | None  # seconds for all answers
+    samples: list[ShownAnswer]
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = {
+            "draft": self.name,
+            "method": self.method,
+            "definition": self.definition,
+            **self.acceptance.to_json(),
+            "every_slot_length": self.every_slot,
+            "by_set": {name: one.to_json() for name, one in self.groups.items()},
+            "by_category": {name: one.to_json() for name, one in self.categories.items()},
+            "by_context": {name: one.to_json() for name, one in self.contexts.items()},
+            "draft_vocabulary_misses": self.misses.to_json(),
+            "target_picks_that_differ": self.other_picks,
+            "replay_s": self.replay_s,
+            "live": None,
+            "speed": None,
+        }
+        if self.samples:
+            value["samples"] = [one.to_json() for one in self.samples]
+        if self.live is not None:
+            value["live"] = {
+                "texts": self.live.texts,
+                "same_texts": self.live.same_texts,
+                "compared_rounds": self.live.rounds,
+                "same_rounds": self.live.same_rounds,
+                "agrees": self.live.agrees,
+                "acceptance_length": self.live.acceptance.length,
+            }
+            if self.speed is not None:
+                value["speed"] = self.speed.to_json(self.acceptance.length)
+        return value
+
+
+class DraftEvaluation:
+    """A target and its answers; drafts are put to the test one after another."""
+
+    def __init__(
+        self,
+        target: HFEagle3TargetModel,
+        answers: Sequence[Answered],
+        options: EvalOptions,
+        watch: Watch | None = None,
+    ) -> None:
+        self.target, self.answers, self.options = target, list(answers), options
+        self._watch: Watch = watch or (lambda what, done, total: None)
+        count = len(self.answers)
+        live = min(options.live, count)
+        self._sample = {i * count // live for i in range(live)}  # spread over the answers
+        shown = min(options.samples, count)
+        self._shown = [i * count // shown for i in range(shown)]
+        self._stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
+
+    def evaluate(self, name: str, draft: LlamaEagle3DraftModel) -> DraftReport:
+        check_fits(self.target, draft, name)
+        method = check_method(draft, self.options.method)
+        begin = time.perf_counter()
+        replays = None if method == "tree" else self._replay(draft, method)
+        replay_s = time.perf_counter() - begin
+        depth = self.options.tree.depth if method == "tree" else self.options.num_draft_tokens
+        which = list(range(len(self.answers))) if method == "tree" else sorted(self._sample)
+        live, speed = self._decode(draft, method, which)
+        if replays is None:
+            samples = [_live_sample(live[i], self.answers[i]) for i in which]
+        else:
+            samples = [
+                _replayed_sample(one, found)
+                for one, found in zip(self.answers, replays, strict=True)
+            ]
+        selected = draft.selected_token_ids
+        assert selected is not None
+        sayable = set(selected.tolist())
+        return DraftReport(
+            name=name,
+            method=method,
+            definition=definition(method, depth, nodes=self.options.tree.nodes),
+            acceptance=acceptance(samples, depth),
+            every_slot=every_slot_length(samples, depth),
+            groups=by_label(samples, depth, lambda sample: sample.group),
+            categories=by_label(samples, depth, lambda sample: sample.category),
+            contexts=by_context(samples, depth),
+            misses=vocabulary_misses(samples, depth, sayable.__contains__),
+            other_picks=None if replays is None else sum(one.other_picks for one in replays),
+            live=self._check(live, replays, depth) if live else None,
+            speed=speed,
+            replay_s=None if replays is None else replay_s,
+            samples=[self._show(draft, method, i, samples[i]) for i in self._shown],
+        )
+
+    def _show(
+        self, draft: LlamaEagle3DraftModel, method: Method, index: int, sample: Sample
+    ) -> ShownAnswer:
+        """An answer token by token; of a tree only who wrote it, its nodes are not kept."""
+        text = Text(list(sample.prompt_ids), list(sample.answer_ids))
+        tokenizer, depth = self.target.tokenizer, self.options.num_draft_tokens
+        if method == "tree":
+            tokens = written_tokens(text, sample.rounds, tokenizer)
+        else:
+            rollouts = Rollouts(draft, depth, method == "parallel")
+            tokens = look_closely(self.target, rollouts, text, sample.rounds, tokenizer)
+        own = acceptance([sample], self.options.tree.depth if method == "tree" else depth)
+        return ShownAnswer(self.answers[index].question, sample.category, own, tokens)
+
+    def _replay(self, draft: LlamaEagle3DraftModel, method: Method) -> list[Replay]:
+        total = len(self.answers)
+        self._watch("replaying", 0, total)
+        return replay(
+            self.target,
+            draft,
+            [Text(one.prompt_ids, one.answer_ids) for one in self.answers],
+            num_draft_tokens=self.options.num_draft_tokens,
+            method=method,
+            batch_tokens=self.options.batch_tokens,
+            on_text=lambda done: self._watch("replaying", done, total),
+        )
+
+    def _decode(
+        self, draft: LlamaEagle3DraftModel, method: Method, which: list[int]
+    ) -> tuple[dict[int, Generation], Speed | None]:
+        """Decode some prompts live, one at a time; the sample's plainly too, for the clock.
+
+        The two ways take turns, so that a machine that slows down slows down both.
+        """
+        options = self.options
+        decoder = SpeculativeDecoder(
+            self.target.model,
+            draft,
+            aux_layer_ids=self.target.aux_layer_ids,
+            method=method,
+            num_draft_tokens=options.num_draft_tokens,
+            tree=options.tree,
+        )
+        plain = SpeculativeDecoder(self.target.model)
+        live_clock, plain_clock, found = Stopwatch(), Stopwatch(), {}
+        for done, index in enumerate(which):
+            self._watch("decoding live", done, len(which))
+            prompts = [self.answers[index].prompt_ids]
+            if done == 0:  # the first passes of a process are slow, and nobody's fault
+                for either in (decoder, plain):
+                    either.generate(prompts, Stops(min(8, options.max_new_tokens)))
+            [found[index]] = decoder.generate(prompts, self._stops)
+            if index in self._sample:
+                live_clock.add(decoder.timing, found[index])
+                [alone] = plain.generate(prompts, self._stops)
+                plain_clock.add(plain.timing, alone)
+        return found, Speed.of(plain_clock, live_clock)
+
+    def _check(
+        self, live: dict[int, Generation], replays: list[Replay] | None, depth: int
+    ) -> LiveCheck:
+        same_texts = rounds = same_rounds = 0
+        for index, one in live.items():
+            own = self.answers[index].answer_ids
+            same_texts += one.token_ids == own
+            agreed = len(one.prompt_ids) + _shared(one.token_ids, own)
+            if replays is not None:
+                inside = {r for r in one.rounds if r.context + r.emitted <= agreed}
+                begun = {r.context for r in replays[index].rounds}
+                compared = {r for r in inside if r.context in begun}
+                rounds += len(compared)
+                same_rounds += len(compared & set(replays[index].rounds))
+        samples = [_live_sample(one, self.answers[i]) for i, one in live.items()]
+        return LiveCheck(len(live), same_texts, rounds, same_rounds, acceptance(samples, depth))
+
+
+def check_fits(target: HFEagle3TargetModel, draft: LlamaEagle3DraftModel, name: str) -> None:
+    """Refuse a draft that was made for another target, as far as shapes show it."""
+    info, config = target.info(), draft.config
+    for what, ours, theirs in (
+        ("target_hidden_size", config.target_hidden_size, info.hidden_size),
+        ("num_aux_hidden_states", config.num_aux_hidden_states, len(target.aux_layer_ids)),
+    ):
+        if ours != theirs:
+            raise BadInput(
+                f"the draft's {what} is {ours}, the target's {theirs}",
+                where=name,
+                fix="name the target it was trained for",
+            )
+    layers = getattr(config, "aux_layer_ids", None)
+    if layers is not None and list(layers) != list(target.aux_layer_ids):
+        raise BadInput(
+            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}",
+            where=name,
+            fix=f"--aux-layers {','.join(map(str, layers))}",
+        )
+    if config.vocab_size > info.vocab_size:
+        raise BadInput(
+            f"the draft knows {config.vocab_size} tokens, the target {info.vocab_size}",
+            where=name,
+            fix="name the target it was trained for",
+        )
+    if draft.selected_token_ids is None:
+        raise BadInput("the draft has no vocabulary mapping (d2t)", where=name)
+
+
+def _shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = zip(ours, theirs, strict=False)
+    shorter = min(len(ours), len(theirs))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+def _live_sample(one: Generation, answered: Answered) -> Sample:
+    return Sample(
+        one.prompt_ids, one.token_ids, one.rounds, answered.category, group=answered.group
+    )
+
+
+def _replayed_sample(one: Answered, found: Replay) -> Sample:
+    return Sample(
+        one.prompt_ids, one.answer_ids, found.rounds, one.category, found.accepted_T, one.group
+    )

@@ -1,0 +1,92 @@
+"""What a draft is judged on: prompts from files, or the set that ships with the project."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fledge.core.errors import BadInput, nearest
+from fledge.data.conversation import Message
+from fledge.data.drops import BadRow
+from fledge.data.sources import make_parts
+from fledge.data.template import ChatTemplate
+
+SETS = {"mixed": Path(__file__).parent / "mixed_prompts.jsonl"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to be continued; `followups` are what the user says next, turn by turn."""
+
+    name: str
+    group: str  # the file or set it came from
+    category: str
+    messages: tuple[Message, ...]
+    followups: tuple[str, ...] = ()
+
+
+def read_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
+    """All prompts of some files or named sets; `limit` per source, evenly spread over it."""
+    prompts: list[Prompt] = []
+    for source in sources:
+        path = str(SETS.get(source, source))
+        if source not in SETS and not Path(source).exists():
+            raise BadInput(
+                f"no such prompts '{source}'",
+                where="--prompts",
+                fix=f"give a file, or a set: {nearest(source, sorted(SETS))}",
+            )
+        group = source if source in SETS else Path(source).name.partition(".")[0]
+        rows = [row for part in make_parts([path]) for row in part.rows()]
+        if limit is not None and limit < len(rows):
+            rows = [rows[i * len(rows) // limit] for i in range(limit)]
+        prompts += [_prompt(place, row, group) for place, row in rows]
+    if not prompts:
+        raise BadInput("no prompts", where=", ".join(sources))
+    return prompts
+
+
+def _prompt(place: str, row: Any, group: str) -> Prompt:
+    fix = 'expected {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}'
+    if isinstance(row, BadRow):
+        raise BadInput(str(row), where=place)
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        messages = [{"role": "user", "content": row["prompt"]}]
+    if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
+        raise BadInput("no messages in this row", where=place, fix=fix)
+    while messages and messages[-1]["role"] == "assistant":  # the target will answer itself
+        messages = messages[:-1]
+    if not messages:
+        raise BadInput("nothing to answer in this row", where=place, fix=fix)
+    followups = row.get("followups") or []
+    if not all(isinstance(text, str) for text in followups):
+        raise BadInput("followups must be texts", where=place)
+    return Prompt(
+        name=str(row.get("id", place)),
+        group=group,
+        category=str(row.get("category") or group),
+        messages=tuple(messages),
+        followups=tuple(followups),
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )
+
+
+def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer: Any) -> list[int]:
+    """Token ids up to where the assistant begins to speak."""
+    try:
+        text = template.render(messages, prompt=True)
+        text.encode()  # tokenizers take no half surrogate pairs, JSON does
+    except BadRow as bad:
+        raise BadInput(f"the chat template refuses a prompt ({bad})") from None
+    except UnicodeEncodeError:
+        raise BadInput(f"a prompt is not UTF-8 text: {messages[-1]['content'][:40]!r}") from None
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

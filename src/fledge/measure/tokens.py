@@ -1,0 +1,148 @@
+"""Who wrote each token of an answer, and how sure both models were: what the report colours.
+
+A round gives its accepted tokens to the draft, at depths 1, 2, ..., and the token behind them to
+the target. Probabilities come from one pass of each model over the finished text, as in replay: at
+the slot and depth where a token was drafted live.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.core.head import TargetHead
+from fledge.decode.pieces import Pieces
+from fledge.decode.rounds import Round
+from fledge.measure.packed import Rollouts
+from fledge.measure.replay import Text, as_pack, ask
+from fledge.target.base import Eagle3TargetBackend
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What the draft said in one place."""
+
+    token: int
+    probability: float  # of its own token
+    of_text: float  # of the text's token
+
+
+@dataclass(frozen=True)
+class WrittenToken:
+    """One token of an answer."""
+
+    text: str
+    depth: int  # drafted and accepted as the k-th of its round; 0: the target's own
+    round: int  # from 0; -1: the first token, which no round gave
+    target_p: float | None = None
+    draft_p: float | None = None  # None: the draft was not asked here
+    instead: str | None = None  # what the draft said, where the target said no
+    instead_p: float | None = None
+
+    def to_json(self) -> list[Any]:
+        """A short row: pages hold thousands."""
+        numbers = [None if p is None else round(p, 4) for p in (self.target_p, self.draft_p)]
+        last = None if self.instead_p is None else round(self.instead_p, 4)
+        return [self.text, self.depth, self.round, *numbers, self.instead, last]
+
+
+def written_tokens(
+    text: Text,
+    rounds: Sequence[Round],
+    tokenizer: Any,
+    *,
+    target_p: Sequence[float | None] = (),
+    drafted: dict[tuple[int, int], Drafted] | None = None,
+) -> list[WrittenToken]:
+    """The answer's tokens. `drafted` is by (round's context, depth from 0), `target_p` by token."""
+    drafted = drafted or {}
+    prompt = len(text.prompt_ids)
+    names = Pieces(tokenizer, skip_special_tokens=False).add(text.answer_ids)
+    places: dict[int, tuple[int, int, Drafted | None]] = {prompt: (-1, 0, None)}
+    places |= {
+        one.context + k: (number, k + 1 if k < one.accepted else 0, drafted.get((one.context, k)))
+        for number, one in enumerate(rounds)
+        for k in range(one.emitted)
+    }
+    tokens = []
+    for index, name in enumerate(names):
+        number, depth, said = places[prompt + index]
+        missed = said if depth == 0 else None
+        tokens.append(
+            WrittenToken(
+                text=name,
+                depth=depth,
+                round=number,
+                target_p=target_p[index] if target_p else None,
+                draft_p=None if said is None else said.of_text,
+                instead=None if missed is None else tokenizer.decode([missed.token]),
+                instead_p=None if missed is None else missed.probability,
+            )
+        )
+    return tokens
+
+
+@torch.no_grad()
+def look_closely(
+    target: Eagle3TargetBackend,
+    rollouts: Rollouts,
+    text: Text,
+    rounds: Sequence[Round],
+    tokenizer: Any,
+) -> list[WrittenToken]:
+    """The tokens of a replayed text with both models' probabilities."""
+    tokens = as_pack([text])
+    batch = ask(target, tokens)
+    assert batch.last_hidden_states is not None
+    total, prompt = len(text), len(text.prompt_ids)
+    ids = [*text.prompt_ids, *text.answer_ids]
+    sure = _target_probabilities(
+        batch.last_hidden_states[0], target.info().head, ids, range(max(2, prompt), total)
+    )
+    asked: dict[int, list[Round]] = {}  # by depth: rounds that drafted a token of the text there
+    for one in rounds:
+        for k in range(min(rollouts.depths, one.accepted + 1, total - one.context)):
+            asked.setdefault(k, []).append(one)
+    drafted: dict[tuple[int, int], Drafted] = {}
+    if asked:
+        plan = rollouts.plan(tokens)
+        for depth, (rows, states_NE) in enumerate(
+            zip(plan.depths, rollouts.head_inputs(batch, plan), strict=True)
+        ):
+            row_of = {slot: row for row, slot in enumerate(plan.slot_T[rows.slot_N].tolist())}
+            here = asked.get(depth, [])
+            states_ME = states_NE[[row_of[one.context - 2] for one in here]]
+            wanted = [ids[one.context + depth] for one in here]
+            for one, said in zip(here, _said(rollouts, states_ME, wanted), strict=True):
+                drafted[one.context, depth] = said
+    target_p = [sure.get(index) for index in range(prompt, total)]
+    return written_tokens(text, rounds, tokenizer, target_p=target_p, drafted=drafted)
+
+
+def _target_probabilities(
+    hidden_TD: Tensor, head: TargetHead, ids: Sequence[int], places: Iterable[int]
+) -> dict[int, float]:
+    """Of some tokens of a text, by their place; slot t speaks of token t + 2."""
+    found: dict[int, float] = {}
+    for part in torch.split(torch.tensor(list(places)), 256):
+        logits_NV = head.logits(hidden_TD[(part - 2).to(hidden_TD.device)])
+        probs_NV = torch.softmax(logits_NV.float(), dim=-1).cpu()
+        picked = torch.tensor([ids[place] for place in part.tolist()])[:, None]
+        found |= zip(part.tolist(), probs_NV.gather(1, picked)[:, 0].tolist(), strict=True)
+    return found
+
+
+def _said(rollouts: Rollouts, states_ME: Tensor, wanted: Sequence[int]) -> list[Drafted]:
+    """What the draft says in some places; `wanted` are the text's tokens there."""
+    selected_W = rollouts.selected_token_ids
+    head_WE = rollouts.draft.lm_head.weight.to(states_ME.dtype)
+    probs_MW = torch.softmax(F.linear(states_ME, head_WE).float(), dim=-1)
+    best_M = probs_MW.max(dim=-1)
+    wanted_M1 = torch.tensor(wanted, device=selected_W.device, dtype=torch.long)[:, None]
+    of_text_M = (probs_MW * (selected_W == wanted_M1)).sum(-1)
+    columns = (selected_W[best_M.indices], best_M.values, of_text_M)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [Drafted(*row) for row in rows]

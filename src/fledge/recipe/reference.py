@@ -1,0 +1,49 @@
+"""The reference of all recipe fields, written from the schema itself: JSON schema and Markdown."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fledge.recipe.schema import Recipe, recipe_shapes
+
+
+def json_schema() -> dict[str, Any]:
+    """For editors: point `# yaml-language-server: $schema=...` at a file with this content."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return schema | Recipe.model_json_schema(by_alias=False)
+
+
+def markdown() -> str:
+    """One table per section and kind; docs/recipes.md carries it, and a test compares."""
+    return "\n".join(_lines()).rstrip() + "\n"
+
+
+def _lines() -> Iterator[str]:
+    for section, shape in recipe_shapes().items():
+        described = Recipe.model_fields[section].description
+        yield f"### `{section}`: {_sentence(described)}"
+        yield ""
+        for kind, model in shape.kinds.items():
+            if shape.tag is not None:
+                about = (model.__doc__ or "").strip()
+                yield f"**`{section}.{shape.tag}={kind}`** {about}"
+                yield ""
+            yield "| key | default | meaning |"
+            yield "|---|---|---|"
+            for key, field in model.model_fields.items():
+                default = "required" if field.is_required() else _default(field)
+                yield f"| `{key}` | {default} | {' '.join((field.description or '').split())} |"
+            yield ""
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        value = list(value)
+    words = {None: "null", True: "true", False: "false"}
+    plain = words[value] if value is None or isinstance(value, bool) else str(value)
+    return f"`{plain}`"
+
+
+def _sentence(text: str | None) -> str:
+    words = " ".join((text or "").split()).rstrip(".")
+    return words[:1].lower() + words[1:]

@@ -1,0 +1,152 @@
+"""Recipes: everything that decides a run, typed, frozen and written down.
+
+A recipe is a sparse YAML file plus `section.key=value` overrides from the command line; what
+neither says has a default. The sections live in `recipe_sections.py` and `recipe_target.py`.
+Imports no torch: the command line reads recipes before anything heavy is needed.
+
+    recipe = load_recipe("recipes/smollm2_cpu.yaml", ["training.lr=3e-4", "target.backend=remote"])
+    recipe.training.lr, recipe.objective.kind
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from fledge.core.errors import BadInput
+from fledge.core.files import write_text
+from fledge.core.settings import Section
+from fledge.recipe.layers import Shape, layered, one_line, shapes_of
+from fledge.recipe.sections import (
+    Checkpoint,
+    Data,
+    Draft,
+    Eagle3Objective,
+    Evaluation,
+    Objective,
+    Packing,
+    Run,
+    Tracking,
+    Training,
+)
+from fledge.recipe.target import HfTarget, Target
+from fledge.recipe.yaml_text import dump_yaml
+
+RESOLVED_NAME = "recipe.yaml"  # the resolved recipe inside a run's directory
+
+
+class Recipe(Section):
+    """One training run."""
+
+    target: Target = Field(default_factory=HfTarget)
+    """Who answers: the frozen model that the draft will serve."""
+
+    data: Data = Field(default_factory=Data)
+    """Conversations, and what of them is supervised."""
+
+    packing: Packing = Field(default_factory=Packing)
+    """How rows share a token budget."""
+
+    draft: Draft = Field(default_factory=Draft)
+    """The model that is trained."""
+
+    objective: Objective = Field(default_factory=Eagle3Objective)
+    """What it is trained for."""
+
+    training: Training = Field(default_factory=Training)
+    """The optimiser's side."""
+
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """What is saved, and whether a run continues."""
+
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    """Acceptance on held-out rows, replayed."""
+
+    tracking: Tracking = Field(default_factory=Tracking)
+    """Where metrics go."""
+
+    run: Run = Field(default_factory=Run)
+    """Where the run lives."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _draft_follows_objective(cls, data: Any) -> Any:
+        """P-EAGLE wants four layers and trainable embeddings where the recipe does not say."""
+        objective = data.get("objective") if isinstance(data, dict) else None
+        kind = objective.get("kind") if isinstance(objective, dict) else None
+        draft = data.get("draft", {}) if isinstance(data, dict) else None
+        if kind == "peagle" and isinstance(draft, dict):
+            return {**data, "draft": {"layers": 4, "freeze_embeddings": False, **draft}}
+        return data
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> "Recipe":
+        if self.packing.tokens < self.data.max_length:
+            raise ValueError(
+                f"packing.tokens ({self.packing.tokens}) is below data.max_length"
+                f" ({self.data.max_length}); raise the one or lower the other"
+            )
+        if self.objective.kind == "eagle1" and self.target.backend == "cache":
+            raise ValueError(
+                "objective.kind=eagle1 needs the full vocabulary, which a cache does not hold;"
+                " use an online target.backend"
+            )
+        return self
+
+    @property
+    def run_name(self) -> str:
+        return self.run.name or Path(self.run.output_dir).name
+
+    def to_yaml(self) -> str:
+        """Every field, so that `load_recipe` of the text gives an equal recipe."""
+        return dump_yaml(self.model_dump())
+
+    def write_resolved(self, directory: Path) -> Path:
+        """Write `recipe.yaml` into a run's directory and return its path."""
+        path = Path(directory) / RESOLVED_NAME
+        title = "# The resolved recipe of this run: every field, defaults included.\n"
+        write_text(path, title + self.to_yaml())
+        return path
+
+    def differences(self, other: "Recipe") -> list[str]:
+        """`section.key: ours -> theirs` for every field in which two recipes differ."""
+        ours, theirs = self.model_dump(), other.model_dump()
+        lines = []
+        for section in ours:
+            for key in {**ours[section], **theirs[section]}:
+                one, two = ours[section].get(key), theirs[section].get(key)
+                if one != two:
+                    lines.append(f"{section}.{key}: {one!r} -> {two!r}")
+        return lines
+
+
+def recipe_shapes() -> dict[str, Shape]:
+    """The sections with their kinds and fields: for error messages and the reference page."""
+    return shapes_of(Recipe)
+
+
+def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file (None: defaults only), apply overrides, check everything.
+
+    Raises BadInput with one line: the place (file and line, or the override), the key, the fix.
+    """
+    shapes = recipe_shapes()
+    file = None if path is None else Path(path).expanduser()
+    merged, entries = layered(file, overrides, shapes=shapes)
+    try:
+        return Recipe.model_validate(merged)
+    except ValidationError as error:
+        where = "recipe" if file is None else str(file)
+        raise one_line(error, entries=entries, shapes=shapes, where=where) from error
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Sort a verb's trailing arguments into at most one recipe file and its overrides."""
+    files = [text for text in arguments if "=" not in text]
+    overrides = [text for text in arguments if "=" in text]
+    if len(files) > 1:
+        fix = "overrides are written section.key=value"
+        raise BadInput(f"one recipe at a time, not {' and '.join(files)}", fix=fix)
+    return (Path(files[0]) if files else None), overrides

@@ -1,0 +1,316 @@
+"""Recipe sections other than the target: data, draft, objective, training. Imports no torch.
+
+Defaults are what a practitioner would start an 8B run with on one GPU; shipped recipes say where
+they differ and why.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from fledge.core.settings import (
+    Count,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    PositiveShare,
+    Section,
+    Share,
+    ShareBelowOne,
+    Text,
+    Texts,
+)
+from fledge.recipe.target import Device
+
+
+class Data(Section):
+    """Conversations: where they come from and what is supervised."""
+
+    train: Texts = ()
+    """Files (jsonl, json, parquet), directories, data set ids (org/name, org/name:train[:99])."""
+
+    valid: Texts = ()
+    """Held-out conversations, same forms as train; empty: valid_rows are taken from train."""
+
+    valid_rows: Count = 512
+    """Rows kept out of training for acceptance when `valid` is empty; 0: none."""
+
+    max_length: PositiveCount = 2048
+    """Longest row in tokens."""
+
+    overlong: Literal["cut", "drop"] = "cut"
+    """What happens to longer rows; both are counted."""
+
+    last_turn_only: bool = False
+    """Supervise only the last assistant turn of a conversation."""
+
+    mask_reasoning: bool = False
+    """Leave the assistant's reasoning out of the supervision."""
+
+    drop_truncated: bool = False
+    """Leave out answers that were cut by a length limit when they were generated."""
+
+    max_drop_share: Share = 0.05
+    """Stop when more than this share of the rows cannot be used."""
+
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables handed to the chat template, for example enable_thinking: false."""
+
+    workers: PositiveCount | None = None
+    """Processes that tokenise; null: one per CPU core."""
+
+
+class Packing(Section):
+    """How rows share the fixed token budget of a pack."""
+
+    tokens: PositiveCount = 8192
+    """Tokens per pack, padding included; at least data.max_length."""
+
+    padded: bool = False
+    """One conversation per pack, padded: only for comparisons."""
+
+    seed: Count = 0
+    """Order of the rows; the epoch number is mixed in."""
+
+
+class Draft(Section):
+    """The draft model; what is not said here is derived from the target's configuration."""
+
+    layers: PositiveCount = 1
+    """Decoder layers. Left out: 1, and 4 for peagle. SGLang 0.5.9 serves only 1."""
+
+    draft_vocab_size: PositiveCount | None = 32_000
+    """Most frequent tokens the draft can propose; null: the whole target vocabulary."""
+
+    intermediate_size: PositiveCount | None = None
+    """Width of the MLP; null: the target's."""
+
+    fc_norm: bool = False
+    """EAGLE-3.1: normalise each aux state before fc. Not in SGLang 0.5.9."""
+
+    norm_output: bool = False
+    """EAGLE-3.1: feed the normalised state to the next step. Not in SGLang 0.5.9."""
+
+    freeze_embeddings: bool = True
+    """Keep the target's embeddings. Left out: true, and false for peagle. SGLang uses the
+    target's in any case."""
+
+    head_from_target: bool = True
+    """Start the head from the target's rows of the draft vocabulary."""
+
+    init_from: Text | None = None
+    """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` makes one of
+    any other); its vocabulary map is kept."""
+
+
+class Eagle3Objective(Section):
+    """EAGLE-3: training-time test, each step from the draft's own output."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    """Drafts tokens one after another; every engine serves it."""
+
+    ttt_steps: PositiveCount = 7
+    """Steps unrolled in training: as many as tokens drafted in serving."""
+
+    step_decay: PositiveShare = 0.8
+    """Weight of step k is step_decay ** k."""
+
+    depth_keep: PositiveShare = 1.0
+    """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
+
+    loss: Literal["ce", "kl", "lk_alpha", "lk_lambda"] = "ce"
+    """Soft cross entropy, KL, or the acceptance losses LK-alpha and LK-lambda."""
+
+    lk_kl_scale: Share = 1.0
+    """lk_lambda: weight of the cross entropy at acceptance 0."""
+
+    lk_kl_decay: NonNegative = 3.0
+    """lk_lambda: how fast that weight falls with acceptance."""
+
+
+class PeagleObjective(Section):
+    """P-EAGLE: all depths in one parallel pass."""
+
+    kind: Literal["peagle"] = "peagle"
+    """Drafts all tokens at once; vLLM serves it, SGLang does not."""
+
+    num_depths: PositiveCount = 8
+    """Depths trained: as many as tokens drafted in serving."""
+
+    down_sample_ratio: PositiveShare = 0.7
+    """Share of rollouts kept from each depth to the next."""
+
+    down_sample_ratio_min: Share = 0.2
+    """Floor of the share kept at a depth."""
+
+    sequence_partitions: PositiveCount = 1
+    """Cut the elements into this many parts, one after another: same gradient, less memory."""
+
+    mask_token_id: Count | None = None
+    """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""
+
+    max_anchors: PositiveCount | None = None
+    """At most this many rollouts a pack; null: all."""
+
+    loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
+    """KL(target || draft), soft cross entropy, or the acceptance losses."""
+
+    lk_kl_scale: Share = 1.0
+    """lk_lambda: weight of the cross entropy at acceptance 0."""
+
+    lk_kl_decay: NonNegative = 3.0
+    """lk_lambda: how fast that weight falls with acceptance."""
+
+    balance_depths: bool = False
+    """Give every depth the same weight instead of every element."""
+
+    @model_validator(mode="after")
+    def _floor_below_ratio(self) -> "PeagleObjective":
+        if self.down_sample_ratio_min > self.down_sample_ratio:
+            raise ValueError("down_sample_ratio_min is above down_sample_ratio")
+        return self
+
+
+class Eagle1Objective(Section):
+    """EAGLE-1/2: predict the next hidden state; online targets only."""
+
+    kind: Literal["eagle1"] = "eagle1"
+    """Full-vocabulary supervision: draft.draft_vocab_size has no effect."""
+
+    hidden_weight: NonNegative = 1.0
+    """Weight of the smooth L1 loss on hidden states."""
+
+    ce_weight: NonNegative = 0.1
+    """Weight of the soft cross entropy through the target's head."""
+
+    noise: NonNegative = 0.1
+    """Uniform noise of this size on the input features, in training only."""
+
+
+Objective = Annotated[
+    Eagle3Objective | PeagleObjective | Eagle1Objective, Field(discriminator="kind")
+]
+
+
+def _pair(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+class Training(Section):
+    """The optimiser's side."""
+
+    lr: Positive = 1e-4
+    """Peak learning rate. 1e-4 suits 8B targets; small drafts want more (SmolLM2: 1e-3)."""
+
+    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], BeforeValidator(_pair)] = (0.9, 0.95)
+    """AdamW's two decay rates."""
+
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+
+    weight_decay: NonNegative = 0.0
+    """AdamW's weight decay, on matrices only."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """After the warm-up."""
+
+    warmup_share: ShareBelowOne = 0.02
+    """Share of all steps spent warming up, unless warmup_steps is given."""
+
+    warmup_steps: Count | None = None
+    """Warm-up in steps; null: by warmup_share."""
+
+    final_lr_share: Share = 0.0
+    """The schedule ends at this share of lr."""
+
+    epochs: Annotated[PositiveCount, Field(le=10_000)] = 1
+    """Passes over the data, unless steps is given."""
+
+    steps: PositiveCount | None = None
+    """Optimiser steps; null: by epochs."""
+
+    micro_batch: PositiveCount = 1
+    """Packs per forward and rank."""
+
+    accumulate: PositiveCount = 1
+    """Forwards per optimiser step; the gradient is that of one big batch."""
+
+    clip: Positive | None = 1.0
+    """Largest gradient norm; null: no clipping."""
+
+    seed: Count = 0
+    """Initialisation, sampling and noise."""
+
+    device: Device = "auto"
+    """auto: the rank's GPU when there is one, else the CPU."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and moments stay float32; auto computes in bfloat16 on GPUs, float32 on CPUs."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, one more forward."""
+
+    prefetch: Count = 2
+    """Batches prepared ahead; 0: none."""
+
+    spike_factor: Positive | None = 10.0
+    """Skip a step whose gradient norm is above this many times its recent median; null: off."""
+
+    max_bad_steps: PositiveCount = 5
+    """Stop after this many skipped steps (spike, NaN, infinity) in a row."""
+
+
+class Checkpoint(Section):
+    """What is saved, and whether a run continues."""
+
+    every_steps: PositiveCount = 500
+    """A checkpoint every so many steps, and at the end."""
+
+    keep: PositiveCount = 2
+    """Newest checkpoints kept; the best by acceptance is kept besides."""
+
+    resume: bool = True
+    """Continue the run in run.output_dir if there is one; false: refuse to touch it."""
+
+
+class Evaluation(Section):
+    """Acceptance on held-out rows during training, by replay: it chooses the best checkpoint."""
+
+    every_steps: PositiveCount = 500
+    """Also at the start and at the end."""
+
+    rows: PositiveCount = 256
+    """Held-out rows used each time, at most."""
+
+
+class Tracking(Section):
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = ()
+    """Any of tensorboard, wandb, trackio (extra: track)."""
+
+    project: Text = "fledge"
+    """Project name shown by the trackers."""
+
+    every_steps: PositiveCount = 10
+    """Steps between two lines of metrics."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _once(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(trackers)) != len(trackers):
+            raise ValueError("the same tracker is named twice")
+        return trackers
+
+
+class Run(Section):
+    """Where the run lives."""
+
+    output_dir: Text = "runs/draft"
+    """Everything the run writes: recipe, metrics, checkpoints."""
+
+    name: Text | None = None
+    """Name shown by trackers and reports; null: the last part of output_dir."""

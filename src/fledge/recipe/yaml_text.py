@@ -1,0 +1,121 @@
+"""YAML as recipes mean it: the small core of YAML 1.2, with places and without surprises.
+
+PyYAML's own rules read `1e-4` as a string, `no` as false, `1:30` as ninety and let the second of
+two equal keys win in silence. Here a number is a number, only true and false are booleans, and a
+key may be given once. Imports no torch.
+"""
+
+import math
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from fledge.core.errors import BadInput
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*$")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+_RESOLVERS = (
+    ("tag:yaml.org,2002:null", re.compile(r"~$|null$|Null$|NULL$|$"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", re.compile(r"true$|True$|TRUE$|false$|False$|FALSE$"), list("tTfF")),
+    ("tag:yaml.org,2002:int", _INT, list("-+0123456789")),
+    ("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789.")),
+    ("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML fills it)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key '{key.value}' is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever either set of rules would take for something other than a string."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML adds to it)
+        first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value.replace("_", ""))  # 010 is ten
+
+
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    text = node.value.replace("_", "").lower()
+    if text.endswith(".inf"):
+        return -math.inf if text.startswith("-") else math.inf
+    return math.nan if text == ".nan" else float(text)
+
+
+def _represent_tuple(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+
+
+def _represent_str(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    """PyYAML folds rare line breaks (NEL, U+2028) away unless they are escaped."""
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+for _tag, _pattern, _first in _RESOLVERS:
+    _Loader.add_implicit_resolver(_tag, _pattern, _first)
+    _Dumper.add_implicit_resolver(_tag, _pattern, _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Dumper.add_representer(tuple, _represent_tuple)
+_Dumper.add_representer(str, _represent_str)
+
+
+def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """The value of a YAML text, and the line of every key in its first two levels."""
+    try:
+        loader = _Loader(text)  # already reads the beginning
+        try:
+            node = loader.get_single_node()
+            value = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = where if mark is None else f"{where}, line {mark.line + 1}, column {mark.column + 1}"
+        problem = error.problem or ""
+        if problem.startswith("but ") or not problem:  # the context is half of the sentence
+            problem = f"{error.context} {problem}"
+        raise BadInput(f"YAML: {problem}", where=at) from error
+    except yaml.YAMLError as error:  # a byte that no text contains
+        raise BadInput(f"YAML: {error}", where=where) from error
+    except ValueError as error:  # an absurd number
+        raise BadInput(f"YAML: a value cannot be read ({error})", where=where) from error
+    except RecursionError as error:
+        raise BadInput("YAML: nested too deeply", where=where) from error
+    return value, _lines(node)
+
+
+def dump_yaml(value: Any) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _lines(root: yaml.Node | None) -> dict[tuple[str, ...], int]:
+    lines: dict[tuple[str, ...], int] = {}
+    for section, body in root.value if isinstance(root, yaml.MappingNode) else []:
+        lines[(str(section.value),)] = section.start_mark.line + 1
+        for key, _ in body.value if isinstance(body, yaml.MappingNode) else []:
+            lines[(str(section.value), str(key.value))] = key.start_mark.line + 1
+    return lines

@@ -1,0 +1,239 @@
+"""The target from disk: answers about known rows, written by `fledge precompute`.
+
+Takes the same arguments as every backend and finds each document by its tokens; the target itself
+is never loaded. Documents may be packed in any way: what the target said about a document does not
+depend on its neighbours.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fledge.core.batch import (
+    Eagle3TargetBatch,
+    Supervision,
+    _shift_left_with_zero,
+    check_rows,
+)
+from fledge.core.errors import BadInput
+from fledge.core.transfer import send
+from fledge.data.vocab import DraftVocabulary
+from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
+from fledge.target.cache.codec import decode_states
+from fledge.target.cache.format import Field
+from fledge.target.cache.manifest import VOCABULARY, read_target
+from fledge.target.cache.store import CachedRows, CacheStore, OnDamage
+from fledge.target.packing import Documents, find_documents
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A document of the batch and the row of the cache that answers it."""
+
+    start: int  # flat slot of its first token
+    length: int
+    row: int
+    slots: NDArray[np.int64]  # slots of the row whose supervision is kept
+
+
+class CachedEagle3TargetModel(Eagle3TargetBackend):
+    """Backend over an offline cache.
+
+    A cache of hidden states serves every supervision; one of probabilities serves `probs` over the
+    draft vocabulary it was made for. States come in the precision they are kept in (`hidden-fp8`:
+    the target's own). A damaged row is refused, or, with `on_damage="skip"`, unsupervised.
+    """
+
+    def __init__(
+        self,
+        cached_target_path: str | Path,
+        *,
+        supervision: Supervision | None = None,
+        device: torch.device | str = "cpu",
+        on_damage: OnDamage = "fail",
+    ) -> None:
+        self.store = CacheStore(cached_target_path, on_damage=on_damage)
+        self.shape, manifest = self.store.shape, self.store.manifest
+        natural: Supervision = "hidden" if self.shape.is_hidden else "probs"
+        super().__init__(natural if supervision is None else supervision)
+        if not self.shape.is_hidden and self.supervision != "probs":
+            raise BadInput(
+                f"a cache of {self.shape.encoding} holds no {self.supervision}",
+                where=str(self.store.directory),
+                fix="ask for probs, or make a cache with the hidden encoding",
+            )
+        self.aux_layer_ids = list(manifest["aux_layer_ids"])
+        self._device = torch.device(device)
+        self._embedding, info = read_target(self.store.directory, manifest)
+        self._info = replace(info, head=info.head.to(self._device))
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The draft vocabulary that the cache was made for, if its encoding depends on one."""
+        if self.shape.is_hidden:
+            return None
+        return DraftVocabulary.load(self.store.directory / VOCABULARY)
+
+    def rows(self, *, reading: bool = False) -> CachedRows:
+        """The token rows that this target knows; see `CachedRows` for `reading`."""
+        self._check_open()
+        return CachedRows(self.store, reading=reading)
+
+    def get_input_embeddings(self) -> InputEmbedding:
+        self._check_open()
+        return self._embedding
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        return self._info
+
+    def close(self) -> None:
+        if not self._closed:
+            self.store.close()
+        super().close()
+
+    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+        super().set_vocab_mapping(selected_token_ids, selected_token_mask)
+        kept = self.vocabulary
+        if kept is None:
+            return
+        if not np.array_equal(kept.selected_token_ids, selected_token_ids.cpu().numpy()):
+            raise BadInput(
+                f"made for another draft vocabulary ({kept.size} tokens, digest "
+                f"{kept.digest()[:12]}); {len(selected_token_ids)} tokens are asked for",
+                where=str(self.store.directory),
+                fix="train with the cache's vocabulary, or use a cache of hidden states",
+            )
+
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Eagle3TargetBatch:
+        """Look the documents of these rows up; a row without packing is one document."""
+        self._check_open()
+        check_rows(input_ids, attention_mask, loss_mask)
+        packing = (position_ids, seq_lens, doc_remaining)
+        documents = find_documents(input_ids, attention_mask, *packing)
+        mapping = self._vocab_mapping(self._device) if self.supervision == "probs" else None
+        if documents is None:
+            documents = _rows_as_documents(attention_mask)
+        found = self._find(input_ids, loss_mask, documents)
+        whole = [document for document in found if self.store.check(document.row)]
+        if len(whole) < len(found):  # skipped by choice: where nothing is known, nothing is learnt
+            loss_mask = _only_within(loss_mask, whole)
+        device, rows_BT = self._device, input_ids.shape
+        states = {
+            name: tensor.view(*rows_BT, -1) for name, tensor in self._states(rows_BT, whole).items()
+        }
+        loss_BT = _shift_left_with_zero(send(loss_mask, device))
+        if "position_mask" in states:
+            states["position_mask"] = states["position_mask"] & loss_BT.bool()[..., None]
+        position_ids, seq_lens, doc_remaining = (
+            None if tensor is None else send(tensor, device) for tensor in packing
+        )
+        batch = Eagle3TargetBatch(
+            **states,
+            input_ids=_shift_left_with_zero(send(input_ids, device)),
+            attention_mask=send(attention_mask, device),
+            loss_mask=loss_BT,
+            position_ids=position_ids,
+            seq_lens=seq_lens,
+            doc_remaining=doc_remaining,
+        )
+        if mapping is not None and self.shape.is_hidden:
+            return batch.with_probs(self._info.head, *mapping)
+        if self.supervision == "logits":
+            return batch.with_logits(self._info.head)
+        return batch
+
+    def _find(self, input_ids: Tensor, loss_mask: Tensor, documents: Documents) -> list[_Found]:
+        flat_ids = input_ids.cpu().flatten().numpy()
+        flat_mask = loss_mask.cpu().flatten().numpy() != 0
+        found = []
+        for start, length in zip(documents.starts, documents.lengths, strict=True):
+            span = slice(start, start + length)
+            rows = self.store.find(flat_ids[span].astype(np.int32))
+            if not rows:
+                raise ValueError(
+                    f"input_ids: no row of the cache {self.store.directory} has the {length} "
+                    f"tokens {flat_ids[span][:8].tolist()} ...; train on the cache's own rows"
+                )
+            found.append(self._covering(rows, start, flat_mask[span]))
+        return found
+
+    def _covering(self, rows: list[int], start: int, wanted: NDArray[np.bool_]) -> _Found:
+        """Of equal rows, the first whose kept supervision covers what is asked for."""
+        for row in rows:
+            shard, local = self.store.at(row)
+            _, mask = shard.tokens(local)
+            if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
+                return _Found(start, len(mask), row, self.shape.slots(mask))
+        raise ValueError(
+            f"loss_mask supervises tokens of {self.store.name(rows[0])} that were not supervised "
+            "when the cache was made; it keeps supervised slots only"
+        )
+
+    def _states(self, rows_BT: torch.Size, found: list[_Found]) -> dict[str, Tensor]:
+        """Everything kept about the documents, at their slots of the flat batch, decoded.
+
+        To a GPU the bytes go as they are stored; decoding is the device's work.
+        """
+        total = rows_BT[0] * rows_BT[1]
+        pinned = self._device.type == "cuda"
+        stored: dict[str, Tensor] = {}
+        per_token = {field.name for field in self.shape.token_fields()}
+        for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
+            in_runs = field.name in per_token or not self.shape.compact
+            raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
+            fill = self._fill_runs if in_runs else self._fill_slots
+            fill(raw.numpy(), field, found)
+            stored[field.name] = raw.to(self._device, non_blocking=pinned).view(field.dtype)
+        return decode_states(stored, self.shape, self._info.dtype)
+
+    def _fill_runs(self, into: NDArray[np.uint8], field: Field, found: list[_Found]) -> None:
+        """Slots of a document without a gap: copied as one; only what lies between is zeroed."""
+        at = 0
+        for document in found:  # ascending
+            shard, local = self.store.at(document.row)
+            data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
+            into[at : document.start] = 0
+            at = document.start + len(data)
+            into[document.start : at] = data
+        into[at:] = 0
+
+    def _fill_slots(self, into: NDArray[np.uint8], field: Field, found: list[_Found]) -> None:
+        """Supervised slots only."""
+        into[:] = 0
+        for document in found:
+            shard, local = self.store.at(document.row)
+            data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
+            into[document.start + document.slots] = data
+
+
+def _only_within(loss_mask: Tensor, documents: list[_Found]) -> Tensor:
+    """The mask [B, T] inside these documents, 0 elsewhere."""
+    inside_S = torch.zeros(loss_mask.numel(), dtype=torch.bool)
+    for document in documents:
+        inside_S[document.start : document.start + document.length] = True
+    return loss_mask * inside_S.view_as(loss_mask).to(loss_mask.device)
+
+
+def _rows_as_documents(attention_mask: Tensor) -> Documents:
+    """Right-padded rows, each of them one document."""
+    real_BT = attention_mask.detach().cpu().bool()
+    rows, width = real_BT.shape
+    lengths = real_BT.sum(1)
+    if not torch.equal(real_BT, torch.arange(width) < lengths[:, None]):
+        raise ValueError("attention_mask must be ones followed by zeros to find rows in a cache")
+    kept = [row for row in range(rows) if lengths[row]]
+    return Documents(tuple(row * width for row in kept), tuple(int(lengths[row]) for row in kept))

@@ -1,0 +1,154 @@
+"""Between a target's answer and the tensors that the cache keeps of it, in both directions.
+
+Probabilities come from `target_distribution`, the function that the trainer itself calls, so a
+cached answer is the live one. Everything here runs where the batch lies.
+"""
+
+import torch
+from torch import Tensor
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.head import TargetHead
+from fledge.target.cache.format import Shape
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+_HALVES_SHORT_BY = 2.0**8
+_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 24  # numbers decoded at once
+
+
+@torch.no_grad()
+def to_fp8(states_ND: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """8-bit floats [N, D] and their scales [N, chunks]: each chunk's largest value becomes 448.
+
+    One scale per token and per layer's state: tokens differ by orders of magnitude (the first one
+    of a row above all), channels are left to the exponent bits.
+    """
+    grouped_NCX = states_ND.float().reshape(len(states_ND), chunks, states_ND.shape[-1] // chunks)
+    scale_NC = grouped_NCX.abs().amax(-1) / _FP8_MAX
+    scale_NC = torch.where(scale_NC > 0, scale_NC, torch.ones_like(scale_NC))
+    # a subnormal scale makes the quotient round past the largest value: clamp before the cast
+    scaled_NCX = (grouped_NCX / scale_NC[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
+    return scaled_NCX.flatten(-2).to(_FP8), scale_NC
+
+
+@torch.no_grad()
+def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Every 8-bit float times its chunk's scale, in float32, rounded once: the inverse of `to_fp8`.
+
+    A block of rows at a time: what lies between stays in a CPU's cache, and small on a GPU.
+    """
+    (rows, chunks), width = scale_NC.shape, states_ND.shape[-1]
+    shape_NCX = (rows, chunks, width // chunks)
+    states_NCX, scale_NC1 = states_ND.view(shape_NCX), scale_NC[..., None]
+    if on_cpu := states_ND.device.type == "cpu":
+        scale_NC1 = scale_NC1 * _HALVES_SHORT_BY
+    out_NCX = torch.empty(shape_NCX, dtype=dtype, device=states_ND.device)
+    block = max(1, (_CPU_BLOCK if on_cpu else _GPU_BLOCK) // width)
+    for begin in range(0, rows, block):
+        part = states_NCX[begin : begin + block]
+        half = _short_halves(part) if on_cpu else part.to(torch.float16)
+        out_NCX[begin : begin + block] = half.float().mul_(scale_NC1[begin : begin + block])
+    return out_NCX.flatten(1)
+
+
+def _short_halves(states: Tensor) -> Tensor:
+    """e4m3 -> float16, short by a factor of 2^8. Torch's own cast takes a CPU eight times as long.
+
+    Sign, exponent and mantissa moved to their places in a float16 say the same number, subnormal
+    ones too, with the exponent off by the difference of the biases, 15 - 7. (Not its NaN, which is
+    never written.) Making up for it in the scale is exact: no scale is above 2^120.
+
+        e4m3       s eeee mmm
+        sign bits  ssss ssss seee emmm     int16
+        moved      ssee eemm m000 0000     << 7
+        float16    s0ee eemm m000 0000     & ~0x4000
+    """
+    bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
+    return bits.bitwise_and_(~0x4000).view(torch.float16)
+
+
+@torch.no_grad()
+def keep_top(probs_NW: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The k largest probabilities [N, K], renormalised, and their draft ids."""
+    top_NK, ids_NK = probs_NW.float().topk(top_k, dim=-1)
+    total_N1 = top_NK.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return top_NK / total_N1, ids_NK
+
+
+@torch.no_grad()
+def encode_rows(
+    batch: Eagle3TargetBatch,
+    shape: Shape,
+    lengths: list[int],
+    slots: list[Tensor],
+    *,
+    head: TargetHead | None = None,
+    vocabulary: tuple[Tensor, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The payload of a batch of one document per row, rows end to end: field name -> [N or M, ...].
+
+    `lengths` are the rows' tokens, `slots` the slots of each whose supervision is kept.
+    """
+    width = batch.input_ids.shape[1]
+    token_N = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
+    slot_M = torch.cat([row * width + kept for row, kept in enumerate(slots)])
+    device = batch.aux_hidden_states.device
+    token_N, slot_M = token_N.to(device), slot_M.to(device)
+    aux_ND = batch.aux_hidden_states.flatten(0, 1)[token_N]
+    if shape.is_hidden:
+        if batch.last_hidden_states is None:
+            raise ValueError(
+                f"the {shape.encoding} encoding keeps last_hidden_states, the batch carries "
+                f"{batch.supervision}: build the target with supervision='hidden'"
+            )
+        hidden_MD = batch.last_hidden_states.flatten(0, 1)[slot_M]
+        if shape.encoding == "hidden":
+            aux_ND, hidden_MD = aux_ND.to(shape.dtype), hidden_MD.to(shape.dtype)
+            return {"aux_hidden_states": aux_ND, "last_hidden_states": hidden_MD}
+        aux8_ND, aux_scale = to_fp8(aux_ND, 3)
+        hidden8_MD, last_scale = to_fp8(hidden_MD, 1)
+        return {
+            "aux_hidden_states": aux8_ND,
+            "aux_scale": aux_scale,
+            "last_hidden_states": hidden8_MD,
+            "last_scale": last_scale,
+        }
+    if batch.target_probs is None:
+        assert vocabulary is not None, "probabilities are over a draft vocabulary"
+        batch = batch.with_probs(head, *vocabulary)
+    assert batch.target_probs is not None
+    assert batch.position_mask is not None
+    probs_MW = batch.target_probs.flatten(0, 1)[slot_M]
+    position_M1 = batch.position_mask.flatten(0, 1)[slot_M].to(torch.uint8)
+    kept = {"aux_hidden_states": aux_ND.to(shape.dtype), "position_mask": position_M1}
+    if shape.encoding == "probs":
+        return {**kept, "target_probs": probs_MW.to(shape.dtype)}
+    top_MK, ids_MK = keep_top(probs_MW, shape.top_k)
+    return {**kept, "topk_probs": top_MK.to(shape.dtype), "topk_ids": ids_MK.to(torch.int32)}
+
+
+@torch.no_grad()
+def decode_states(stored: dict[str, Tensor], shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Stored tensors [S, ...] of any slots as the fields of a batch, still flat."""
+    aux_SD = stored["aux_hidden_states"]
+    if shape.encoding == "hidden-fp8":
+        return {
+            "aux_hidden_states": from_fp8(aux_SD, stored["aux_scale"], dtype),
+            "last_hidden_states": from_fp8(
+                stored["last_hidden_states"], stored["last_scale"], dtype
+            ),
+        }
+    if shape.encoding == "hidden":
+        return {"aux_hidden_states": aux_SD, "last_hidden_states": stored["last_hidden_states"]}
+    if shape.encoding == "probs":
+        probs_SW = stored["target_probs"].float()
+    else:
+        top_SK = stored["topk_probs"].float()
+        probs_SW = top_SK.new_zeros((len(top_SK), shape.draft_vocab_size))
+        probs_SW.scatter_add_(1, stored["topk_ids"].long(), top_SK)
+    return {
+        "aux_hidden_states": aux_SD,
+        "target_probs": probs_SW,
+        "position_mask": stored["position_mask"] != 0,
+    }

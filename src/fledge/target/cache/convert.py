@@ -1,0 +1,81 @@
+"""Convert a cache to another encoding: a cache is a target, so this is precompute over it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fledge.core.errors import BadInput
+from fledge.data.vocab import (
+    DraftVocabulary,
+    count_supervised,
+    select_vocabulary,
+    special_token_ids,
+)
+from fledge.models.resolve import load_tokenizer
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.job import CacheOptions, encoding_facts
+from fledge.target.cache.manifest import LATE, TARGET_FILES, shape_of
+from fledge.target.cache.precompute import CacheJob
+
+
+def convert_job(
+    source: CachedEagle3TargetModel,
+    directory: Path,
+    options: CacheOptions,
+    *,
+    draft_vocab_size: int | None = None,
+) -> CacheJob:
+    """Write what `source` holds in another encoding; run it with `source` as the target."""
+    old = source.store.manifest
+    if options.encoding in ("hidden", "hidden-fp8") and not source.shape.is_hidden:
+        raise BadInput(
+            f"{options.encoding} cannot be made of {source.shape.encoding}: probabilities do not "
+            "tell the hidden states",
+            where=str(source.store.directory),
+        )
+    # supervision that the source does not hold cannot be written
+    options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
+    vocabulary = None
+    if options.encoding in ("probs", "topk"):
+        vocabulary = _vocabulary(source, draft_vocab_size)
+    manifest: dict[str, Any] = {
+        **{key: value for key, value in old.items() if key != LATE},
+        **encoding_facts(options, vocabulary),
+        "converted_from": [old["encoding"], old["dtype"]],
+    }
+    return CacheJob(
+        directory=directory,
+        rows=source.rows(),
+        shape=shape_of(manifest),
+        manifest=manifest,
+        vocabulary=vocabulary,
+        model_dir=source.store.directory / TARGET_FILES,
+        shard_size=options.shard_size,
+        batch_size=options.batch_size,
+        resume=options.resume,
+        quota_bytes=options.quota_bytes,
+    )
+
+
+def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
+    """The source's own where it has one, else counted on its rows."""
+    kept = source.vocabulary
+    if kept is None:
+        return _count(source, size)
+    if size is not None and kept.size != size:
+        raise BadInput(
+            f"made for a draft vocabulary of {kept.size}, not {size}",
+            where=str(source.store.directory),
+            fix="another vocabulary needs a cache of hidden states",
+        )
+    return kept
+
+
+def _count(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
+    """A draft vocabulary counted on the cache's rows; held-out ones are not looked at."""
+    rows = source.rows()
+    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
+    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
+    tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))
+    counts_V = count_supervised(pairs, source.info().vocab_size)
+    return select_vocabulary(counts_V, size, special_ids=special_token_ids(tokenizer))

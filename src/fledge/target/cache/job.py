@@ -1,0 +1,215 @@
+"""From rows and a model's name to a `CacheJob`: the manifest, and what the cache will cost.
+
+Nothing here loads weights; what only the loaded target can tell is added by `begin_cache`.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.core.errors import BadInput
+from fledge.data.tokenise import TokenRow
+from fledge.data.vocab import DraftVocabulary
+from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.target.cache.format import FORMAT, Encoding, seed_layout_bytes
+from fledge.target.cache.manifest import copied_files, dtype_name, shape_of
+from fledge.target.cache.precompute import CacheJob, CachePlan
+from fledge.target.layers import (
+    default_aux_layer_ids,
+    target_depth,
+    text_config,
+    validate_aux_layer_ids,
+)
+
+_SAMPLE_BYTES = 1 << 20
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What a user chooses about a cache."""
+
+    encoding: Encoding = "hidden"
+    dtype: torch.dtype = torch.bfloat16
+    top_k: int | None = None
+    supervised_only: bool = False
+    shard_size: int = 256
+    batch_size: int = 4
+    resume: bool = False
+    quota_bytes: int | None = None
+
+
+def quota_in_bytes(gigabytes: float | None) -> int | None:
+    """What `--quota-gb` allows; None: no limit."""
+    if gigabytes is None:
+        return None
+    if not 0 < gigabytes < 1e9:
+        raise BadInput(f"{gigabytes} is no size of a disk", where="--quota-gb", fix="500, say")
+    return int(gigabytes * 1e9)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A target as its files describe it, weights unread."""
+
+    name: str
+    directory: Path
+    hidden_size: int
+    vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    pad_id: int
+    tied: bool
+    tokenizer: Any
+    template: str  # fingerprint of the chat template
+
+    @classmethod
+    def read(
+        cls,
+        name: str,
+        *,
+        aux_layer_ids: Sequence[int] | None = None,
+        trust_remote_code: bool = False,
+    ) -> "ModelFacts":
+        config = text_config(load_config(name, trust_remote_code=trust_remote_code))
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        depth = target_depth(config)
+        try:
+            ids = default_aux_layer_ids(depth) if aux_layer_ids is None else aux_layer_ids
+            ids = validate_aux_layer_ids(ids, depth)
+        except ValueError as error:
+            raise BadInput(str(error), where="aux layers") from None
+        return cls(
+            name=name,
+            directory=local_model(name, weights=False),
+            hidden_size=int(config.hidden_size),
+            vocab_size=int(config.vocab_size),
+            aux_layer_ids=tuple(ids),
+            pad_id=int(tokenizer.pad_token_id or 0),
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+            tokenizer=tokenizer,
+            template=_digest(str(tokenizer.chat_template).encode()),
+        )
+
+    def head_bytes(self, dtype: torch.dtype) -> int:
+        """What stands beside the shards, about: the weights' true dtype is known once loaded."""
+        weights = (1 if self.tied else 2) * self.vocab_size * self.hidden_size * dtype.itemsize
+        files = sum(path.stat().st_size for path in copied_files(self.directory))
+        return weights + files + (1 << 16)  # norm, headers, manifest
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def has_weights(directory: Path) -> bool:
+    return any(path.name.endswith(_WEIGHT_SUFFIXES) for path in directory.iterdir())
+
+
+def files_fingerprint(directory: Path) -> str:
+    """A digest of a model's config and of its weight files: names, sizes, first and last bytes.
+
+    Quick enough to be asked before anything is loaded; the loaded weights are compared in full.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.name == "config.json":
+            digest.update(path.read_bytes())
+        elif path.name.endswith(_WEIGHT_SUFFIXES):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}:".encode())
+            with path.open("rb") as handle:
+                digest.update(handle.read(_SAMPLE_BYTES))
+                handle.seek(max(0, size - _SAMPLE_BYTES))
+                digest.update(handle.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
+    """The manifest's fields about how rows are kept."""
+    kept = None if vocabulary is None else {"size": vocabulary.size, "digest": vocabulary.digest()}
+    return {
+        "encoding": options.encoding,
+        "dtype": dtype_name(options.dtype),
+        "top_k": options.top_k,
+        "supervised_only": options.supervised_only,
+        "shard_size": options.shard_size,
+        "vocabulary": kept,
+    }
+
+
+def make_job(
+    directory: Path,
+    rows: Sequence[TokenRow],
+    model: ModelFacts,
+    options: CacheOptions,
+    *,
+    facts: dict[str, Any],
+    vocabulary: DraftVocabulary | None = None,
+    held_out_rows: int = 0,
+) -> CacheJob:
+    """`facts` say where the rows come from: fingerprints and every option that shaped them."""
+    kept = vocabulary if options.encoding in ("probs", "topk") else None
+    manifest = {
+        "format": FORMAT,
+        "rows": len(rows),
+        "held_out_rows": held_out_rows,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "aux_layer_ids": list(model.aux_layer_ids),
+        "model_files": files_fingerprint(model.directory),
+        "template": model.template,
+        **encoding_facts(options, kept),
+        **facts,
+    }
+    return CacheJob(
+        directory=directory,
+        rows=rows,
+        shape=shape_of(manifest),
+        manifest=manifest,
+        vocabulary=kept,
+        model_dir=model.directory,
+        shard_size=options.shard_size,
+        batch_size=options.batch_size,
+        pad_id=model.pad_id,
+        resume=options.resume,
+        quota_bytes=options.quota_bytes,
+    )
+
+
+def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
+    """What will be written, for people; every figure of the shards is exact."""
+    shards = len(plan.shard_bytes)
+    per_row = sum(plan.shard_bytes) / plan.rows
+    seed = seed_layout_bytes(
+        plan.rows,
+        int(job.manifest.get("seq_length") or max(len(row.input_ids) for row in job.rows)),
+        job.shape.hidden_size,
+        job.shape.draft_vocab_size or min(32_000, int(job.manifest["vocab_size"])),
+    )
+    lines = [
+        f"{plan.rows:,} rows, {plan.tokens:,} tokens as {job.shape.encoding} "
+        f"({job.manifest['dtype']}): {readable(per_row)} a row, "
+        f"{sum(plan.shard_bytes) / plan.tokens:,.0f} bytes a token, "
+        f"{readable(plan.total_bytes)} in {shards} shards, embedding and head included",
+        f"padded draft-vocabulary rows would take {readable(seed)} "
+        f"({plan.total_bytes / seed:.1%} of it is written); {readable(free)} are free",
+    ]
+    if plan.done:
+        lines.append(f"{len(plan.done)} of {shards} shards are there already")
+    if plan.allowed < shards:
+        lines.append(
+            f"the quota of {readable(job.quota_bytes or 0)} ends it after {plan.allowed} shards"
+        )
+    return lines
+
+
+def readable(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.2f} TB"

@@ -1,0 +1,294 @@
+"""The cache's manifest: what shaped its contents, and whether a run may add to it.
+
+Two caches with equal manifests hold the same rows, encoded alike, from the same target. What the
+shards themselves hold is `cache_format`; the target's embedding and head are kept here, once.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file, write_json
+from fledge.core.head import TargetHead
+from fledge.target.base import InputEmbedding, TargetInfo
+from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, Shape, shard_name
+from fledge.target.layers import FinalNorm
+
+MANIFEST = "manifest.json"
+TARGET = "target.safetensors"
+TARGET_FILES = "target"  # config and tokenizer
+VOCABULARY = "vocabulary.safetensors"
+LOCK = ".lock"
+# What every reader relies on; which of it fits which encoding is checked where it is used.
+_FIELDS: dict[str, type | UnionType] = {
+    "encoding": str, "dtype": str, "hidden_size": int, "vocabulary": dict | None,
+    "top_k": int | None, "supervised_only": bool, "rows": int, "held_out_rows": int,
+    "shard_size": int, "aux_layer_ids": list, "vocab_size": int, "target": dict,
+}  # fmt: skip
+_KNOWN = {"encoding": ENCODINGS, "dtype": tuple(DTYPES)}
+LATE = "target"  # the one field that is known only when the target is loaded
+_SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
+_COPIED = re.compile(
+    r"config\.json|generation_config\.json|.*token.*|vocab\.json|merges\.txt|.*jinja"
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_manifest(directory: Path) -> dict[str, Any]:
+    """What the manifest says, of whichever version."""
+    path = directory / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest.keys()
+    except FileNotFoundError:
+        raise BadInput(
+            "not a cache: it has no manifest.json",
+            where=str(directory),
+            fix="`fledge precompute` makes one",
+        ) from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadInput(f"the manifest cannot be read ({error})", where=str(path)) from None
+    return manifest
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a cache: this version's, with everything that a reader relies on."""
+    manifest = stored_manifest(directory)
+    if manifest.get("format") != FORMAT:
+        raise BadInput(
+            f"cache format {manifest.get('format')}, this version of fledge reads {FORMAT}",
+            where=str(directory / MANIFEST),
+            fix="make the cache again",
+        )
+    for name, kinds in _FIELDS.items():
+        known = _KNOWN.get(name)
+        if not isinstance(manifest.get(name), kinds) or (known and manifest[name] not in known):
+            raise BadInput(
+                f"the manifest is damaged: '{name}' is {manifest.get(name)!r}",
+                where=str(directory / MANIFEST),
+                fix="make the cache again",
+            )
+    return manifest
+
+
+def shape_of(manifest: dict[str, Any]) -> Shape:
+    return Shape(
+        encoding=manifest["encoding"],
+        dtype=DTYPES[manifest["dtype"]],
+        hidden_size=manifest["hidden_size"],
+        draft_vocab_size=(manifest["vocabulary"] or {}).get("size", 0),
+        top_k=manifest["top_k"] or 0,
+        supervised_only=manifest["supervised_only"],
+    )
+
+
+def existing_shards(directory: Path) -> set[int]:
+    """Numbers of the shards that are there; a shard has its name only when it is whole."""
+    if not directory.is_dir():
+        return set()
+    found = (_SHARD.fullmatch(path.name) for path in directory.iterdir())
+    return {int(match[1]) for match in found if match is not None}
+
+
+def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """`field: theirs -> ours` for every field in which two manifests differ, nested ones dotted."""
+    lines = []
+    for key in sorted({*ours, *theirs}):
+        old, new = theirs.get(key), ours.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += [f"{key}.{line}" for line in differing_fields(new, old)]
+        elif old != new:
+            lines.append(f"{key}: {old!r} -> {new!r}")
+    return lines
+
+
+def ensure_resumable(directory: Path, manifest: dict[str, Any], shards: Iterable[int]) -> None:
+    """Refuse to add to a cache that was made otherwise; without a shard there is none to spoil.
+
+    `manifest` may lack what only the loaded target can tell; that is then compared later.
+    """
+    shards = set(shards)
+    if not shards:
+        return
+    if not (directory / MANIFEST).exists():
+        raise BadInput(
+            f"{len(shards)} shards without a manifest: nobody knows what they hold",
+            where=str(directory),
+            fix="remove them, or give another output directory",
+        )
+    stored = stored_manifest(directory)
+    if LATE not in manifest:
+        stored = {key: value for key, value in stored.items() if key != LATE}
+    if lines := differing_fields(manifest, stored):
+        raise BadInput(
+            f"this cache was made with another configuration: {'; '.join(lines)}",
+            where=str(directory),
+            fix="give another output directory, or the configuration it was made with",
+        )
+
+
+def ensure_free(directory: Path, *, resume: bool) -> None:
+    """Without `resume` the directory must hold no cache; with or without, nothing foreign."""
+    if directory.exists() and not directory.is_dir():
+        raise BadInput("not a directory", where=str(directory))
+    if not directory.is_dir():
+        return
+    names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+    ours = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
+    foreign = sorted(names - ours - {TARGET, TARGET_FILES, VOCABULARY})
+    if foreign:
+        raise BadInput(
+            f"not empty, and '{foreign[0]}' is no part of a cache",
+            where=str(directory),
+            fix="give a new directory",
+        )
+    if names & ours and not resume:
+        raise BadInput(
+            "a cache is here already",
+            where=str(directory),
+            fix="continue it with --resume, or give another directory",
+        )
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Temporary files of runs that were killed."""
+    for path in directory.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What the manifest says of a loaded target."""
+    head, norm = info.head, info.final_norm
+    return {
+        "depth": info.depth,
+        "dtype": dtype_name(info.dtype),
+        "weight_dtypes": info.weight_dtypes,
+        "weights_fingerprint": info.weights_fingerprint,
+        "tokenizer_fingerprint": info.tokenizer_fingerprint,
+        "vocab_size": info.vocab_size,
+        "head": {"scale": head.scale, "softcap": head.softcap, "divisor": head.divisor},
+        "final_norm": None if norm is None else [norm.path, norm.kind, norm.eps],
+        "crc": {name: _crc(tensor) for name, tensor in sorted(tensors.items())},
+    }
+
+
+def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
+    """Embedding and head on the CPU; a tied head is kept once."""
+    head, norm = info.head, info.final_norm
+    tensors = {"embed_tokens": embedding_VD.detach().cpu().contiguous()}
+    weight_VD = head.weight_VD.detach().cpu().contiguous()
+    same_kind = weight_VD.dtype == tensors["embed_tokens"].dtype
+    if not (same_kind and torch.equal(weight_VD, tensors["embed_tokens"])):
+        tensors["lm_head"] = weight_VD
+    if head.bias_V is not None:
+        tensors["lm_head_bias"] = head.bias_V.detach().cpu().contiguous()
+    if norm is not None and norm.weight_D is not None:
+        tensors["final_norm"] = norm.weight_D.detach().cpu().contiguous()
+    return tensors
+
+
+def copied_files(model_dir: Path) -> list[Path]:
+    """A model's config and tokenizer: what training reads of it besides the cache."""
+    files = (path for path in sorted(model_dir.iterdir()) if path.is_file())
+    return [path for path in files if is_copied(path.name)]
+
+
+def is_copied(name: str) -> bool:
+    """Whether a file of this name belongs to a config or a tokenizer; never a path."""
+    return "/" not in name and _COPIED.fullmatch(name) is not None
+
+
+def write_head(
+    directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], model_dir: Path | None
+) -> None:
+    """All of a cache but its shards; the manifest last."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in [] if model_dir is None else copied_files(model_dir):
+        with atomic_file(directory / TARGET_FILES / path.name) as handle:
+            handle.write(path.read_bytes())
+    with atomic_file(directory / TARGET) as handle:
+        handle.write(save(tensors))
+    write_json(directory / MANIFEST, manifest)
+
+
+def has_head(directory: Path, model_dir: Path | None) -> bool:
+    """Whether all files of `write_head` are there; what they hold is checked when they are read."""
+    copied = [] if model_dir is None else copied_files(model_dir)
+    places = [directory / TARGET, *(directory / TARGET_FILES / path.name for path in copied)]
+    return all(place.is_file() for place in places)
+
+
+def read_target(directory: Path, manifest: dict[str, Any]) -> tuple[InputEmbedding, TargetInfo]:
+    """The target's embedding and everything else a trainer asks of a target."""
+    path, facts = directory / TARGET, manifest[LATE]
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(
+            f"the target's embedding and head are damaged ({error})", where=str(path)
+        ) from None
+    wrong = [
+        name
+        for name, crc in facts["crc"].items()
+        if name not in tensors or _crc(tensors[name]) != crc
+    ]
+    if wrong:
+        raise BadInput(f"{wrong[0]} is damaged", where=str(path), fix="make the cache again")
+    return assemble_target(tensors, facts, hidden_size=manifest["hidden_size"])
+
+
+def assemble_target(
+    tensors: dict[str, Tensor], facts: dict[str, Any], *, hidden_size: int
+) -> tuple[InputEmbedding, TargetInfo]:
+    """The inverse of `target_tensors` and `target_facts`."""
+    embedding_VD, norm = tensors["embed_tokens"], facts["final_norm"]
+    head = TargetHead(
+        tensors.get("lm_head", embedding_VD), tensors.get("lm_head_bias"), **facts["head"]
+    )
+    info = TargetInfo(
+        head=head,
+        final_norm=None
+        if norm is None
+        else FinalNorm(norm[0], norm[1], norm[2], tensors.get("final_norm")),
+        hidden_size=hidden_size,
+        vocab_size=facts["vocab_size"],
+        depth=facts["depth"],
+        dtype=getattr(torch, facts["dtype"]),
+        weight_dtypes=facts["weight_dtypes"],
+        weights_fingerprint=facts["weights_fingerprint"],
+        tokenizer_fingerprint=facts["tokenizer_fingerprint"],
+    )
+    return InputEmbedding(embedding_VD), info
+
+
+def shards_of(manifest: dict[str, Any]) -> int:
+    return -(-int(manifest["rows"]) // int(manifest["shard_size"]))
+
+
+def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
+    """A cache with a shard missing is not read at all."""
+    missing = set(range(shards_of(manifest))) - existing_shards(directory)
+    if missing:
+        raise BadInput(
+            f"unfinished: {len(missing)} of {shards_of(manifest)} shards are missing, "
+            f"{shard_name(min(missing))} first",
+            where=str(directory),
+            fix="run the same precompute with --resume",
+        )
+
+
+def _crc(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -1,0 +1,217 @@
+"""One shard of the cache: written row by row in any order, read row by row from a memory map.
+
+A shard appears under its name only when all of its rows and their checksums are on the disk. A
+row's checksum runs over its token ids, its loss mask and everything kept about them, so states can
+never be taken for those of other tokens.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file
+from fledge.target.cache.format import KEY_BYTES, Shape, ShardLayout
+
+
+class CacheRow(Protocol):
+    """A token row: `fledge.data.tokenise.TokenRow`, or anything like it."""
+
+    @property
+    def input_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]: ...
+    @property
+    def place(self) -> str: ...
+    @property
+    def truncated(self) -> bool: ...
+
+
+def row_key(input_ids: NDArray[np.int32]) -> bytes:
+    """Equal token rows have equal keys."""
+    ids = np.ascontiguousarray(input_ids, dtype=np.int32)
+    return hashlib.blake2b(ids.data, digest_size=KEY_BYTES).digest()
+
+
+def layout_of(shape: Shape, rows: Sequence[CacheRow]) -> ShardLayout:
+    """The layout of a shard of these rows, before the target has said a word about them."""
+    return ShardLayout(
+        shape,
+        [len(row.input_ids) for row in rows],
+        [len(shape.slots(row.loss_mask)) for row in rows],
+        {"places": [row.place for row in rows], "truncated": [bool(r.truncated) for r in rows]},
+    )
+
+
+class ShardWriter:
+    """The file of one shard while it is filled."""
+
+    def __init__(self, descriptor: int, layout: ShardLayout, rows: Sequence[CacheRow]) -> None:
+        self._descriptor, self._layout, self._rows = descriptor, layout, rows
+        self._digests = np.zeros(len(rows), dtype=np.int64)
+        self._written = np.zeros(len(rows), dtype=np.bool_)
+        _reserve(descriptor, layout.n_bytes)
+        self._write(0, layout.header)
+        self._array("row_start", layout.row_start)
+        self._array("slot_start", layout.slot_start)
+        ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
+        self._array("input_ids", np.concatenate(ids))
+        self._array("loss_mask", np.concatenate([_mask(row) for row in rows]))
+        keys = b"".join(row_key(row) for row in ids)
+        self._array("row_key", np.frombuffer(keys, dtype=np.uint8))
+
+    def put(self, row: int, payload: dict[str, Tensor]) -> None:
+        """Write what the target said about one row: the payload fields of its tokens and slots."""
+        own = self._rows[row]
+        digest = _Digest(np.ascontiguousarray(own.input_ids, dtype=np.int32), _mask(own))
+        for name in _payload_names(self._layout.shape):
+            data = payload[name].contiguous().flatten().view(torch.uint8).numpy().data
+            begin, end = self._layout.span(name, row)
+            if len(data) != end - begin:
+                raise ValueError(f"{name} of row {row} has {len(data)} bytes, not {end - begin}")
+            digest.add(data)
+            self._write(begin, data)
+        self._digests[row], self._written[row] = digest.number(), True
+
+    def finish(self) -> None:
+        missing = np.flatnonzero(~self._written)
+        assert not len(missing), f"rows {missing[:3]} of the shard were never written"
+        self._array("row_digest", self._digests)
+
+    def _array(self, name: str, values: NDArray[Any]) -> None:
+        self._write(self._layout.places[name].begin, values.data.cast("B"))
+
+    def _write(self, at: int, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while len(rest):
+            done = os.pwrite(self._descriptor, rest, at)
+            rest, at = rest[done:], at + done
+
+
+def _reserve(descriptor: int, n_bytes: int) -> None:
+    """The whole size at once: a disk that is too full says so before the target runs (but not on
+    macOS, which has no such call)."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, n_bytes)
+    else:
+        os.ftruncate(descriptor, n_bytes)
+
+
+@contextmanager
+def open_shard(path: Path, layout: ShardLayout, rows: Sequence[CacheRow]) -> Iterator[ShardWriter]:
+    """Fill a shard; it appears when the block ends well, and leaves nothing when it does not."""
+    with atomic_file(path) as handle:
+        writer = ShardWriter(handle.fileno(), layout, rows)
+        yield writer
+        writer.finish()
+
+
+class Shard:
+    """A finished shard, memory-mapped."""
+
+    def __init__(self, path: Path, shape: Shape) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as handle:
+                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+            length = int.from_bytes(self._map[:8], "little")
+            header = json.loads(self._map[8 : 8 + length])
+            facts = json.loads(header["__metadata__"]["fledge"])
+            self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+            tokens, slots = (self._counts(header, name) for name in ("row_start", "slot_start"))
+            self.layout = ShardLayout(shape, tokens, slots, facts)
+            whole = self.layout.header == self._map[: 8 + length]
+        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+            raise BadInput(f"the shard cannot be read ({error})", where=str(path)) from None
+        if not whole or self.layout.n_bytes != len(self._map):
+            raise BadInput("the shard is cut short or damaged", where=str(path))
+        self.places: list[str] = facts["places"]
+        self.truncated: list[bool] = facts["truncated"]
+        self.input_ids = self._view("input_ids", np.int32)
+        self.loss_mask = self._view("loss_mask", np.uint8)
+        self.keys = self._view("row_key", np.uint8).reshape(-1, KEY_BYTES)
+        self._digests = self._view("row_digest", np.int64)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def _counts(self, header: dict[str, Any], name: str) -> list[int]:
+        data = 8 + int.from_bytes(self._map[:8], "little")
+        begin, end = header[name]["data_offsets"]
+        starts = np.frombuffer(self._map[data + begin : data + end], dtype=np.int64)
+        return [int(count) for count in np.diff(starts)]
+
+    def _view(self, name: str, dtype: Any) -> NDArray[Any]:
+        place = self.layout.places[name]
+        return self.bytes[place.begin : place.end].view(dtype)
+
+    def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        span = slice(int(self.layout.row_start[row]), int(self.layout.row_start[row + 1]))
+        return self.input_ids[span], self.loss_mask[span]
+
+    def payload(self, name: str, row: int) -> NDArray[np.uint8]:
+        """The bytes of one row's part of a payload tensor, still on the disk or in its cache."""
+        begin, end = self.layout.span(name, row)
+        return self.bytes[begin:end]
+
+    def is_whole(self, row: int) -> bool:
+        """Whether the row's checksum and key fit its tokens and states; reads all of it."""
+        ids, mask = self.tokens(row)
+        if row_key(ids) != self.keys[row].tobytes():
+            return False
+        digest = _Digest(ids, mask)
+        for name in _payload_names(self.layout.shape):
+            digest.add(self.payload(name, row).data)
+        return digest.number() == int(self._digests[row])
+
+    def read_ahead(self, row: int) -> None:
+        """Ask the system to fetch a row in the background."""
+        for name in _payload_names(self.layout.shape):
+            begin, end = self.layout.span(name, row)
+            begin -= begin % mmap.PAGESIZE
+            if end > begin:
+                self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+
+def is_whole_shard(path: Path, layout: ShardLayout) -> bool:
+    """Whether a shard of this layout is there: size and header; checksums are `verify`'s work."""
+    try:
+        with path.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            return size == layout.n_bytes and handle.read(len(layout.header)) == layout.header
+    except OSError:
+        return False
+
+
+def _mask(row: CacheRow) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(row.loss_mask, dtype=np.uint8)
+
+
+class _Digest:
+    """A row's checksum: XXH3, which costs a CPU a tenth of what a CRC does."""
+
+    def __init__(self, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> None:
+        self._state = xxhash.xxh3_64(ids.data)
+        self._state.update(mask.data)
+
+    def add(self, data: memoryview) -> None:
+        self._state.update(data)
+
+    def number(self) -> int:
+        """Its 64 bits as a signed number, the way the shard keeps it."""
+        return int.from_bytes(self._state.digest(), "big", signed=True)
+
+
+def _payload_names(shape: Shape) -> list[str]:
+    return sorted(field.name for field in (*shape.token_fields(), *shape.slot_fields()))

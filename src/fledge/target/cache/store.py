@@ -1,0 +1,141 @@
+"""A finished cache: its rows by number or by their tokens, checked as they are first read.
+
+Not here: what a row's bytes mean (`cache_codec`), or how a batch is made of rows (`cache`).
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fledge.core.errors import BadInput
+from fledge.data.tokenise import TokenRow
+from fledge.target.cache.format import shard_name
+from fledge.target.cache.manifest import check_complete, read_manifest, shape_of, shards_of
+from fledge.target.cache.shard import Shard, row_key
+
+OnDamage = Literal["fail", "skip"]
+logger = logging.getLogger(__name__)
+
+
+class CacheStore:
+    """Random access to the rows of a cache, memory-mapped."""
+
+    def __init__(self, directory: str | Path, *, on_damage: OnDamage = "fail") -> None:
+        if on_damage not in ("fail", "skip"):
+            raise BadInput(f"on_damage is fail or skip, not {on_damage!r}")
+        self.directory = Path(directory).expanduser()
+        self.manifest = read_manifest(self.directory)
+        check_complete(self.directory, self.manifest)
+        self.shape = shape_of(self.manifest)
+        self.on_damage = on_damage
+        numbers = range(shards_of(self.manifest))
+        self.shards = [Shard(self.directory / shard_name(i), self.shape) for i in numbers]
+        self._first = np.cumsum([0, *(len(shard) for shard in self.shards)])
+        if len(self) != self.manifest["rows"]:
+            raise BadInput(
+                f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest",
+                where=str(self.directory),
+                fix="shards of another cache lie here",
+            )
+        lengths = [np.diff(shard.layout.row_start) for shard in self.shards]
+        self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
+        self._checked = np.zeros(len(self), dtype=np.int8)  # 0 not yet, 1 whole, 2 damaged
+        self._known: dict[bytes, list[int]] | None = None
+        self._waiting: dict[int, Future[bool]] = {}  # rows being checked ahead of their use
+        self._checker = ThreadPoolExecutor(1, "fledge-cache")
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def at(self, row: int) -> tuple[Shard, int]:
+        """The shard that holds a row, and the row's number in it."""
+        which = int(np.searchsorted(self._first, row, side="right")) - 1
+        return self.shards[which], int(row - self._first[which])
+
+    def name(self, row: int) -> str:
+        shard, local = self.at(row)
+        return f"row {row} ({shard.places[local]}; {shard.path.name}, row {local})"
+
+    def find(self, input_ids: NDArray[np.int32]) -> list[int]:
+        """The rows with exactly these tokens."""
+        if self._known is None:
+            known: dict[bytes, list[int]] = {}
+            for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
+                for local, key in enumerate(shard.keys):
+                    known.setdefault(key.tobytes(), []).append(first + local)
+            self._known = known
+        return self._known.get(row_key(input_ids), [])
+
+    def check(self, row: int) -> bool:
+        """Whether a row is whole; looked at once. A damaged one is an error unless skipped."""
+        if not self._checked[row]:
+            waiting = self._waiting.pop(row, None)
+            whole = self._look(row) if waiting is None else waiting.result()
+            self._checked[row] = 1 if whole else 2
+            if not whole and self.on_damage == "skip":
+                logger.warning("skipping a damaged row of the cache: %s", self.name(row))
+        if self._checked[row] == 2 and self.on_damage == "fail":
+            raise BadInput(
+                f"{self.name(row)} is damaged: its checksum does not fit",
+                where=str(self.directory),
+                fix="make the cache again, or leave such rows out with target.on_damage=skip",
+            )
+        return bool(self._checked[row] == 1)
+
+    def _look(self, row: int) -> bool:
+        shard, local = self.at(row)
+        return shard.is_whole(local)
+
+    def read_ahead(self, row: int) -> bool:
+        """Have a row fetched, and checked by a thread, before it is needed.
+
+        False when it is damaged and to be skipped: only then is the check waited for.
+        """
+        shard, local = self.at(row)
+        shard.read_ahead(local)
+        if self.on_damage == "skip":
+            return self.check(row)
+        if not self._checked[row] and row not in self._waiting:
+            self._waiting[row] = self._checker.submit(self._look, row)
+        return True
+
+    def close(self) -> None:
+        self._checker.shutdown(wait=True, cancel_futures=True)
+
+    def damaged(self) -> Iterator[int]:
+        """Every row that is not whole; reads the whole cache."""
+        for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
+            yield from (first + local for local in range(len(shard)) if not shard.is_whole(local))
+
+
+class CachedRows(Sequence[TokenRow]):
+    """The token rows of a cache, as training and packing take them.
+
+    With `reading`, taking a row also has fetched and checked what the target said about it:
+    whoever collates batches ahead of the trainer warms the cache for it. A damaged row that is to
+    be skipped comes out without a supervised token.
+    """
+
+    def __init__(self, store: CacheStore, *, reading: bool = False) -> None:
+        self.store, self._reading = store, reading
+        self.lengths = store.lengths
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(index)
+        shard, local = self.store.at(row)
+        ids, mask = shard.tokens(local)
+        if self._reading and not self.store.read_ahead(row):
+            mask = np.zeros_like(mask)
+        return TokenRow(ids, mask, shard.places[local], shard.truncated[local])

@@ -1,0 +1,119 @@
+"""From a name to a loaded Hugging Face model, plain or quantised.
+
+What a name may be is decided in `fledge.models`; this takes the directory it stands for, loads it
+with the number format it is stored in (or asked for), on one device, and turns a refusal into one
+line.
+"""
+
+import logging
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fledge.core.errors import BadInput, broken_files, first_line
+from fledge.core.machine import find_device
+from fledge.target.weights import quantisation_method
+
+log = logging.getLogger(__name__)
+
+# One of these is in every directory that holds a tokenizer; without any, transformers makes up an
+# empty one for some architectures.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    model: nn.Module
+    tokenizer: Any  # None when the directory holds none that can be read
+    stored_as: str | None  # the checkpoint's own quantisation method, if it has one
+
+
+def load_target(
+    name_or_path: str | PathLike[str],
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+    attn_implementation: str | None = None,
+    quantization_config: Any = None,
+    trust_remote_code: bool = False,
+) -> LoadedTarget:
+    """The model on `device` (a GPU where there is one), with its tokenizer."""
+    import transformers
+
+    from fledge.models.resolve import local_model
+
+    directory = local_model(str(name_or_path))
+    device = find_device(device)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
+        stored_as = quantisation_method(config)
+        if stored_as is not None or quantization_config is not None:
+            options["device_map"] = {"": device}  # quantised weights are packed where they will run
+        model, report = _loader_for(config).from_pretrained(
+            directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except broken_files() as error:
+        raise BadInput(
+            f"the target could not be loaded on {device} ({first_line(error)})",
+            where=str(name_or_path),
+            fix="check the files, and whether this machine can run their number format",
+        ) from error
+    if "device_map" in options:  # quantised: what is missing is made from what is there
+        report["missing_keys"] = ()
+    _check_complete(report, str(name_or_path))
+    if "device_map" not in options:
+        model = model.to(device)
+    tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
+    return LoadedTarget(model, tokenizer, stored_as)
+
+
+def _check_complete(report: dict[str, Any], where: str) -> None:
+    """Refuse weights that transformers would fill up with random numbers."""
+    # names in transformers 4, (name, stored, wanted) in 5
+    mismatched = [one if isinstance(one, str) else one[0] for one in report["mismatched_keys"]]
+    for reason, names in (
+        ("the weights lack", sorted(report["missing_keys"])),
+        ("config.json gives another shape to", sorted(mismatched)),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            raise BadInput(
+                f"{reason} {names[0]}{more}", where=where, fix="config.json and weights must match"
+            )
+
+
+def _loader_for(config: Any) -> Any:
+    """The text-only auto class where the architecture has one, else the image-text one."""
+    import transformers
+
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    return transformers.AutoModelForCausalLM  # remote code, or an error that names what is missing
+
+
+def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer beside a target's weights; None when there is none that can be read."""
+    import transformers
+
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        # a target runs without one; its fingerprint is then absent
+        log.warning("%s: its tokenizer cannot be read (%s)", directory, first_line(error))
+        return None

@@ -1,0 +1,337 @@
+"""The co-located target: a Hugging Face causal LM in this process.
+
+Three hooks and one forward. Decoder layers' outputs are copied into the returned tensor as they
+appear; the head's input is taken where the head would run, so in `hidden` encoding the head never
+runs, in `probs` it runs on supervised rows only, chunk by chunk, and in `logits` (the constructor's
+default, as in the seed) on every row.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.batch import Supervision
+from fledge.core.errors import BadInput
+from fledge.core.head import TargetHead
+from fledge.core.machine import find_device
+from fledge.target.base import TargetInfo
+from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
+from fledge.target.hf import fp8
+from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
+from fledge.target.hf.loading import load_target
+from fledge.target.hf.one_row import (
+    OneRow,
+    Unsupported,
+    WholeRow,
+    causal_rows,
+    documents_apart,
+    kernel_takes,
+    may_support,
+    needs_no_mask,
+    one_row,
+    whole_row,
+)
+from fledge.target.hf.probe import find_head_module, learn_head
+from fledge.target.inprocess import InProcessTarget
+from fledge.target.layers import (
+    default_aux_layer_ids,
+    describe_final_norm,
+    find_layers,
+    target_depth,
+    validate_aux_layer_ids,
+)
+from fledge.target.packing import Documents, Group, overhead_in_tokens
+from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
+
+StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
+# How an architecture says that it cannot take packed documents in one row, each in its own way (a
+# forward that takes no more arguments: TypeError). As rows they always answer.
+_REFUSALS = (Unsupported, TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+
+
+class HFEagle3TargetModel(InProcessTarget):
+    """Co-located backend that captures three auxiliary hidden states from a causal LM.
+
+    The model is put in eval mode and frozen; it is run without gradients and never changed.
+    `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
+    CUDA graphs: other roundings, less time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        aux_layer_ids: Sequence[int] | None = None,
+        cp_mesh: Any = None,
+        *,
+        supervision: Supervision = "logits",
+        tokenizer: Any = None,
+        compile_layers: bool = False,
+    ) -> None:
+        super().__init__(supervision)
+        self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
+        if self._cp_size > 1:
+            raise BadInput(
+                f"cp_mesh of size {self._cp_size}: context parallelism is not supported yet",
+                fix="pass cp_mesh=None or a mesh of size 1",
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self._layers = self._get_transformer_layers()
+        self._depth = target_depth(getattr(model, "config", None), self._layers)
+        candidate_ids = self._default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
+        self.model = model.eval().requires_grad_(False)
+        self._options = _accepted(model, use_cache=False, output_hidden_states=False)
+        self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
+        self._head_module: nn.Module | None = None
+        self._head: TargetHead | None = None
+        self._info: TargetInfo | None = None
+        self.try_one_row = self._device().type != "cpu"  # a CPU starts passes at no cost
+        self._one_row_checked: bool | None = None
+        self._whole_row = False  # which kind of row was found exact
+        gpu = self._device().type == "cuda"
+        self.skip_masks = gpu and needs_no_mask(model)
+        self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
+        self._recorded = RecordedSizes[list[Tensor]]()
+        self.record_passes = compile_layers and gpu
+        self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
+        if supervision != "logits":
+            self._head_of_states()  # a head that cannot be represented is refused here, not later
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | PathLike[str],
+        *,
+        aux_layer_ids: Sequence[int] | None = None,
+        supervision: Supervision = "hidden",
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        attn_implementation: str | None = None,
+        quantization_config: Any = None,
+        trust_remote_code: bool = False,
+        compile_layers: bool = False,
+    ) -> "HFEagle3TargetModel":
+        """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
+
+        `dtype="auto"` keeps the checkpoint's own precision; `info().weight_dtypes` says what it is.
+        `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`target.fp8`).
+        For a quantised target name the quantised checkpoint, or give a `quantization_config` of
+        transformers: a draft must learn from the states that will be served.
+        """
+        device = find_device(device)
+        if dtype == "fp8" and (reason := fp8.why_not(device)):
+            raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
+        loaded = load_target(
+            name_or_path,
+            dtype="bfloat16" if dtype == "fp8" else dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code,
+        )
+        if dtype == "fp8":
+            fp8.to_fp8(loaded.model)
+        target = cls(
+            loaded.model,
+            aux_layer_ids,
+            supervision=supervision,
+            tokenizer=loaded.tokenizer,
+            compile_layers=compile_layers,
+        )
+        target._stored_as = loaded.stored_as
+        return target
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the target model input embeddings."""
+        self._check_open()
+        embedding: nn.Embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        return embedding
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        if self._info is None:
+            head = self._head_of_states()
+            vocab_size, hidden_size = head.weight_VD.shape
+            self._info = TargetInfo(
+                head=head,
+                final_norm=describe_final_norm(self.model),
+                hidden_size=hidden_size,
+                vocab_size=vocab_size,
+                depth=self._depth,
+                dtype=self._state_dtype,
+                weight_dtypes=describe_weights(self.model, stored_as=self._stored_as),
+                weights_fingerprint=weights_fingerprint(self.model),
+                tokenizer_fingerprint=(
+                    None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+                ),
+            )
+        return self._info
+
+    def close(self) -> None:
+        """Drop the model, so that its memory can go as soon as nobody else holds it."""
+        if not self._closed:
+            del self.model, self._layers, self._compiled
+            self._recorded.forget()
+            self._head_module = self._head = self._info = self.tokenizer = None
+        super().close()
+
+    def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
+        if self.model.training:  # somebody called train() on the module they share with us
+            self.model.eval()
+        write = partial(_write_to, aux, group)
+        # one pass over the whole batch has the same shape every time: worth compiling
+        if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
+            return self._run(ids, mask, group, write)
+        try:
+            with self._compiled.lent():
+                if isinstance(group, WholeRow) and self._worth_recording(ids.numel()):
+                    return self._replay(ids, group, write)
+                return self._run(ids, mask, group, write)
+        except compile_errors() as error:
+            self._compiled.give_up(error)
+            return self._run(ids, mask, group, write)
+
+    def _run(
+        self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
+    ) -> Tensor:
+        """The model's own forward: `write` gets the aux layers' states, the answer is returned."""
+        seen: list[Tensor] = []
+
+        def keep(hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return hidden
+
+        with ExitStack() as stack:
+            stack.enter_context(layer_outputs(self._layers, self.aux_layer_ids, write))
+            if self.supervision != "logits":
+                assert self._head_module is not None
+                stack.enter_context(muted_head(self._head_module, keep))
+            if isinstance(group, OneRow | WholeRow):
+                stack.enter_context(documents_apart(self.model, group))
+                logits = self._call(ids, None, **group.options())
+            else:  # documents need no mask, and without one the causal kernels are faster
+                if group is not None and self.skip_masks:
+                    stack.enter_context(causal_rows(self.model))
+                logits = self._call(ids, mask if group is None else None)
+        return logits if self.supervision == "logits" else seen[0]
+
+    def _worth_recording(self, slots: int) -> bool:
+        """Whether Python needs longer to start such a pass than the GPU to run it."""
+        short = self.record_passes and slots < 2 * self.overhead_tokens
+        return short and self._recorded.comes_back(slots)
+
+    def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
+        def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
+            states: dict[int, Tensor] = {}
+            answer = self._run(ids, None, group.with_options(options), states.__setitem__)
+            return [*(states[i] for i in self.aux_layer_ids), answer]
+
+        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
+        for layer_id, layer_states in zip(self.aux_layer_ids, states, strict=True):
+            write(layer_id, layer_states)
+        return answer
+
+    def _call(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """The model's own forward; its logits, however they are wrapped."""
+        output = self.model(input_ids=ids, attention_mask=mask, **self._options, **options)
+        logits = getattr(output, "logits", None)
+        return logits if isinstance(logits, Tensor) else hidden_of(output)
+
+    def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
+        if self.try_one_row and documents.lengths:
+            plan, lengths = self._plan(documents, ids_BT), documents.lengths
+            cells = sum(len(members) * max(lengths[i] for i in members) for members in plan)
+            spared = cells - sum(lengths) + self.overhead_tokens * (len(plan) - 1)
+            # regrouping queries, keys and values costs about a twentieth of a pass
+            worth_it = 20 * spared > sum(lengths) or (spared > 0 and kernel_takes(self.model))
+            if worth_it and self._one_row_is_exact():
+                return [self._row_of(documents, ids_BT)]
+        return super()._groups(documents, ids_BT)
+
+    def _row_of(self, documents: Documents, ids_BT: Tensor) -> Group:
+        if self._whole_row:
+            return whole_row(documents, ids_BT.numel(), device=ids_BT.device)
+        return one_row(documents, device=ids_BT.device)
+
+    def _one_row_is_exact(self) -> bool:
+        """Whether two small documents in one row answer as they do alone; asked once."""
+        if self._one_row_checked is None:
+            self._one_row_checked = may_support(self.model) and (
+                (kernel_takes(self.model) and self._compare_one_row(whole=True))
+                or self._compare_one_row(whole=False)
+            )
+        return self._one_row_checked
+
+    def _compare_one_row(self, *, whole: bool) -> bool:
+        self._whole_row = whole
+        device = self._device()
+        ids_BT = torch.arange(12, device=device)[None]
+        documents = Documents((0, 7), (7, 5))
+        answers = []
+        try:
+            for groups in (super()._groups(documents, ids_BT), [self._row_of(documents, ids_BT)]):
+                aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
+                for group in groups:
+                    write = partial(_write_to, aux, group)
+                    self._run(group.take(ids_BT), None, group, write)
+                answers.append(aux.result().double())
+        except _REFUSALS:
+            return False
+        error = (answers[0] - answers[1]).abs().mean() / answers[0].abs().mean()
+        return bool(
+            error < (1e-4 if aux.result().dtype in (torch.float32, torch.float64) else 3e-2)
+        )
+
+    def _answers_logits(self) -> bool:
+        return self.supervision == "logits"
+
+    @torch.no_grad()
+    def _head_of_states(self) -> TargetHead:
+        if self._head is None:
+            self._head_module = find_head_module(self.model)
+            probe_BT = torch.arange(4, device=self._device())[None]
+            self._head, self._state_dtype = learn_head(
+                lambda: self._call(probe_BT, torch.ones_like(probe_BT)),
+                self._head_module,
+                where=type(self.model).__name__,
+            )
+        return self._head
+
+    def _device(self) -> torch.device:
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    def _vocabulary_rows(self) -> int | None:
+        if not hasattr(self.model, "get_input_embeddings"):
+            return None
+        return len(self.get_input_embeddings().weight)
+
+    def _get_transformer_layers(self) -> list[nn.Module]:
+        """Return decoder layers as an ordered list indexable by integer."""
+        return find_layers(self.model)
+
+    def _default_aux_layer_ids(self) -> list[int]:
+        return default_aux_layer_ids(self._depth)
+
+    def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
+        """Validate aux-layer selection before any forward hooks are registered."""
+        return validate_aux_layer_ids(aux_layer_ids, min(self._depth, len(self._layers)))
+
+
+def _write_to(aux: AuxBuffer, group: Group | None, layer_id: int, states: Tensor) -> None:
+    aux.write(layer_id, states, group)
+
+
+def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Those of `options` that the model's forward takes; not every causal LM knows a cache."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return options
+    return {name: value for name, value in options.items() if name in parameters}

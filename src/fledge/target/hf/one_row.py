@@ -1,0 +1,260 @@
+"""Packed documents in one forward pass, where an architecture allows it.
+
+Everything but attention works token by token, so all documents of a batch can stand in one row.
+Only attention must keep them apart: transformers lets us put a function of our own in its place.
+No mask is built, and one pass replaces several: worth it on a GPU for short documents. Two ways:
+
+- `WholeRow`: the batch as it lies, [1, B * T], padding included, and the rollout's own attention
+  kernel, which takes documents as they come. Every pack has the same shape, so layers compile once
+  and a pass can be recorded (`compiled`).
+- `OneRow`: the real tokens, [1, N]; queries, keys and values are regrouped by document, the plain
+  causal kernel runs on a few padded batches of them, and the results are put back.
+
+Only for plain causal or sliding-window attention. Anything else (sinks, soft caps, biases, chunked
+or recurrent layers) raises `Unsupported` or fails the numerical check that `hf` makes before the
+first use, and the documents are run as rows (`packing`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fledge.core.transfer import send
+from fledge.kernels.attention.blocked import kernel_runs
+from fledge.kernels.attention.documents import attend_documents
+from fledge.rollout.plan import to_device
+from fledge.target.packing import Documents, Group, group_documents, plan_groups
+
+NAME, CAUSAL = "fledge_documents", "fledge_causal"
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+# Keyword arguments of attention functions that say nothing about which keys are seen, or how.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+_HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
+FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models hand down to attention
+
+
+class Unsupported(Exception):  # noqa: N818  (a verdict, caught by the caller)
+    """This architecture's attention is more than plain causal attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class OneRow(Group):
+    """All documents as one row [1, N]; `blocks` regroup it for attention."""
+
+    position_ids_1N: Tensor
+    blocks: tuple[Group, ...]
+
+    def options(self) -> dict[str, Tensor]:
+        """What the model's forward is called with besides the tokens."""
+        return {"position_ids": self.position_ids_1N}
+
+
+@dataclass(frozen=True, eq=False)
+class WholeRow(Group):
+    """The flattened batch as one row [1, S]; padding slots are documents of one token."""
+
+    position_ids_1N: Tensor
+    first_N: Tensor  # where each slot's document begins
+    real_N: Tensor  # bool: no padding
+
+    def put(self, states_NLD: Tensor, into_BTD: Tensor) -> None:
+        into_SD = into_BTD.flatten(0, 1)
+        into_SD.copy_(states_NLD[0]).masked_fill_(~self.real_N[:, None], 0)
+
+    def options(self) -> dict[str, Tensor]:
+        """What the model's forward is called with besides the tokens."""
+        return {"position_ids": self.position_ids_1N, FIRST: self.first_N, SLOT: self.slots}
+
+    def with_options(self, options: dict[str, Tensor]) -> "WholeRow":
+        """The same row, these tensors in place of its own."""
+        return replace(
+            self,
+            position_ids_1N=options["position_ids"],
+            first_N=options[FIRST],
+            slots=options[SLOT],
+        )
+
+
+_active: ContextVar[tuple[Group, ...] | None] = ContextVar("fledge_documents", default=None)
+
+
+def one_row(documents: Documents, *, device: torch.device) -> OneRow:
+    """The documents end to end, longest first."""
+    order = sorted(range(len(documents.lengths)), key=lambda i: -documents.lengths[i])
+    lengths = [documents.lengths[i] for i in order]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    slots = torch.cat([documents.starts[i] + torch.arange(documents.lengths[i]) for i in order])
+    total = len(positions)
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    # padding costs attention only: few groups, some padding
+    plan = plan_groups(lengths, overhead_tokens=total, max_tokens=2 * total)
+    blocks = group_documents(Documents(tuple(begins), tuple(lengths)), plan, device=device)
+    return OneRow(
+        slots_NL=send(slots, device)[None],
+        attention_mask_NL=torch.ones((1, total), dtype=torch.long, device=device),
+        cells=torch.arange(total, device=device),
+        slots=send(slots, device),
+        position_ids_1N=send(positions, device)[None],
+        blocks=tuple(blocks),
+    )
+
+
+def whole_row(documents: Documents, slots: int, *, device: torch.device) -> WholeRow:
+    """The documents where they lie among `slots` slots."""
+    slot = np.arange(slots)
+    first, real = slot.copy(), np.zeros(slots, dtype=np.int64)
+    for start, length in zip(documents.starts, documents.lengths, strict=True):
+        first[start : start + length] = start
+        real[start : start + length] = 1
+    on_device = to_device([slot, first, slot - first, real], device)
+    slot_N, first_N, position_N, real_N = on_device
+    return WholeRow(
+        slots_NL=slot_N[None],
+        attention_mask_NL=real_N[None],
+        cells=slot_N,
+        slots=slot_N,
+        position_ids_1N=position_N[None],
+        first_N=first_N,
+        real_N=real_N.bool(),
+    )
+
+
+def attend(
+    module: nn.Module,
+    query_1HNC: Tensor,
+    key_1GNC: Tensor,
+    value_1GNC: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: each document attends to itself, causally."""
+    first_N, slot_N = options.pop(FIRST, None), options.pop(SLOT, None)
+    odd = [name for name, v in options.items() if v is not None and name not in _HARMLESS]
+    if attention_mask is not None or odd or options.get("is_causal") is False:
+        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+    query_NHC, key_NGC, value_NGC = (
+        states[0].transpose(0, 1) for states in (query_1HNC, key_1GNC, value_1GNC)
+    )
+    if first_N is not None:
+        if sliding_window is not None:
+            first_N = torch.maximum(first_N, slot_N - (sliding_window - 1))
+        channels = query_NHC.shape[-1]
+        if value_NGC.shape[-1] != channels:
+            raise Unsupported(f"{type(module).__name__} has values of another width than keys")
+        if scaling is not None and scaling != channels**-0.5:
+            query_NHC = query_NHC * (scaling * channels**0.5)
+        return attend_documents(query_NHC, key_NGC, value_NGC, first_N, slot_N)[None], None
+    blocks = _active.get()
+    if blocks is None:
+        raise Unsupported(f"{type(module).__name__} does not hand options down to its attention")
+    out_NHC = query_NHC.new_empty((*query_NHC.shape[:2], value_NGC.shape[-1]))
+    for block in blocks:
+        visible_LL = _band(block.slots_NL, sliding_window)
+        out_BHLC = F.scaled_dot_product_attention(
+            query_NHC[block.slots_NL].transpose(1, 2),
+            key_NGC[block.slots_NL].transpose(1, 2),
+            value_NGC[block.slots_NL].transpose(1, 2),
+            attn_mask=visible_LL,
+            is_causal=visible_LL is None,
+            scale=scaling,
+            enable_gqa=query_NHC.shape[1] != key_NGC.shape[1],
+        )
+        rows_NHC = out_BHLC.transpose(1, 2).flatten(0, 1)
+        out_NHC.index_copy_(0, block.slots, rows_NHC.index_select(0, block.cells))
+    return out_NHC[None], None
+
+
+def _band(slots_NL: Tensor, window: int | None) -> Tensor | None:
+    """Which keys [L, L] a sliding window lets through; None when it covers whole documents."""
+    length = slots_NL.shape[1]
+    if window is None or window >= length:
+        return None
+    offset_L = torch.arange(length, device=slots_NL.device)
+    distance_LL = offset_L[:, None] - offset_L
+    return (distance_LL >= 0) & (distance_LL < window)
+
+
+def may_support(model: nn.Module) -> bool:
+    """Whether the architecture could run documents in one row; `hf` then makes sure of it."""
+    configs = _attention_configs(model)
+    return bool(configs) and all(
+        getattr(config, "attention_chunk_size", None) is None
+        and set(getattr(config, "layer_types", None) or ()) <= _PLAIN_LAYERS
+        for config in configs
+    )
+
+
+def kernel_takes(model: nn.Module) -> bool:
+    """Whether the rollout's attention kernel runs this model's heads, on the model's device."""
+    weight = next(model.parameters())
+    dims: set[Any] = {getattr(module, "head_dim", None) for module in model.modules()} - {None}
+    return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
+
+
+def needs_no_mask(model: nn.Module) -> bool:
+    """Whether rows of whole documents run under SDPA's own causal rule, nothing else hidden."""
+    return may_support(model) and all(
+        config._attn_implementation == "sdpa"
+        and getattr(config, "sliding_window", None) is None
+        and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
+        for config in _attention_configs(model)
+    )
+
+
+@contextmanager
+def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
+    """While open, the model's attention keeps the documents of `row` apart."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    token = _active.set(row.blocks if isinstance(row, OneRow) else None)
+    try:
+        with lent_attention(model, NAME):
+            yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def causal_rows(model: nn.Module) -> Iterator[None]:
+    """While open, no mask is built: to learn that none is needed, transformers would look at the
+    positions, and so wait for the GPU. Only where `needs_no_mask`."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+    with lent_attention(model, CAUSAL):
+        yield
+
+
+@contextmanager
+def lent_attention(model: nn.Module, name: str) -> Iterator[None]:
+    """While open, the model's attention is this implementation of transformers' registry.
+
+    transformers builds masks only for implementations it knows: for ours it builds none.
+    """
+    configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
+    try:
+        for config, _ in configs:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, implementation in configs:
+            config._attn_implementation = implementation
+
+
+def _attention_configs(model: nn.Module) -> list[Any]:
+    """Every config object that the model's modules read their attention implementation from."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation")]

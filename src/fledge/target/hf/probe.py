@@ -1,0 +1,125 @@
+"""Learning a model's output head from the model itself, without knowing its class.
+
+Between the last hidden state and the logits lies a linear layer, and after it what an architecture
+likes to do: multiply (Cohere), divide (Granite), soft-cap (Gemma). Configs name these differently
+and with opposite meanings, so instead of reading names the model is *asked*: the head is muted and
+known numbers are put in its place; what the model makes of them shows scale and cap.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.errors import BadInput
+from fledge.core.head import TargetHead
+from fledge.target.capture import muted_head
+
+_SMALL, _LARGE = 2.0**-20, 2.0**20  # far below and far above any soft cap in use (15 .. 50)
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def find_head_module(model: nn.Module) -> nn.Module:
+    """The module that makes logits: what the model calls its output embeddings, or `lm_head`."""
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    for name in ("lm_head", "embed_out", "output"):
+        head = head if head is not None else getattr(model, name, None)
+    if not isinstance(head, nn.Module):
+        raise BadInput(
+            f"{type(model).__name__} has no output head that could be found",
+            fix="use supervision 'logits'",
+        )
+    return head
+
+
+@torch.no_grad()
+def learn_head(
+    run_logits: Callable[[], Tensor], head: nn.Module, *, where: str
+) -> tuple[TargetHead, torch.dtype]:
+    """The frozen head, checked against the model, and the dtype of the states it is given.
+
+    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V].
+    """
+    weight_VD, bias_V = _linear_of(head, where=where)
+    seen: list[Tensor] = []
+    wave_V = torch.linspace(-60.0, 60.0, len(weight_VD), dtype=_widest(weight_VD.device))
+    wave_V[0], wave_V[-1] = _SMALL, _LARGE
+    wave_V = wave_V.to(weight_VD.device)
+
+    def answer(hidden_BTD: Tensor) -> Tensor:
+        seen.append(hidden_BTD)
+        return wave_V.expand(*hidden_BTD.shape[:-1], -1)
+
+    with muted_head(head, answer):
+        response_V = run_logits()[0, -1]
+    if len(seen) != 1 or response_V.shape != wave_V.shape:
+        raise BadInput(
+            f"its forward called the head {len(seen)} times and returned "
+            f"{response_V.shape[-1]} logits of {len(wave_V)}",
+            where=where,
+            fix="use supervision 'logits'",
+        )
+    learned = replace(
+        _arithmetic(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
+    )
+    hidden_BTD = seen[0]
+    plain = TargetHead(weight_VD, bias_V).logits(hidden_BTD)
+    torch_logits = head(hidden_BTD)
+    if not torch.allclose(torch_logits.float(), plain.float(), rtol=2e-2, atol=1e-3):
+        raise BadInput(
+            f"its head ({type(head).__name__}) does more than a matrix product",
+            where=where,
+            fix="use supervision 'logits'",
+        )
+    return learned, hidden_BTD.dtype
+
+
+def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
+    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.dtype not in _PLAIN_DTYPES:
+        stored = weight.dtype if isinstance(weight, Tensor) else type(head).__name__
+        raise BadInput(
+            f"its output head is stored as {stored}, not as a plain matrix",
+            where=where,
+            fix="keep the head unquantised (modules_to_not_convert) or use supervision 'logits'",
+        )
+    return weight.detach(), None if bias is None else bias.detach()
+
+
+def _arithmetic(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead:
+    """A head of width 1 that turns the wave into the response, by scale or divisor, and cap.
+
+    Slope near 0 is the factor; where large inputs stop growing is the cap. Multiplying by 1/13 and
+    dividing by 13 round differently, so both are tried and the closer one is taken.
+    """
+    factor = float(response_V[0]) / _SMALL
+    top = float(response_V[-1])
+    capped = abs(top - factor * _LARGE) > 1e-2 * abs(factor) * _LARGE
+    wave = TargetHead(wave_V[:, None], None, 1.0, abs(top) if capped else None)
+    candidates = [wave]
+    if factor != 0.0:
+        candidates += [replace(wave, scale=value) for value in (factor, _round(factor))]
+        candidates += [replace(wave, divisor=value) for value in (1 / factor, _round(1 / factor))]
+    ones_11 = wave_V.new_ones(1, 1)
+    wanted_V = response_V.to(wave_V.dtype)
+    errors = [float((head.logits(ones_11)[0] - wanted_V).abs().max()) for head in candidates]
+    best = candidates[errors.index(min(errors))]
+    tolerance = 1e-9 if response_V.dtype == torch.float64 else 1e-2
+    if not torch.allclose(wanted_V, best.logits(ones_11)[0], rtol=tolerance, atol=1e-6):
+        raise BadInput(
+            "its logits are not scale and soft cap of a matrix product",
+            where=where,
+            fix="use supervision 'logits'",
+        )
+    return best
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.12g}")
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,331 @@
+"""The target on other processes or machines: a client of `fledge serve-target`.
+
+`RemoteEagle3TargetModel` is a backend like every other. Each call becomes one question with an id
+of its own; whichever server answers it, the caller gets the batch it asked for, once, and calls
+made one after another are answered one after another. A question is asked again, elsewhere if
+possible, until a whole reply has come.
+"""
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fledge.core.batch import Eagle3TargetBatch, Supervision
+from fledge.core.errors import BadInput, TargetUnreachable
+from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
+from fledge.target.cache.manifest import assemble_target
+from fledge.target.layers import validate_aux_layer_ids
+from fledge.target.packing import find_documents
+from fledge.target.remote.fleet import Fleet, ServerState, T, log
+from fledge.target.remote.http import (
+    Buffers,
+    Refused,
+    Reply,
+    Server,
+    ServerBusy,
+    ServerDown,
+    ServerFault,
+)
+from fledge.target.remote.protocol import (
+    Question,
+    Rows,
+    Shapes,
+    WireEncoding,
+    decode_answer,
+)
+from fledge.target.remote.segment import Segment, Segments, available
+from fledge.target.remote.wire import WireError, unpack
+
+RemoteSupervision = Literal["hidden", "probs", "topk", "logits"]
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+
+
+class RemoteEagle3TargetModel(Eagle3TargetBackend):
+    """Target backend over one or more target servers.
+
+    `supervision` says what the trainer gets and what travels: `hidden` states (default), `probs`
+    over the draft vocabulary, or `topk` of them (which arrive as probs); `logits` are made here
+    from hidden states. `prefetch` calls of `generate_batch_async` are under way at once.
+
+    While no server is up, calls wait up to `wait_s` and then raise `TargetUnreachable`.
+    """
+
+    supports_async = True
+
+    def __init__(
+        self,
+        urls: Sequence[str] | str,
+        *,
+        supervision: RemoteSupervision = "hidden",
+        aux_layer_ids: Sequence[int] | None = None,
+        token: str | None = None,
+        ca_file: str | None = None,
+        top_k: int = 64,
+        dtype: str = "auto",
+        merge: bool = False,
+        prefetch: int = 2,
+        timeout_s: float = 120.0,
+        retries: int = 5,
+        wait_s: float = 300.0,
+        shared_memory: bool = True,
+        pin_memory: bool = False,
+    ) -> None:
+        natural: Supervision = "probs" if supervision == "topk" else supervision
+        super().__init__(natural)
+        self._encoding: WireEncoding = "hidden" if supervision == "logits" else supervision
+        self._top_k, self._dtype, self._alone = top_k, dtype, not merge
+        self._timeout_s, self._retries, self._pin = timeout_s, retries, pin_memory
+        self.prefetch = prefetch
+        addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
+        buffers = Buffers(keep=max(1, prefetch) + 1)
+        servers = [Server(url, token=token, ca_file=ca_file, buffers=buffers) for url in addresses]
+        self._fleet = Fleet(servers, wait_s=wait_s)
+        self._segments = Segments() if shared_memory and available() else None
+        self._no_segments: set[str] = set()  # servers that cannot see our shared memory
+        self._threads = ThreadPoolExecutor(max(1, prefetch), thread_name_prefix="fledge-remote")
+        self._lock = threading.Lock()
+        self._target: tuple[InputEmbedding, TargetInfo] | None = None
+        try:
+            self.server_info = self._fleet.open()
+            self.aux_layer_ids = list(self.server_info["aux_layer_ids"])
+            self._check_aux_layers(aux_layer_ids)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_aux_layers(self, wanted: Sequence[int] | None) -> None:
+        if wanted is None:
+            return
+        ids = validate_aux_layer_ids(wanted, int(self.server_info["depth"]))
+        if ids != self.aux_layer_ids:
+            raise BadInput(
+                f"the servers capture aux layers {self.aux_layer_ids}, {ids} are wanted",
+                where="target.aux_layer_ids",
+                fix=f"fledge serve-target --aux-layer-ids {','.join(map(str, ids))}",
+            )
+
+    def get_input_embeddings(self) -> InputEmbedding:
+        self._check_open()
+        return self._fetched()[0]
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        return self._fetched()[1]
+
+    def fetch_files(self, directory: Path) -> None:
+        """Write the target's config and tokenizer files into `directory`."""
+        from fledge.core.files import atomic_file
+        from fledge.target.cache.manifest import is_copied
+
+        self._check_open()
+        tensors, _ = self._get("/v1/files", max_bytes=1 << 28)
+        for name, content in tensors.items():
+            if not is_copied(name):
+                raise BadInput(
+                    f"the server offers a file {name!r}, which is no part of a tokenizer"
+                )
+            with atomic_file(directory / name) as handle:
+                handle.write(content.numpy().tobytes())
+
+    def generate_batch(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Eagle3TargetBatch:
+        """Ask a server about these rows. The batch lies on the CPU."""
+        return self.generate_batch_async(
+            input_ids, attention_mask, loss_mask, position_ids, seq_lens, doc_remaining
+        ).result()
+
+    def generate_batch_async(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Future[Eagle3TargetBatch]:
+        """Ask in the background; `prefetch` calls at a time, the others wait their turn."""
+        self._check_open()
+        packing = (position_ids, seq_lens, doc_remaining)
+        rows = Rows(
+            *(tensor.detach().cpu() for tensor in (input_ids, attention_mask, loss_mask)),
+            *(None if tensor is None else tensor.detach().cpu() for tensor in packing),
+        )
+        find_documents(rows.input_ids, rows.attention_mask, *rows.packing())
+        self._check_vocabulary(rows.input_ids)
+        vocabulary = None
+        if self._encoding != "hidden":
+            vocabulary = self._vocab_mapping(torch.device("cpu"))[0]
+        question = Question(
+            request_id=secrets.token_hex(16),
+            rows=rows,
+            encoding=self._encoding,
+            dtype=self._dtype,
+            top_k=self._top_k if self._encoding == "topk" else 0,
+            vocabulary=vocabulary,
+            fingerprint=str(self.server_info["weights_fingerprint"]),
+            alone=self._alone,
+        )
+        return self._threads.submit(self._answer, question)
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._fleet.close()
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            if self._segments is not None:
+                self._segments.close()
+            self._target = None
+
+    def _check_vocabulary(self, input_ids: Tensor) -> None:
+        size = int(self.server_info["vocab_size"])
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}: "
+                "was another tokenizer used?"
+            )
+
+    def _shapes(self, question: Question) -> Shapes:
+        return Shapes(
+            hidden_size=int(self.server_info["hidden_size"]),
+            dtype=getattr(torch, self.server_info["dtype"]),
+            encoding=question.encoding,
+            wire_dtype=question.dtype,
+            draft_vocab_size=0 if question.vocabulary is None else len(question.vocabulary),
+            top_k=question.top_k,
+        )
+
+    def _answer(self, question: Question) -> Eagle3TargetBatch:
+        """The batch, whatever happens to servers on the way."""
+        batch = self._until_whole(lambda state: self._ask(state, question))
+        if self.supervision == "logits":
+            batch = batch.with_logits(self.info().head)
+        return batch.pin_memory() if self._pin else batch
+
+    def _until_whole(self, use: Callable[[ServerState], T]) -> T:
+        """Ask until one server gave a whole answer; see `retries` and `wait_s`."""
+        failures, pause = 0, _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._fleet.ask(use)
+            except (ServerBusy, ServerDown):
+                continue  # the fleet knows when to come back, and for how long
+            except ServerFault as error:
+                failures += 1
+                if failures > self._retries:
+                    raise TargetUnreachable(
+                        f"{failures} attempts at one request failed, the last with: {error}",
+                        fix="look at the servers' logs and run the same command again",
+                    ) from error
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _ask(self, state: ServerState, question: Question) -> Eagle3TargetBatch:
+        """One attempt, at one server."""
+        shapes = self._shapes(question)
+        supervised = int(question.rows.loss_mask[:, 1:].bool().sum())
+        most = shapes.answer_bytes(question.rows.tokens, supervised)
+        segment = self._segment_for(state, most)
+        if segment is not None:
+            question = replace(question, segment=segment.name)
+        try:
+            reply = state.server.post_message(
+                "/v1/generate",
+                question.to_message().to_bytes(),
+                timeout_s=self._timeout_s,
+                max_bytes=most,
+            )
+            state.queue = reply.queue
+            message = self._received(state, reply, segment, most)
+            if message is not reply.body:
+                segment = None  # its memory is the batch's now
+            tensors, metadata = unpack(message)
+            return decode_answer(tensors, metadata, question.rows, shapes, question.request_id)
+        except WireError as error:
+            raise ServerFault(str(error)) from error
+        except Refused as error:
+            if error.status == 409:  # it came back with other weights: the fleet will see
+                raise ServerFault(str(error)) from error
+            raise
+        finally:
+            if segment is not None:  # never used again: somebody may still write to it
+                segment.discard()
+
+    def _segment_for(self, state: ServerState, nbytes: int) -> Segment | None:
+        same_machine = state.info.get("boot_id") == boot_id() != ""
+        if self._segments is None or not same_machine or state.server.url in self._no_segments:
+            return None
+        return self._segments.lease(nbytes)
+
+    def _received(
+        self, state: ServerState, reply: Reply, segment: Segment | None, most: int
+    ) -> memoryview:
+        """The answer itself: the reply's body, or what the server wrote to shared memory."""
+        if segment is None:
+            return reply.body
+        assert self._segments is not None
+        _, metadata = unpack(reply.body)
+        written = metadata.get("segment_bytes", "")
+        if not written:
+            self._no_segments.add(state.server.url)
+            log.info("target server %s does not see our shared memory", state.server.url)
+            return reply.body
+        if not written.isdecimal() or not 0 < int(written) <= most:
+            raise WireError(f"{written} bytes of shared memory, at most {most} were expected")
+        return self._segments.adopt(segment, int(written))
+
+    def _get(self, path: str, *, max_bytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+        def use(state: ServerState) -> tuple[dict[str, Tensor], dict[str, str]]:
+            timeout_s = max(self._timeout_s, 600.0)  # gigabytes, once
+            return unpack(
+                state.server.get_message(path, timeout_s=timeout_s, max_bytes=max_bytes).body
+            )
+
+        return self._until_whole(use)
+
+    def _fetched(self) -> tuple[InputEmbedding, TargetInfo]:
+        """Embedding and head, fetched once."""
+        with self._lock:
+            if self._target is None:
+                facts = self.server_info
+                most = 8 * int(facts["hidden_size"]) * (int(facts["vocab_size"]) + 2) + (1 << 20)
+                tensors, _ = self._get("/v1/embeddings", max_bytes=most)
+                head, _ = self._get("/v1/head", max_bytes=most)
+                self._target = assemble_target(
+                    {**tensors, **head}, facts, hidden_size=int(facts["hidden_size"])
+                )
+            return self._target
+
+
+def boot_id() -> str:
+    """Equal in all processes of one running machine, its containers included."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def token_from(name: str | None) -> str | None:
+    """The bearer token from an environment variable; never from a file or a command line."""
+    if name is None:
+        return None
+    token = os.environ.get(name, "").strip()
+    if not token:
+        raise BadInput(f"the environment variable {name} holds no token", fix=f"export {name}=...")
+    return token

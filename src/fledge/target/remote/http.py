@@ -1,0 +1,283 @@
+"""One target server, seen from a client: connections that are kept, deadlines, whole replies.
+
+Built on http.client, which can read a body straight into the memory that the tensors will live in.
+Every exchange has a deadline for the whole of it, however slowly the bytes trickle, and ends in a
+whole reply or in one of four exceptions, which say what to do next.
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fledge.core.addresses import server_address
+from fledge.core.errors import BadInput, first_line
+from fledge.target.remote.wire import CHUNK_BYTES, DigestCheck, WireError
+
+_SMALL_BYTES = 1 << 20  # more than any JSON reply has
+
+
+class ServerDown(Exception):  # noqa: N818  (a finding, handled by the fleet)
+    """Nobody listens there: not this request's fault."""
+
+
+class ServerFault(Exception):  # noqa: N818  (a finding too)
+    """The exchange broke (time, truncation, an error inside the server): try again, elsewhere."""
+
+
+class ServerBusy(Exception):  # noqa: N818  (a finding too)
+    """The queue is full: try again after `retry_after_s`."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"busy for another {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
+class Refused(BadInput):
+    """The server understood and said no; asking again would not help."""
+
+    def __init__(self, what: str, *, status: int, where: str, fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Reply:
+    body: memoryview  # writable; tensors may go on living in it
+    queue: int  # requests that wait at the server
+
+
+class Buffers:
+    """Memory for replies, used again when nothing looks at it any more.
+
+    Fresh memory costs a page fault every few kilobytes, about a third of the time that a reply
+    takes on a fast link. No locks: memory comes back from the garbage collector, which may run
+    anywhere.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._free: deque[NDArray[np.uint8]] = deque(maxlen=keep)  # the oldest is let go
+
+    def lease(self, nbytes: int) -> memoryview:
+        if nbytes < _SMALL_BYTES:
+            return np.empty(nbytes, np.uint8).data
+        try:
+            base = self._free.pop()
+        except IndexError:
+            base = np.empty(0, np.uint8)
+        if len(base) < nbytes:
+            base = np.empty(nbytes, np.uint8)
+        leased = base[:nbytes]
+        weakref.finalize(leased, self._free.append, base)
+        return leased.data
+
+
+class Server:
+    """Connections to one URL. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: str | None = None,
+        buffers: Buffers | None = None,
+    ) -> None:
+        parts = server_address(url)
+        assert parts.hostname is not None
+        if parts.path not in ("", "/") or parts.query:
+            raise BadInput("a server's address has no path", where=url)
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._host, self._port = parts.hostname, parts.port
+        self._tls = _trusting(ca_file) if parts.scheme == "https" else None
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._buffers = buffers or Buffers(0)
+        self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def get_json(self, path: str, *, timeout_s: float) -> dict[str, Any]:
+        reply = self._exchange("GET", path, None, timeout_s, _SMALL_BYTES, digest=False)
+        try:
+            value = json.loads(bytes(reply.body))
+        except ValueError:
+            raise ServerFault(f"{path} is not JSON") from None
+        if not isinstance(value, dict):
+            raise ServerFault(f"{path} is not a JSON object")
+        return value
+
+    def get_message(self, path: str, *, timeout_s: float, max_bytes: int) -> Reply:
+        return self._exchange("GET", path, None, timeout_s, max_bytes, digest=True)
+
+    def post_message(self, path: str, body: bytes, *, timeout_s: float, max_bytes: int) -> Reply:
+        return self._exchange("POST", path, body, timeout_s, max_bytes, digest=True)
+
+    def close(self) -> None:
+        """Close idle connections, end the exchanges that are under way, begin no new ones."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._busy:
+                if connection.sock is not None:
+                    with contextlib.suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+        for connection in idle:
+            connection.close()
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        max_bytes: int,
+        *,
+        digest: bool,
+    ) -> Reply:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            connection, kept = self._connect(deadline)
+            with self._lock:
+                self._busy.add(connection)
+            try:
+                reply = self._speak(connection, method, path, body, deadline, max_bytes, digest)
+            except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
+                connection.close()
+                if kept:  # the server had closed it in the meantime: ask on a fresh one
+                    continue
+                raise ServerFault(f"closed the connection ({first_line(error)})") from error
+            except (OSError, http.client.HTTPException, WireError) as error:
+                connection.close()
+                raise ServerFault(first_line(error)) from error
+            except BaseException:
+                connection.close()
+                raise
+            finally:
+                with self._lock:
+                    self._busy.discard(connection)
+            self._keep(connection)
+            return reply
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        """For the next exchange, unless this one has outlived the client."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _connect(self, deadline: float) -> tuple[http.client.HTTPConnection, bool]:
+        """(connection, whether it was used before)."""
+        with self._lock:
+            if self._closed:
+                raise ServerDown("this client is closed")
+            if self._idle:
+                return self._idle.pop(), True
+        left = max(0.01, min(10.0, deadline - time.monotonic()))
+        connection = (
+            http.client.HTTPConnection(self._host, self._port, timeout=left)
+            if self._tls is None
+            else http.client.HTTPSConnection(
+                self._host, self._port, timeout=left, context=self._tls
+            )
+        )
+        try:
+            connection.connect()
+        except ssl.SSLError as error:
+            raise Refused(
+                f"TLS failed ({first_line(error)})",
+                status=0,
+                where=self.url,
+                fix="see target.ca_file",
+            ) from error
+        except OSError as error:
+            raise ServerDown(first_line(error)) from error
+        return connection, False
+
+    def _speak(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | None,
+        deadline: float,
+        max_bytes: int,
+        digest: bool,
+    ) -> Reply:
+        _arm(connection, deadline)
+        connection.request(method, path, body=body, headers=self._headers)
+        _arm(connection, deadline)
+        response = connection.getresponse()
+        length = response.length
+        if length is None or length > max(max_bytes, _SMALL_BYTES):
+            raise WireError(f"a reply of {length} bytes, at most {max_bytes} were expected")
+        view = self._buffers.lease(length)
+        check = DigestCheck(length) if digest and response.status == 200 else None
+        at = 0
+        while at < length:
+            _arm(connection, deadline)
+            count = response.fp.readinto1(view[at : at + CHUNK_BYTES])
+            if not count:
+                raise WireError(f"the reply ended after {at} of {length} bytes")
+            if check is not None:
+                check.update(view[at : at + count])
+            at += count
+        status, headers = response.status, response.headers
+        response.close()
+        if check is not None:
+            check.finish(view)
+        if status != 200:
+            self._complain(status, bytes(view), headers)
+        queue = headers.get("X-Fledge-Queue", "")
+        return Reply(view, int(queue) if queue.isdecimal() else 0)
+
+    def _complain(self, status: int, body: bytes, headers: http.client.HTTPMessage) -> None:
+        """Turn an error reply into the exception that says what to do."""
+        try:
+            said = json.loads(body)
+            what = str(said["error"])
+        except (ValueError, KeyError, TypeError):
+            said, what = {}, f"HTTP {status}"
+        if status == 429:
+            raise ServerBusy(_seconds(said.get("retry_after_s", headers.get("Retry-After"))))
+        if status >= 500:
+            raise ServerFault(f"HTTP {status}: {what}")
+        fix = {401: "see target.token_env", 409: "all servers must hold the same weights"}
+        raise Refused(what, status=status, where=self.url, fix=fix.get(status, ""))
+
+
+def _trusting(ca_file: str | None) -> ssl.SSLContext:
+    """The system's certificates, or those of a file."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # SSLError among them
+        raise BadInput(
+            f"no certificates could be read ({first_line(error)})", where=f"ca_file {ca_file}"
+        ) from error
+
+
+def _arm(connection: http.client.HTTPConnection, deadline: float) -> None:
+    """Let the next wait on the socket end no later than the deadline."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no whole reply in time")
+    if connection.sock is not None:
+        connection.sock.settimeout(left)
+
+
+def _seconds(said: Any) -> float:
+    try:
+        return min(60.0, max(0.01, float(said)))
+    except (TypeError, ValueError):
+        return 1.0

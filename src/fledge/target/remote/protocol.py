@@ -1,0 +1,308 @@
+"""What a trainer and a target server say to each other: questions, answers, who the target is.
+
+A question is self-contained (token rows, encoding, draft vocabulary): servers keep nothing between
+requests, so any of them can answer any question, again if need be, and the answer is the same.
+
+    GET  /health         up or not, and how much waits; needs no token
+    GET  /v1/info        JSON: identity, sizes, limits
+    GET  /v1/embeddings  message: the input embedding
+    GET  /v1/head        message: output head and final norm
+    GET  /v1/files       message: config and tokenizer files, as bytes
+    POST /v1/generate    message -> message
+    GET  /metrics        Prometheus text
+
+Answers travel in one of three encodings. `hidden` carries both states at every slot. `probs` and
+`topk` carry aux states at every slot and supervision at supervised slots only (M of them, rows end
+to end), in the precision of the states.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fledge.core.batch import (
+    PACKING_FIELDS,
+    Eagle3TargetBatch,
+    _shift_left_with_zero,
+    check_packing,
+    check_rows,
+)
+from fledge.core.head import TargetHead, target_distribution_from_hidden
+from fledge.target.cache.codec import decode_states, keep_top
+from fledge.target.cache.format import DTYPES, Shape
+from fledge.target.remote.wire import Message, WireError
+
+PROTOCOL = 1  # raise when the meaning of a message changes
+WireEncoding = Literal["hidden", "probs", "topk"]
+WIRE_ENCODINGS: tuple[WireEncoding, ...] = get_args(WireEncoding)
+ROW_FIELDS = ("input_ids", "attention_mask", "loss_mask")
+# Facts that every server of one trainer must share, or the draft would learn from two targets.
+IDENTITY = (
+    *("protocol", "weights_fingerprint", "tokenizer_fingerprint", "aux_layer_ids"),
+    *("dtype", "hidden_size", "vocab_size", "depth"),
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows as `generate_batch` takes them, on the CPU."""
+
+    input_ids: Tensor  # [B, T]
+    attention_mask: Tensor  # [B, T]
+    loss_mask: Tensor  # [B, T]
+    position_ids: Tensor | None = None  # [B, T]
+    seq_lens: Tensor | None = None  # [B, max_docs]
+    doc_remaining: Tensor | None = None  # [B, T]
+
+    def __post_init__(self) -> None:
+        check_rows(self.input_ids, self.attention_mask, self.loss_mask)
+        check_packing(self.input_ids, self.position_ids, self.seq_lens, self.doc_remaining)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, width = self.input_ids.shape
+        return rows, width
+
+    @property
+    def tokens(self) -> int:
+        return self.input_ids.numel()
+
+    def packing(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of `PACKING_FIELDS`."""
+        return self.position_ids, self.seq_lens, self.doc_remaining
+
+    def arguments(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of `generate_batch`."""
+        return self.input_ids, self.attention_mask, self.loss_mask, *self.packing()
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call of `generate_batch`, as it travels."""
+
+    request_id: str
+    rows: Rows
+    encoding: WireEncoding = "hidden"
+    dtype: str = "auto"  # of the states on the wire; auto: the target's own
+    top_k: int = 0
+    vocabulary: Tensor | None = None  # [W] target ids in draft order, for probs and topk
+    fingerprint: str = ""  # the weights that must answer
+    alone: bool = True  # not to be run together with other requests
+    segment: str = ""  # shared memory that the answer may be written to
+
+    def to_message(self) -> Message:
+        tensors = {
+            name: _narrow(name, tensor)
+            for name, tensor in zip(
+                (*ROW_FIELDS, *PACKING_FIELDS), self.rows.arguments(), strict=True
+            )
+            if tensor is not None
+        }
+        if self.vocabulary is not None:
+            tensors["vocabulary"] = self.vocabulary.to(torch.int32)
+        metadata = {
+            "protocol": str(PROTOCOL),
+            "request_id": self.request_id,
+            "encoding": self.encoding,
+            "dtype": self.dtype,
+            "top_k": str(self.top_k),
+            "fingerprint": self.fingerprint,
+            "alone": str(int(self.alone)),
+            "segment": self.segment,
+        }
+        return Message(tensors, metadata)
+
+    @classmethod
+    def read(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> "Question":
+        """From the network: a ValueError names what is wrong."""
+        if metadata.get("protocol") != str(PROTOCOL):
+            raise WireError(f"protocol {metadata.get('protocol')!r}, this server speaks {PROTOCOL}")
+        known = {*ROW_FIELDS, *PACKING_FIELDS, "vocabulary"}
+        missing, foreign = set(ROW_FIELDS) - set(tensors), set(tensors) - known
+        if missing or foreign:
+            raise WireError(f"tensors missing: {sorted(missing)}, not known: {sorted(foreign)}")
+        wide = {
+            name: tensor.long()
+            for name, tensor in tensors.items()
+            if not tensor.is_floating_point()
+        }
+        rows = Rows(**{name: t for name, t in {**tensors, **wide}.items() if name != "vocabulary"})
+        encoding, dtype = metadata.get("encoding", ""), metadata.get("dtype", "")
+        if encoding not in WIRE_ENCODINGS:
+            raise WireError(f"encoding {encoding!r} is none of {', '.join(WIRE_ENCODINGS)}")
+        if dtype != "auto" and dtype not in DTYPES:
+            raise WireError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
+        request_id, top_k = metadata.get("request_id", ""), metadata.get("top_k", "0")
+        if not 8 <= len(request_id) <= 64 or not top_k.isdecimal() or len(top_k) > 9:
+            raise WireError("request_id must have 8 to 64 characters, top_k must be a number")
+        return cls(
+            request_id=request_id,
+            rows=rows,
+            encoding=encoding,
+            dtype=dtype,
+            top_k=int(top_k),
+            vocabulary=wide.get("vocabulary"),
+            fingerprint=metadata.get("fingerprint", ""),
+            alone=metadata.get("alone") != "0",
+            segment=metadata.get("segment", ""),
+        )._checked()
+
+    def _checked(self) -> "Question":
+        if self.encoding == "hidden":
+            return self
+        if self.vocabulary is None or self.vocabulary.ndim != 1 or not len(self.vocabulary):
+            raise WireError(f"encoding {self.encoding} needs a draft vocabulary [W]")
+        if self.encoding == "topk" and not 1 <= self.top_k <= len(self.vocabulary):
+            raise WireError(f"top_k must be from 1 to {len(self.vocabulary)}, got {self.top_k}")
+        return self
+
+
+def _narrow(name: str, tensor: Tensor) -> Tensor:
+    """Integers as small as their meaning allows: masks are 0 or 1, ids and lengths fit 32 bits."""
+    return (tensor != 0).to(torch.uint8) if name.endswith("_mask") else tensor.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a trainer must know to read answers, and how large they will be."""
+
+    hidden_size: int
+    dtype: torch.dtype  # of the target's own states
+    encoding: WireEncoding
+    wire_dtype: str = "auto"
+    draft_vocab_size: int = 0
+    top_k: int = 0
+
+    @property
+    def sent_as(self) -> torch.dtype:
+        return self.dtype if self.wire_dtype == "auto" else DTYPES[self.wire_dtype]
+
+    def answer_bytes(self, tokens: int, supervised: int) -> int:
+        """An upper bound; without what the header takes it is exact."""
+        width = self.sent_as.itemsize
+        states = 3 * self.hidden_size * tokens * width
+        slot = {
+            "hidden": 0,
+            "probs": self.draft_vocab_size * width + 1,
+            "topk": self.top_k * (width + 4) + 1,
+        }[self.encoding]
+        hidden = self.hidden_size * tokens * width if self.encoding == "hidden" else 0
+        return states + hidden + slot * supervised + 4096
+
+
+@torch.no_grad()
+def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead) -> Message:
+    """The target's answer (states) in the encoding that was asked for."""
+    assert batch.last_hidden_states is not None, "servers run their target with hidden supervision"
+    dtype = DTYPES.get(question.dtype, batch.aux_hidden_states.dtype)
+    tensors = {"aux_hidden_states": batch.aux_hidden_states.to(dtype)}
+    if question.encoding == "hidden":
+        tensors["last_hidden_states"] = batch.last_hidden_states.to(dtype)
+    else:
+        assert question.vocabulary is not None
+        ids_W = question.vocabulary.to(head.weight_VD.device)
+        mask_V = torch.zeros(len(head.weight_VD), dtype=torch.bool, device=ids_W.device)
+        mask_V[ids_W] = True
+        hidden_MD = batch.last_hidden_states[batch.loss_mask.bool()]
+        probs_MW, sayable_M = target_distribution_from_hidden(hidden_MD, head, ids_W, mask_V)
+        tensors["position_mask"] = sayable_M[:, None].to(torch.uint8)
+        if question.encoding == "probs":
+            tensors["target_probs"] = probs_MW.to(dtype)
+        else:
+            top_MK, ids_MK = keep_top(probs_MW, question.top_k)
+            tensors["topk_probs"] = top_MK.to(dtype)
+            tensors["topk_ids"] = ids_MK.to(torch.int32)
+    return Message(_to_host(tensors), {"request_id": question.request_id})
+
+
+def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """From a GPU through page-locked memory, all copies under way at once."""
+    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        return tensors
+    host = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        host[name].copy_(tensor, non_blocking=True)
+    torch.cuda.synchronize()
+    return host
+
+
+@torch.no_grad()
+def decode_answer(
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    rows: Rows,
+    shapes: Shapes,
+    request_id: str,
+) -> Eagle3TargetBatch:
+    """A batch from an answer and the rows that were asked about; a WireError if they do not fit."""
+    if metadata.get("request_id") != request_id:
+        raise WireError(f"an answer to request {metadata.get('request_id')!r}, not to {request_id}")
+    loss_BT = _shift_left_with_zero(rows.loss_mask)
+    supervised_BT = loss_BT.bool()
+    for name, shape in _expected(shapes, rows.shape, int(supervised_BT.sum())).items():
+        found = tensors.get(name)
+        if found is None or tuple(found.shape) != shape:
+            got = "nothing" if found is None else list(found.shape)
+            raise WireError(f"{name} should be {list(shape)}, got {got}")
+    states = {"aux_hidden_states": tensors["aux_hidden_states"]}
+    if shapes.encoding == "hidden":
+        states["last_hidden_states"] = tensors["last_hidden_states"]
+    else:
+        states |= _scattered(tensors, shapes, supervised_BT)
+    return Eagle3TargetBatch(
+        **states,
+        input_ids=_shift_left_with_zero(rows.input_ids),
+        attention_mask=rows.attention_mask,
+        loss_mask=loss_BT,
+        position_ids=rows.position_ids,
+        seq_lens=rows.seq_lens,
+        doc_remaining=rows.doc_remaining,
+    )
+
+
+def _expected(
+    shapes: Shapes, rows_BT: tuple[int, int], supervised: int
+) -> dict[str, tuple[int, ...]]:
+    expected: dict[str, tuple[int, ...]] = {"aux_hidden_states": (*rows_BT, 3 * shapes.hidden_size)}
+    if shapes.encoding == "hidden":
+        return {**expected, "last_hidden_states": (*rows_BT, shapes.hidden_size)}
+    expected["position_mask"] = (supervised, 1)
+    if shapes.encoding == "probs":
+        return {**expected, "target_probs": (supervised, shapes.draft_vocab_size)}
+    top = (supervised, shapes.top_k)
+    return {**expected, "topk_probs": top, "topk_ids": top}
+
+
+def _scattered(
+    tensors: dict[str, Tensor], shapes: Shapes, supervised_BT: Tensor
+) -> dict[str, Tensor]:
+    """Supervision of the M supervised slots at their places; the other slots are 0."""
+    kept = Shape(
+        shapes.encoding, shapes.sent_as, shapes.hidden_size, shapes.draft_vocab_size, shapes.top_k
+    )
+    if shapes.encoding == "topk" and len(ids := tensors["topk_ids"]):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= shapes.draft_vocab_size:
+            raise WireError(f"topk_ids reach from {low} to {high}")
+    slots = decode_states(tensors, kept, shapes.dtype)
+    found = {}
+    for name in ("target_probs", "position_mask"):
+        whole = slots[name].new_zeros((*supervised_BT.shape, slots[name].shape[-1]))
+        whole[supervised_BT] = slots[name]
+        found[name] = whole
+    return found
+
+
+def identity(info: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal among the servers of one trainer, from /v1/info."""
+    missing = [name for name in IDENTITY if name not in info]
+    if missing:
+        raise WireError(f"/v1/info says nothing about {', '.join(missing)}")
+    return {name: info[name] for name in IDENTITY}

@@ -1,0 +1,52 @@
+"""The target behind a server: questions in, messages out, one thread at a time."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.packing import find_documents
+from fledge.target.remote.protocol import Question, encode_answer
+from fledge.target.remote.server.merge import merge, split
+from fledge.target.remote.wire import Message, WireError
+
+
+class Target:
+    """A backend with hidden supervision, and what is asked of it."""
+
+    def __init__(self, backend: Eagle3TargetBackend) -> None:
+        if backend.supervision != "hidden":
+            raise ValueError(f"a server's target answers hidden states, not {backend.supervision}")
+        self.backend, self.info = backend, backend.info()
+        self._known_ids = len(backend.get_input_embeddings().weight)
+
+    def check(self, question: Question) -> None:
+        """Refuse now what would fail later, in a pass with the questions of others."""
+        rows = question.rows
+        if rows.seq_lens is not None and rows.seq_lens.shape[1] > rows.shape[1]:
+            raise WireError("seq_lens has room for more documents than a row has tokens")
+        find_documents(rows.input_ids, rows.attention_mask, *rows.packing())
+        low, high = int(rows.input_ids.min()), int(rows.input_ids.max())
+        if low < 0 or high >= self._known_ids:
+            raise WireError(
+                f"input_ids reach from {low} to {high}, the target knows 0 .. {self._known_ids - 1}"
+            )
+        if not bool(rows.attention_mask.any()):
+            raise WireError("attention_mask marks no token at all")
+        ids = question.vocabulary
+        if ids is not None:
+            inside = int(ids.min()) >= 0 and int(ids.max()) < self.info.vocab_size
+            if not inside or len(set(ids.tolist())) != len(ids):
+                raise WireError(
+                    f"vocabulary must be distinct ids of 0 .. {self.info.vocab_size - 1}"
+                )
+
+    @torch.no_grad()
+    def answer(self, questions: Sequence[Question]) -> list[Message]:
+        """One pass for all of them."""
+        rows = [question.rows for question in questions]
+        batch = self.backend.generate_batch(*merge(rows).arguments())
+        return [
+            encode_answer(part, question, self.info.head)
+            for part, question in zip(split(batch, rows), questions, strict=True)
+        ]

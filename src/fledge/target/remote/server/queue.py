@@ -1,0 +1,162 @@
+"""Who is answered when: a bounded queue in front of one worker thread.
+
+Everything here happens on the event loop; only the target's passes run elsewhere. A request counts
+against the limits from its arrival until its reply has left, so that slow readers cannot make the
+server hold more than it was given.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fledge.target.remote.protocol import Question, Rows
+from fledge.target.remote.server.answers import Target
+from fledge.target.remote.server.merge import may_merge, merged_tokens
+from fledge.target.remote.server.metrics import Metrics
+from fledge.target.remote.wire import Message
+
+
+class QueueFull(Exception):  # noqa: N818  (an answer to the client, not a fault)
+    """Come back after `retry_after_s`."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the queue is full for about {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(eq=False)
+class _Job:
+    question: Question
+    done: asyncio.Future[Message]
+    alone: bool  # runs in a pass of its own
+    listeners: int = 0  # requests that wait for it: a repeated one joins the first
+
+
+class AnswerQueue:
+    """Bounded in requests and in bytes of replies; merges small questions that wait together."""
+
+    def __init__(
+        self,
+        target: Target,
+        metrics: Metrics,
+        *,
+        max_requests: int,
+        max_bytes: int,
+        merge_tokens: int,
+    ) -> None:
+        self._target, self._metrics = target, metrics
+        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._merge_tokens = merge_tokens
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fledge-target")
+        self._waiting: deque[_Job] = deque()
+        self._jobs: dict[str, _Job] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self._requests = self._bytes = 0
+        self._tokens_per_s = 1000.0  # measured as passes go by
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @contextmanager
+    def admitted(self, reply_bytes: int) -> Iterator[None]:
+        """Count a request and the reply it will hold, or raise QueueFull."""
+        full = self._requests >= self._max_requests
+        if self._requests and (full or self._bytes + reply_bytes > self._max_bytes):
+            raise QueueFull(self._expected_s())
+        self._requests, self._bytes = self._requests + 1, self._bytes + reply_bytes
+        self._show()
+        try:
+            yield
+        finally:
+            self._requests, self._bytes = self._requests - 1, self._bytes - reply_bytes
+            self._show()
+
+    async def answer(self, question: Question) -> Message:
+        """Wait for the answer. A question whose id is already here is not computed twice."""
+        job = self._jobs.get(question.request_id)
+        if job is None:
+            done = asyncio.get_running_loop().create_future()
+            job = _Job(question, done, question.alone)
+            self._jobs[question.request_id] = job
+            self._waiting.append(job)
+            self._show()
+        job.listeners += 1
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._run())
+        try:
+            return await asyncio.shield(job.done)
+        finally:
+            job.listeners -= 1
+            if not job.listeners:
+                self._forget(job)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def _forget(self, job: _Job) -> None:
+        """Nobody waits for it any more: answered, or given up before its turn came."""
+        self._jobs.pop(job.question.request_id, None)
+        if job in self._waiting:
+            self._waiting.remove(job)
+            self._metrics.count("abandoned_total")
+        self._show()
+
+    async def _run(self) -> None:
+        """Passes, one after another, as long as questions wait."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            jobs = self._next_group()
+            self._show()
+            questions = [job.question for job in jobs]
+            begin = time.monotonic()
+            call = loop.run_in_executor(self._thread, self._target.answer, questions)
+            [found] = await asyncio.gather(call, return_exceptions=True)
+            seconds = time.monotonic() - begin
+            tokens = sum(question.rows.tokens for question in questions)
+            self._tokens_per_s += 0.2 * (tokens / max(seconds, 1e-4) - self._tokens_per_s)
+            failed = isinstance(found, BaseException)
+            self._metrics.passed(len(jobs), tokens, seconds, failed=failed)
+            if isinstance(found, BaseException) and len(jobs) > 1:  # whose fault was it?
+                for job in reversed(jobs):
+                    job.alone = True
+                    self._waiting.appendleft(job)
+                continue
+            for index, job in enumerate(jobs):
+                if isinstance(found, BaseException):
+                    job.done.set_exception(found)
+                    job.done.exception()  # seen: nobody may be listening any more
+                else:
+                    job.done.set_result(found[index])
+            del jobs, questions, found, call  # replies live as long as they are sent, no longer
+        self._pump = None
+
+    def _next_group(self) -> list[_Job]:
+        """The oldest question, and those behind it that may share its pass."""
+        first = self._waiting.popleft()
+        group, rows = [first], [first.question.rows]
+        if first.alone:
+            return group
+        for job in list(self._waiting):
+            if not job.alone and self._fits(rows, job.question):
+                self._waiting.remove(job)
+                group.append(job)
+                rows.append(job.question.rows)
+        return group
+
+    def _fits(self, rows: list[Rows], question: Question) -> bool:
+        together = [*rows, question.rows]
+        return may_merge(rows[0], question.rows) and merged_tokens(together) <= self._merge_tokens
+
+    def _expected_s(self) -> float:
+        tokens = sum(job.question.rows.tokens for job in self._waiting)
+        return min(30.0, max(0.1, tokens / max(self._tokens_per_s, 1.0)))
+
+    def _show(self) -> None:
+        self._metrics.set("queue_requests", len(self._waiting))
+        self._metrics.set("pending_requests", self._requests)
+        self._metrics.set("pending_reply_bytes", self._bytes)

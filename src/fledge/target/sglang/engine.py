@@ -1,0 +1,265 @@
+"""SGLang from inside, as little of it as possible: load a model, run one extend, catch the states.
+
+What differs between SGLang versions (how a `ModelRunner` is built, how a batch becomes a forward)
+is in one small file per version; this one holds what they share. SGLang itself is imported when
+an engine is opened.
+"""
+
+import importlib
+import importlib.metadata
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.errors import BadInput, MissingPackage
+from fledge.core.head import TargetHead
+from fledge.target.layers import text_config
+
+# SGLang's inner classes change with almost every release: only versions that were run are named.
+VERSIONS = {
+    "0.5.9": "fledge.target.sglang.v0_5_9",
+    "0.5.23": "fledge.target.sglang.v0_5_23",
+}
+
+
+def installed_version() -> str:
+    """The installed SGLang's version, if it is one that we know how to drive."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingPackage(
+            "SGLang is not installed in this environment",
+            where="target.backend=sglang",
+            fix="pip install 'fledge[sglang]', or use target.backend=hf",
+        ) from error
+    if version not in VERSIONS:
+        raise BadInput(
+            f"SGLang {version} is not a version that fledge knows from inside",
+            where="target.backend=sglang",
+            fix=f"install one of {', '.join(VERSIONS)}",
+        )
+    return version
+
+
+def engine_class(device: str) -> "type[SGLangEngine]":
+    """The engine for the installed SGLang, which is imported here."""
+    if device == "cpu":  # SGLang looks at this when it is imported
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    module = importlib.import_module(VERSIONS[installed_version()])
+    found: type[SGLangEngine] = module.Engine
+    return found
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one extend answered about its N tokens, row after row."""
+
+    hidden_ND: Tensor  # the head's input
+    aux_KND: list[Tensor]  # the captured layers' outputs, in layer order
+    logits_NV: Tensor | None  # when they were asked for
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much fits into one extend."""
+
+    context_length: int  # tokens of the longest row the model is configured for
+    rows: int
+    tokens: int  # size of the KV pool
+    page_size: int  # a row takes whole pages of the pool
+
+
+class Tap:
+    """Stands in for a model's `LogitsProcessor`, which is given everything that we want.
+
+    SGLang's own keeps the last position of each request. This one keeps every position, and calls
+    the original only for its matrix product (with whatever scale and cap belong to it).
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.lm_head: Any = None  # the module whose matrix it is, known after the first forward
+        self._logits = False
+        self._captured: Captured | None = None
+        processor.forward = self._answer
+
+    def open(self, *, logits: bool) -> None:
+        self._logits, self._captured = logits, None
+
+    def take(self) -> Captured | None:
+        captured, self._captured = self._captured, None
+        return captured
+
+    def _answer(
+        self,
+        input_ids: Any,
+        hidden_states: Tensor,
+        lm_head: Any,
+        logits_metadata: Any,
+        aux_hidden_states: Sequence[Tensor] | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Any:
+        from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessorOutput
+
+        self.lm_head = lm_head
+        logits_NV = None
+        if self._logits:
+            metadata = LogitsMetadata.from_forward_batch(logits_metadata)
+            logits_NV = self.processor._get_logits(hidden_states, lm_head, metadata)
+            logits_NV = logits_NV[:, : self.processor.vocab_size]
+        self._captured = Captured(hidden_states, list(aux_hidden_states or ()), logits_NV)
+        return LogitsProcessorOutput(next_token_logits=None)
+
+
+class SGLangEngine(ABC):
+    """One rank of a model in a `ModelRunner`, driven directly: no scheduler, sampling or server.
+
+    SGLang keeps its configuration and process groups in globals, so there is one engine in a
+    process at a time. With tensor parallelism every rank makes the same calls in the same order.
+    """
+
+    _in_use: ClassVar[bool] = False
+
+    def __init__(self, options: dict[str, Any], *, rank: int, port: int) -> None:
+        if SGLangEngine._in_use:
+            raise BadInput(
+                "this process holds an SGLang target already",
+                fix="close it first, or run the second one elsewhere (fledge serve-target)",
+            )
+        if torch.distributed.is_initialized():
+            raise BadInput(
+                "torch.distributed is already in use here, and SGLang needs process groups "
+                "of its own",
+                fix="run the target in another process: fledge serve-target --engine sglang",
+            )
+        logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
+        SGLangEngine._in_use, self._closed = True, False
+        try:
+            self._runner = self._start(options, rank=rank, port=port)
+            self._taps = [Tap(processor) for processor in self._logits_processors()]
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    @abstractmethod
+    def option_names() -> list[str]:
+        """What this version's `ServerArgs` may be told."""
+
+    @abstractmethod
+    def _start(self, options: dict[str, Any], *, rank: int, port: int) -> Any:
+        """Process groups, weights and memory pools: a `ModelRunner` ready to run."""
+
+    @abstractmethod
+    def _schedule(self, rows: Sequence[list[int]]) -> Any:
+        """Whole rows as one extend, each a request of its own: a `ScheduleBatch`."""
+
+    @abstractmethod
+    def _forward_batch(self, batch: Any) -> Any:
+        """What the model is given for a `ScheduleBatch`."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Destroy the process groups that `_start` made, and what else would hinder the next."""
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self._runner.model
+        return model
+
+    def room(self) -> Room:
+        """What one extend can hold; asked between extends, when everything is free."""
+        return Room(
+            context_length=int(self._runner.model_config.context_len),
+            rows=int(self._runner.req_to_token_pool.available_size()),
+            tokens=int(self._runner.token_to_kv_pool_allocator.available_size()),
+            page_size=int(self._runner.page_size),
+        )
+
+    def capture_layers(self, layer_ids: list[int]) -> None:
+        """From now on, show the outputs of these layers (ascending)."""
+        capture = getattr(self.model, "set_eagle3_layers_to_capture", None)
+        if not callable(capture):
+            raise BadInput(
+                f"SGLang {installed_version()} cannot show the inner layers of "
+                f"{type(self.model).__name__}",
+                fix="use target.backend=hf",
+            )
+        capture(layer_ids)
+
+    @torch.no_grad()
+    def extend(self, rows: Sequence[list[int]], logits: bool) -> Captured:
+        """Run whole rows once, in one batch and without padding, and let go of their memory.
+
+        With `logits` the head runs on every position; without, it never runs.
+        """
+        for tap in self._taps:
+            tap.open(logits=logits)
+        try:
+            self._runner.forward(self._forward_batch(self._schedule(rows)))
+        finally:
+            self._runner.req_to_token_pool.clear()
+            self._runner.token_to_kv_pool_allocator.clear()
+            caught = [tap.take() for tap in self._taps]
+        answers = [captured for captured in caught if captured is not None]
+        assert len(answers) == 1, f"the forward reached {len(answers)} logits processors"
+        return answers[0]
+
+    @torch.no_grad()
+    def input_embedding(self) -> Tensor:
+        """The input embedding [V, D], whole on every rank."""
+        from sglang.srt.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            VocabParallelEmbedding,
+        )
+
+        for name, module in self.model.named_modules():
+            if isinstance(module, ParallelLMHead):
+                continue
+            if isinstance(module, VocabParallelEmbedding):
+                return self._whole(module.weight)
+            if isinstance(module, nn.Embedding) and name.endswith("embed_tokens"):
+                return module.weight.detach()  # not split over the ranks (Gemma 3)
+        raise BadInput(f"{type(self.model).__name__} has no input embedding that could be found")
+
+    @torch.no_grad()
+    def head(self) -> TargetHead:
+        """The output head, whole on every rank; known after the first extend."""
+        tap = next(tap for tap in self._taps if tap.lm_head is not None)
+        scale, softcap = tap.processor.logit_scale, tap.processor.final_logit_softcapping
+        return TargetHead(
+            weight_VD=self._whole(tap.lm_head.weight),
+            scale=1.0 if scale is None else float(scale),
+            softcap=None if softcap is None else float(softcap),
+        )
+
+    def close(self) -> None:
+        """Drop weights and pools, and the process groups with them. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self.__dict__.pop("_taps", None)
+        self.__dict__.pop("_runner", None)
+        self._forget()
+        SGLangEngine._in_use = False
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _whole(self, part_VD: Tensor) -> Tensor:
+        """All ranks' parts of a matrix with one row per token, without the padding rows."""
+        from sglang.srt.distributed import tensor_model_parallel_all_gather
+
+        whole_VD: Tensor = tensor_model_parallel_all_gather(part_VD.detach(), dim=0)
+        return whole_VD[: text_config(self.model.config).vocab_size]
+
+    def _logits_processors(self) -> list[Any]:
+        from sglang.srt.layers.logits_processor import LogitsProcessor
+
+        return [module for module in self.model.modules() if isinstance(module, LogitsProcessor)]

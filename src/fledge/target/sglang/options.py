@@ -1,0 +1,70 @@
+"""What SGLang's `ServerArgs` is told: our defaults, the user's wishes, and what capture needs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fledge.core.errors import BadInput, nearest
+from fledge.target.sglang.engine import installed_version
+
+# Capture depends on these; any other value is refused.
+_FIXED: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enable_return_hidden_states": True,
+    "disable_cuda_graph": True,
+    "disable_radix_cache": True,
+    "disable_overlap_schedule": True,
+    "speculative_algorithm": None,
+    "pp_size": 1,
+    "dp_size": 1,
+}
+# SGLang would fill the whole GPU with its KV pool; a target needs room for one batch, and a larger
+# batch is run in parts.
+_DEFAULTS: dict[str, Any] = {"max_total_tokens": 65536, "tp_size": 1, "log_level": "error"}
+_ON_CPU: dict[str, Any] = {
+    "max_total_tokens": 8192,
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
+    """What `ServerArgs` is told: our defaults, what was asked for, and what capture depends on."""
+    for name, value in asked.items():
+        if name not in names:
+            raise BadInput(
+                f"SGLang {installed_version()} has no argument '{name}'",
+                where="engine_args",
+                fix=nearest(name, list(names)),
+            )
+        if name in _FIXED and value != _FIXED[name]:
+            raise BadInput(
+                f"{name}={value!r} does not go with hidden-state capture",
+                where="engine_args",
+                fix=f"leave it out (it is {_FIXED[name]!r})",
+            )
+    kind, _, index = device.partition(":")
+    return {
+        **_DEFAULTS,
+        **(_ON_CPU if kind == "cpu" else {}),
+        **({"base_gpu_id": int(index)} if index else {}),
+        **asked,
+        **_FIXED,
+        "device": kind,
+    }
+
+
+def sglang_dtype(dtype: torch.dtype | str | None) -> str:
+    """The word that SGLang expects; it compares strings, and would take no notice of a dtype."""
+    if dtype is None:
+        return "auto"
+    name = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name not in ("auto", *_DTYPES.values()):
+        raise BadInput(
+            f"SGLang cannot run in {dtype}",
+            where="dtype",
+            fix=f"one of auto, {', '.join(_DTYPES.values())} (fp8: engine argument quantization)",
+        )
+    return name

@@ -1,0 +1,287 @@
+"""The target inside SGLang: the numbers that SGLang will serve, for the draft to learn from.
+
+Rows and documents of any lengths run in one extend, each a request of its own, without padding and
+without a scheduler. Imported only by those who ask for this backend; SGLang itself is imported by
+`SGLangTargetRunner.build`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.batch import Supervision
+from fledge.core.errors import BadInput, first_line
+from fledge.core.head import TargetHead
+from fledge.target.hf.loading import tokenizer_in
+from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
+from fledge.target.packing import Documents, Group
+from fledge.target.runner import RunnerEagle3TargetModel
+from fledge.target.sglang.engine import Captured, Room, engine_class, installed_version
+from fledge.target.sglang.options import server_options, sglang_dtype
+from fledge.target.sglang.ranks import SGLangRanks
+
+# Whatever SGLang trips over in a model or an argument that it does not support.
+_ENGINE_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+    AttributeError,
+    TypeError,
+    KeyError,
+)
+
+
+class SGLangTargetRunner:
+    """A standalone SGLang `ModelRunner` that returns EAGLE-3 supervision; see `HiddenTargetRunner`.
+
+    One in a process at a time: SGLang's configuration and process groups are global.
+    """
+
+    def __init__(self, ranks: SGLangRanks) -> None:
+        self._ranks: SGLangRanks | None = ranks
+        self._room: Room = ranks.engine.room()
+        self._aux_layer_ids: list[int] | None = None
+        self._head: TargetHead | None = None
+
+    @classmethod
+    def build(
+        cls,
+        model: str | PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        trust_remote_code: bool = False,
+        **sglang_kwargs: Any,
+    ) -> "SGLangTargetRunner":
+        """Load a model by any name that `fledge.local_model` knows into SGLang.
+
+        `sglang_kwargs` go to `ServerArgs` under their own names (`page_size`, `tp_size`,
+        `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).
+        `max_total_tokens` (default 65,536, on a CPU 8,192) is the most that runs at once, and what
+        the KV pool is sized for.
+        """
+        from fledge.models.resolve import local_model
+
+        version = installed_version()
+        gpu = torch.cuda.is_available()
+        device = str(sglang_kwargs.get("device") or ("cuda" if gpu else "cpu"))
+        options = server_options(sglang_kwargs, engine_class(device).option_names(), device=device)
+        options |= {
+            "model_path": str(local_model(str(model))),
+            "dtype": sglang_dtype(dtype),
+            "trust_remote_code": trust_remote_code,
+        }
+        random_state = torch.get_rng_state()
+        try:
+            return cls(SGLangRanks(options))
+        except BadInput:
+            raise
+        except _ENGINE_ERRORS as error:
+            reason = first_line(error)[:200]
+            raise BadInput(
+                f"SGLang {version} could not load the target ({reason})",
+                where=str(model),
+                fix="check the files and the engine's arguments; target.backend=hf runs any model",
+            ) from error
+        finally:
+            torch.set_rng_state(random_state)  # some models draw: the draft's start must not change
+
+    @property
+    def model(self) -> nn.Module:
+        """SGLang's own module (of rank 0): exposes `.config` and `.parameters()`."""
+        return self._open().engine.model
+
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        """Capture the outputs of these decoder layers from now on, in this order."""
+        last = target_depth(self.model.config) - 1
+        if last in aux_layer_ids:
+            raise BadInput(
+                f"SGLang shows a layer's output where the next layer begins, and layer {last} is "
+                "the last",
+                where="aux_layer_ids",
+                fix=f"choose layers 0 .. {last - 1}, or target.backend=hf",
+            )
+        self._open().call("capture_layers", sorted(aux_layer_ids))
+        self._aux_layer_ids = list(aux_layer_ids)
+
+    def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, T, V] and aux states [B, T, 3D] of every position, unshifted.
+
+        Padding (mask 0) is not run and stays 0. In a row, tokens whose mask shows different numbers
+        are different documents and never see each other: 1 1 1 2 2 0 holds two.
+        """
+        return self._run(input_ids, attention_mask, logits=True)
+
+    def forward_eagle3_hidden(
+        self, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same with last hidden states [B, T, D]; the head never runs."""
+        return self._run(input_ids, attention_mask, logits=False)
+
+    def input_embedding_weight(self) -> Tensor:
+        """The target's input embedding [V, D]."""
+        weight: Tensor = self._open().call("input_embedding")
+        return weight
+
+    def target_head(self) -> TargetHead:
+        """The frozen output head, once checked against the logits that SGLang itself computes."""
+        if self._head is None:
+            captured: Captured = self._open().call("extend", [[0, 1, 2, 3]], True)
+            head: TargetHead = self._open().call("head")
+            assert captured.logits_NV is not None
+            ours_NV, theirs_NV = head.logits(captured.hidden_ND).float(), captured.logits_NV.float()
+            if not torch.allclose(ours_NV, theirs_NV, rtol=2e-2, atol=1e-3):
+                raise BadInput(
+                    f"the head of {type(self.model).__name__} does more in SGLang than a matrix "
+                    "product, scale and soft cap",
+                    fix="use supervision 'logits'",
+                )
+            self._head = head
+        return self._head
+
+    def final_norm(self) -> FinalNorm | None:
+        return describe_final_norm(self.model)
+
+    def close(self) -> None:
+        """Release weights, memory pools and process groups. A second call does nothing."""
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = self._head = None
+
+    def _open(self) -> SGLangRanks:
+        if self._ranks is None:
+            raise RuntimeError("this SGLangTargetRunner is closed: build a new one")
+        return self._ranks
+
+    def _run(self, ids_BT: Tensor, mask_BT: Tensor, *, logits: bool) -> tuple[Tensor, Tensor]:
+        documents = find_rows(mask_BT)
+        tokens = ids_BT.flatten().tolist()
+        rows = [tokens[row.begin : row.end] for row in documents]
+        answer_BTX: Tensor | None = None
+        aux_BTKD: Tensor | None = None
+        for first, last in cut_into_extends([len(row) for row in rows], self._room):
+            captured: Captured = self._open().call("extend", rows[first:last], logits)
+            answer_NX = captured.logits_NV if logits else captured.hidden_ND
+            assert answer_NX is not None
+            layers = self._in_given_order(captured.aux_KND)
+            if answer_BTX is None or aux_BTKD is None:
+                answer_BTX = answer_NX.new_zeros((*ids_BT.shape, answer_NX.shape[-1]))
+                width = layers[0].shape[-1]
+                aux_BTKD = layers[0].new_zeros((*ids_BT.shape, len(layers), width))
+            slots_N = torch.cat([torch.arange(row.begin, row.end) for row in documents[first:last]])
+            slots_N = slots_N.to(answer_NX.device)
+            answer_BTX.flatten(0, 1)[slots_N] = answer_NX
+            for place, states_ND in enumerate(layers):
+                aux_BTKD.flatten(0, 1)[slots_N, place] = states_ND
+        if answer_BTX is None or aux_BTKD is None:
+            raise ValueError("attention_mask marks no token at all")
+        return answer_BTX, aux_BTKD.flatten(2)
+
+    def _in_given_order(self, aux_KND: list[Tensor]) -> list[Tensor]:
+        """SGLang shows layers in its own order, and drops some that it has no place for."""
+        ids = self._aux_layer_ids
+        if ids is None:
+            raise RuntimeError("set_aux_layers comes first")
+        if len(aux_KND) != len(ids):
+            raise RuntimeError(
+                f"SGLang returned the states of {len(aux_KND)} layers and not of {ids}"
+            )
+        return [aux_KND[sorted(ids).index(i)] for i in ids]
+
+
+class SGLangEagle3TargetModel(RunnerEagle3TargetModel):
+    """A target that SGLang runs in this process; `fledge serve-target` gives it one of its own."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PathLike[str],
+        *,
+        aux_layer_ids: Sequence[int] | None = None,
+        dtype: torch.dtype | str | None = None,
+        supervision: Supervision = "hidden",
+        trust_remote_code: bool = False,
+        **sglang_kwargs: Any,
+    ) -> "SGLangEagle3TargetModel":
+        """Load a model by name into SGLang; `sglang_kwargs` as in `SGLangTargetRunner.build`."""
+        from fledge.models.resolve import local_model
+
+        runner = SGLangTargetRunner.build(
+            model, dtype=dtype, trust_remote_code=trust_remote_code, **sglang_kwargs
+        )
+        try:
+            tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
+            return cls(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+        except BaseException:
+            runner.close()
+            raise
+
+    def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
+        """All documents end to end in one row: SGLang needs no padding to keep them apart."""
+        if not documents.lengths:
+            return []
+        lengths = torch.tensor(documents.lengths)
+        slots_N = torch.cat(
+            [
+                torch.arange(begin, begin + length)
+                for begin, length in zip(documents.starts, documents.lengths, strict=True)
+            ]
+        ).to(ids_BT.device)
+        numbers_N = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)
+        cells_N = torch.arange(len(slots_N), device=ids_BT.device)
+        return [Group(slots_N[None], numbers_N[None], cells=cells_N, slots=slots_N)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One request: the slots [begin, end) of a flattened batch."""
+
+    begin: int
+    end: int
+
+
+def find_rows(mask_BT: Tensor) -> list[_Row]:
+    """Where the documents lie: runs of one number in a row's mask, which may not come back.
+
+    >>> [(row.begin, row.end) for row in find_rows(torch.tensor([[1, 1, 0], [1, 2, 2]]))]
+    [(0, 2), (3, 4), (4, 6)]
+    """
+    numbers_BT = mask_BT.detach().cpu().long()
+    edges_BT = torch.ones_like(numbers_BT, dtype=torch.bool)
+    edges_BT[:, 1:] = numbers_BT[:, 1:] != numbers_BT[:, :-1]
+    begins = edges_BT.flatten().nonzero()[:, 0].tolist()
+    width, flat = numbers_BT.shape[1], numbers_BT.flatten().tolist()
+    rows, seen = [], set()
+    for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
+        if flat[begin] == 0:
+            continue
+        name = (begin // width, flat[begin])
+        if name in seen:
+            raise ValueError(f"attention_mask of row {name[0]} has a hole in a document")
+        seen.add(name)
+        rows.append(_Row(begin, end))
+    return rows
+
+
+def cut_into_extends(lengths: Sequence[int], room: Room) -> Iterator[tuple[int, int]]:
+    """Rows in as few extends as the engine's memory allows: (first, last + 1) of each."""
+    first = taken = 0
+    for index, length in enumerate(lengths):
+        needed = -(-length // room.page_size) * room.page_size
+        if length > room.context_length or needed > room.tokens:
+            raise BadInput(
+                f"a row of {length} tokens does not fit: SGLang was built for rows of "
+                f"{room.context_length} and {room.tokens} tokens at once",
+                fix="shorten data.max_length, or give context_length / max_total_tokens",
+            )
+        if taken + needed > room.tokens or index - first == room.rows:
+            yield first, index
+            first, taken = index, 0
+        taken += needed
+    if lengths:
+        yield first, len(lengths)

@@ -1,0 +1,256 @@
+"""Our half inside vLLM: what its workers run so that states come out of memory, not of files.
+
+vLLM loads this module by name (`kv_connector_module_path`, `worker_extension_cls`); nothing else
+imports it. Its hidden-state extraction keeps the chosen states of every token in a paged cache,
+beside keys and values, and hands a request's pages to a connector when the request has finished.
+Two classes hook in there:
+
+- `InMemoryStates`, a connector, gathers a finished request's states into one tensor [N, 4, D] on
+  the device where they lie, and keeps it until it is taken. vLLM's own example connector writes
+  files, and needs CUDA for that.
+- `StatesExtension` is mixed into the worker and answers our calls. It appends one more state to
+  those that the model returns: the output head's input, taken where the head would run. So final
+  norms and scalings in front of a head are never computed a second time, for any architecture.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    PendingSave,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.platforms import current_platform
+
+from fledge.core.head import TargetHead
+from fledge.target.hf.probe import find_head_module, learn_head
+from fledge.target.layers import FinalNorm, describe_final_norm
+from fledge.target.weights import describe_weights, weights_fingerprint
+
+
+class _Gathered:
+    """Stands in for the event of an asynchronous copy: the gather is ordered by its stream."""
+
+    def query(self) -> bool:
+        return True
+
+
+class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
+    """Keeps the states of finished requests in memory, by request id."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gathered: dict[str, Tensor] = {}
+
+    def wait_for_save(self) -> None:
+        """No file is written, so none is locked."""
+
+    def _submit_async_write(self, pending: PendingSave) -> None:
+        if not self._is_tp_rank_zero:
+            return
+        cache = self._kv_cache  # [blocks, states, block size, D]
+        assert cache is not None
+        block_M = torch.tensor(pending.block_ids, device=cache.device)
+        held = len(block_M) * self._block_size  # an aborted request has fewer than its tokens
+        place_N = torch.arange(min(len(pending.token_ids), held), device=cache.device)
+        block_N = block_M[place_N // self._block_size]
+        self.gathered[pending.req_id] = cache[block_N, :, place_N % self._block_size]
+        self._req_copy_events[pending.req_id] = _Gathered()
+
+    def shutdown(self) -> None:
+        self.gathered.clear()
+        super().shutdown()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        if current_platform.is_cpu():  # has one layout, and refuses to be told
+            return None
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
+
+
+class StatesExtension:
+    """Methods of the worker, called by name through `collective_rpc`, on every rank at once.
+
+    Ranks above 0 take part in what needs all of them, and answer None.
+    """
+
+    model_runner: Any  # the worker's own
+
+    def fledge_capture(self, layer_ids: Sequence[int]) -> None:
+        """From now on return these layers (vLLM's ids) and, after them, the head's input."""
+        model = self.fledge_model()
+        model.set_aux_hidden_state_layers(tuple(layer_ids))  # type: ignore[operator]
+        if "forward" not in model.__dict__:
+            model.forward = _with_head_input(model)
+
+    def fledge_take(self) -> dict[str, Tensor]:
+        """States [N, 4, D] of the requests that have finished since the last call, by id."""
+        connector = get_kv_transfer_group()
+        arrived: dict[str, Tensor] = connector.gathered
+        connector.gathered = {}
+        return {request_id: _portable(states_NKD) for request_id, states_NKD in arrived.items()}
+
+    def fledge_model(self) -> nn.Module:
+        """The model itself; only for a worker in the caller's process."""
+        model: nn.Module = self.model_runner.get_model()
+        return model
+
+    def fledge_fingerprint(self) -> str:
+        """Of the weights on this rank."""
+        return weights_fingerprint(self.fledge_model())
+
+    def fledge_dtypes(self) -> str:
+        return describe_weights(self.fledge_model())
+
+    def fledge_embedding(self) -> Tensor | None:
+        """The input embedding [V, D]."""
+        embedding = next(
+            module
+            for module in text_model(self.fledge_model()).modules()
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        )
+        weight_VD = _whole(embedding.weight.detach(), 0)[: embedding.org_vocab_size]
+        return _portable(weight_VD) if _answers() else None
+
+    def fledge_head(self) -> TargetHead | None:
+        head = learn_engine_head(self.fledge_model())
+        if not _answers():
+            return None
+        bias_V = None if head.bias_V is None else _portable(head.bias_V)
+        return replace(head, weight_VD=_portable(head.weight_VD), bias_V=bias_V)
+
+    def fledge_logits(self, input_ND: Tensor) -> Tensor | None:
+        """Logits [N, V] of the head's inputs, with all that vLLM does to them afterwards."""
+        model: Any = self.fledge_model()
+        head = EngineHead(text_model(model))
+        input_ND = input_ND.to(head.weight.device)
+        product_NV = head(input_ND)
+        with _head_answers(model, lambda _: product_NV):
+            logits_NV = model.compute_logits(input_ND)
+        return _portable(logits_NV) if _answers() else None
+
+    def fledge_final_norm(self) -> FinalNorm | None:
+        norm = describe_final_norm(self.fledge_model())
+        if norm is None or norm.weight_D is None:
+            return norm
+        return replace(norm, weight_D=_portable(norm.weight_D))
+
+
+def _answers() -> bool:
+    return bool(get_tensor_model_parallel_rank() == 0)
+
+
+def _whole(shard: Tensor, axis: int) -> Tensor:
+    """A tensor that is split over the ranks, put together on each of them."""
+    whole: Tensor = tensor_model_parallel_all_gather(shard, axis)
+    return whole
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """As it is, or on the CPU where it must go to the caller's process."""
+    return tensor.cpu() if get_tensor_model_parallel_world_size() > 1 else tensor
+
+
+def _with_head_input(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward with one more aux state, the head's input.
+
+    vLLM keeps functions that it has looked at for ever: this one must not keep the model.
+    """
+    weakly = weakref.ref(model)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
+        model = weakly()
+        assert model is not None
+        hidden_ND, aux = type(model).forward(model, *args, **kwargs)
+        return hidden_ND, [*aux, head_input(model, hidden_ND)]
+
+    return run
+
+
+def head_input(model: nn.Module, hidden_ND: Tensor) -> Tensor:
+    """What the output head would be given for these outputs of the model: mostly themselves."""
+    seen: list[Tensor] = []
+
+    def nothing(input_ND: Tensor) -> Tensor:
+        seen.append(input_ND)
+        return input_ND.new_zeros((len(input_ND), 1))
+
+    with _head_answers(model, nothing):
+        model.compute_logits(hidden_ND)  # type: ignore[operator]
+    return seen[0]
+
+
+def learn_engine_head(model: nn.Module) -> TargetHead:
+    """The head as the contract knows it, learned from vLLM's own `compute_logits`."""
+    head = EngineHead(text_model(model))
+    few_ND = torch.randn(1, head.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    few_ND = few_ND.to(head.weight)
+
+    def logits() -> Tensor:
+        # cloned: vLLM scales what it is given in place
+        with _head_answers(model, lambda input_ND: head(input_ND).clone()):
+            found: Tensor = model.compute_logits(few_ND)  # type: ignore[operator]
+        return found[None]
+
+    return learn_head(logits, head, where=type(model).__name__)[0]
+
+
+class EngineHead(nn.Module):
+    """vLLM's output head as a plain module: it has no forward, its rows are split and padded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        head: Any = find_head_module(model)
+        rows, bias = head.org_vocab_size, getattr(head, "bias", None)
+        self.weight = _whole(head.weight.detach(), 0)[:rows]
+        self.bias = None if bias is None else _whole(bias.detach(), 0)[:rows]
+        self._product = partial(head.quant_method.apply, head, bias=bias)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        return _whole(self._product(hidden_ND), -1)[..., : len(self.weight)]
+
+
+class _Stand:
+    """In place of a head's quantisation method, which is what vLLM calls to make logits."""
+
+    def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
+        self._answer = answer
+
+    def apply(self, _layer: nn.Module, hidden_ND: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._answer(hidden_ND)
+
+
+@contextmanager
+def _head_answers(model: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While open, the head does no work: `answer` gets its input and stands in for it."""
+    head: Any = find_head_module(text_model(model))
+    method, ranks = head.quant_method, head.tp_size
+    head.quant_method, head.tp_size = _Stand(answer), 1  # an answer is whole: nothing to gather
+    try:
+        yield
+    finally:
+        head.quant_method, head.tp_size = method, ranks
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """The language model inside a multimodal one."""
+    ask: Any = getattr(model, "get_language_model", None)
+    text: nn.Module = ask() if callable(ask) else model
+    return text

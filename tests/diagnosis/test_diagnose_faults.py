@@ -1,0 +1,363 @@
+"""Deliberately broken drafts: each is named by its check and by no other error, and a certain
+repair gives back the healthy files exactly."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from export.drafts import AUX, WIDTH, files_of, make_tokenizer
+from fledge.core.errors import BadInput
+from fledge.diagnosis.diagnose import diagnose, write_repaired
+
+
+def no_decoding(facts):
+    raise BadInput("not asked to decode here")
+
+
+@dataclass(frozen=True)
+class Fault:
+    check: str
+    break_: object  # (config, tensors) -> None
+    kind: str = "eagle3"
+    repaired: bool = False
+    severity: str = "error"
+
+
+def _offsets(ids):
+    return ids - torch.arange(len(ids))
+
+
+def _ids(tensors):
+    return tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def drop(*names):
+    return lambda config, tensors: [tensors.pop(name) for name in names]
+
+
+def put(**values):
+    return lambda config, tensors: config.update(values)
+
+
+def fill(name, value):
+    return lambda config, tensors: tensors.update({name: value(tensors[name])})
+
+
+def out_of_range(config, tensors):
+    tensors["d2t"] = tensors["d2t"].clone()
+    tensors["d2t"][::5] += 1000
+
+
+def unsorted(config, tensors):
+    order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
+    tensors["d2t"] = _offsets(_ids(tensors)[order])
+
+
+def stale_t2d(config, tensors):
+    mask = tensors["t2d"].clone()
+    mask[_ids(tensors)[:7]] = False
+    mask[(~tensors["t2d"]).nonzero()[:7, 0]] = True
+    tensors["t2d"] = mask
+
+
+def recomputed_map(config, tensors):
+    """Another vocabulary, sound in itself: what a warm start on new data leaves behind."""
+    full = len(tensors["t2d"])
+    ids = torch.arange(full - WIDTH, full)
+    mask = torch.zeros(full, dtype=torch.bool)
+    mask[ids] = True
+    tensors.update(d2t=_offsets(ids), t2d=mask)
+
+
+def random_table(name, std=0.02):
+    def break_(config, tensors):
+        torch.manual_seed(3)
+        tensors[name] = torch.randn_like(tensors[name]) * std
+
+    return break_
+
+
+def rotated(config, tensors):
+    torch.manual_seed(3)
+    size = tensors["embed_tokens.weight"].shape[1]
+    turn, _ = torch.linalg.qr(torch.randn(size, size))
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] @ turn
+
+
+def shuffled_rows(config, tensors):
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].roll(7, 0).contiguous()
+
+
+def other_order(config, tensors):
+    """The same draft, its aux states in another order."""
+    order = [2, 0, 1]
+    config["aux_layer_ids"] = [AUX[i] for i in order]
+    chunks = tensors["fc.weight"].chunk(3, dim=1)
+    tensors["fc.weight"] = torch.cat([chunks[i] for i in order], dim=1)
+    norms = [tensors[f"fc_norm.{i}.weight"] for i in order]
+    tensors.update({f"fc_norm.{i}.weight": norm for i, norm in enumerate(norms)})
+
+
+def rope_dropped(config, tensors):
+    theta = config["rope_theta"]
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    del config["rope_scaling"]
+
+
+def prefixed(config, tensors):
+    held = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    tensors.clear()
+    tensors.update(held)
+
+
+def twice(config, tensors):
+    held = {n.replace("layers.0.", "midlayer."): t.clone() for n, t in tensors.items()}
+    tensors.update(held)
+
+
+def with_nan(config, tensors):
+    tensors["fc.weight"] = tensors["fc.weight"].clone()
+    tensors["fc.weight"][3, 5] = float("nan")
+
+
+def junk(config, tensors):
+    tensors["rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["verifier_lm_head.weight"] = torch.randn(8, 4)
+
+
+def biased(config, tensors):
+    tensors["layers.0.self_attn.q_proj.bias"] = torch.randn(32)
+
+
+def eagle_one(config, tensors):
+    size = len(tensors["norm.weight"])
+    torch.manual_seed(3)
+    tensors["fc.weight"] = torch.randn(size, 2 * size)
+    del tensors["layers.0.hidden_norm.weight"], tensors["layers.0.input_layernorm.weight"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        key = f"layers.0.self_attn.{name}.weight"
+        tensors[key] = tensors[key][:, :size].contiguous()
+
+
+def mixed_dtypes(config, tensors):
+    tensors["fc.weight"] = tensors["fc.weight"].bfloat16()
+
+
+FAULTS = {
+    "fc missing": Fault("missing", drop("fc.weight")),
+    "o_proj missing": Fault("missing", drop("layers.0.self_attn.o_proj.weight")),
+    "head missing": Fault("missing", drop("lm_head.weight")),
+    "map missing": Fault("d2t-missing", drop("d2t"), repaired=True),
+    "both maps missing": Fault("d2t-missing", drop("d2t", "t2d")),
+    "map absolute": Fault("d2t-absolute", lambda c, t: t.update(d2t=_ids(t)), repaired=True),
+    "map out of range": Fault("d2t-range", out_of_range, repaired=True),
+    "map repeats": Fault("d2t-range", lambda c, t: t.update(d2t=t["d2t"].roll(1) - 1)),
+    "map unsorted": Fault("d2t-order", unsorted, repaired=True),
+    "map as floats": Fault("d2t-type", fill("d2t", torch.Tensor.float), repaired=True),
+    "mask as integers": Fault(
+        "d2t-type", fill("t2d", torch.Tensor.long), repaired=True, severity="warning"
+    ),
+    "mask stale": Fault("t2d-mismatch", stale_t2d, repaired=True),
+    "map recomputed": Fault("head-map", recomputed_map, repaired=True),
+    "embeddings random": Fault(
+        "embeddings", random_table("embed_tokens.weight"), repaired=True
+    ),
+    "P-EAGLE embeddings random": Fault(
+        "embeddings", random_table("embed_tokens.weight"), kind="peagle"
+    ),
+    "embeddings rotated": Fault("embeddings", rotated),
+    "embeddings of another tokenizer": Fault("embeddings", shuffled_rows),
+    "head random": Fault("head-random", random_table("lm_head.weight")),
+    "layer random": Fault(
+        "random-weights", random_table("layers.0.mlp.up_proj.weight"), severity="warning"
+    ),
+    "aux layers unsorted": Fault("aux-order", other_order, kind="eagle31", repaired=True),
+    "aux layers out of range": Fault("aux-layers", put(aux_layer_ids=[1, 3, 8])),
+    "aux layers twice the same": Fault("aux-layers", put(aux_layer_ids=[1, 3, 3])),
+    "aux layers at odds": Fault(
+        "aux-layers", put(eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    ),
+    "fc_norm flag dropped": Fault(
+        "norm-flags", lambda c, t: c.update(fc_norm=False), kind="eagle31", repaired=True
+    ),
+    "fc_norm weights dropped": Fault("norm-flags", put(fc_norm=True)),
+    "layers copied from the target": Fault(
+        "num-hidden-layers", put(num_hidden_layers=8), repaired=True
+    ),
+    "rope scaling dropped": Fault("rope", rope_dropped, repaired=True),
+    "rope base at odds": Fault("rope-conflict", put(rope_theta=10000.0), repaired=True),
+    "positions clamped": Fault(
+        "max-position", put(max_position_embeddings=64), repaired=True, severity="warning"
+    ),
+    "another architecture": Fault(
+        "architecture", put(architectures=["Qwen3ForCausalLM"]), repaired=True
+    ),
+    "another model type": Fault("architecture", put(model_type="qwen3"), repaired=True),
+    "model. prefix": Fault("names", prefixed, repaired=True),
+    "midlayer and layers.0": Fault("names", twice, repaired=True),
+    "vocab_size is the draft's": Fault("vocab-size", put(vocab_size=WIDTH), repaired=True),
+    "embeddings cut": Fault("vocab-size", fill("embed_tokens.weight", lambda e: e[:-9].clone())),
+    "draft_vocab_size is the target's": Fault(
+        "draft-vocab-size", lambda c, t: c.update(draft_vocab_size=c["vocab_size"]), repaired=True
+    ),
+    "hidden_size doubled": Fault(
+        "hidden-size", put(hidden_size=64, target_hidden_size=32), repaired=True
+    ),
+    "target_hidden_size doubled": Fault(
+        "hidden-size", put(target_hidden_size=64), repaired=True
+    ),
+    "heads of another model": Fault(
+        "hidden-size", put(num_key_value_heads=4), repaired=True
+    ),
+    "NaN": Fault("not-finite", with_nan),
+    "zeros": Fault("constant", fill("layers.0.self_attn.o_proj.weight", torch.zeros_like)),
+    "fc transposed": Fault("shape", fill("fc.weight", lambda w: w.t().contiguous())),
+    "placeholder missing": Fault("mask-token", drop("mask_hidden"), kind="peagle"),
+    "placeholder behind fc": Fault(
+        "mask-token", fill("mask_hidden", lambda m: m[..., :32].clone()), kind="peagle"
+    ),
+    "mask token missing": Fault("mask-token", put(mask_token_id=None), kind="peagle"),
+    "mask token outside": Fault("mask-token", put(mask_token_id=5000), kind="peagle"),
+    "mask token is a letter": Fault(
+        "mask-token", put(mask_token_id=80), kind="peagle", severity="warning"
+    ),
+    "embeddings tied": Fault("tied-embeddings", put(tie_word_embeddings=True), repaired=True),
+    "dtype misdeclared": Fault(
+        "dtype", put(torch_dtype="float16"), repaired=True, severity="warning"
+    ),
+    "dtypes mixed": Fault("dtype", mixed_dtypes, severity="warning"),
+    "rotary buffers and the target's head": Fault(
+        "unexpected", junk, repaired=True, severity="warning"
+    ),
+    "biases": Fault("unexpected", biased),
+    "EAGLE-1": Fault("algorithm", eagle_one),
+    "no draft at all": Fault(
+        "algorithm", lambda c, t: [t.clear(), t.update(weight=torch.ones(2))]
+    ),
+}  # fmt: skip
+
+
+def broken_copy(source: Path, out: Path, break_) -> Path:
+    config, tensors = files_of(source)
+    break_(config, tensors)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    save_file({name: one.contiguous() for name, one in tensors.items()}, out / "model.safetensors")
+    return out
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    (config, tensors), (wanted, healthy) = files_of(one), files_of(other)
+    assert config == wanted
+    assert tensors.keys() == healthy.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == healthy[name].dtype, name
+        assert torch.equal(tensor, healthy[name]), name
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_and_repaired(place, tmp_path, name):
+    fault, target = FAULTS[name], str(place / "target")
+    broken = broken_copy(place / fault.kind, tmp_path / "broken", fault.break_)
+    found = diagnose(broken, target, answering=no_decoding)
+    said = [one for one in found.findings if one.check == fault.check]
+    assert [one.severity for one in said if one.severity != "note"] == [fault.severity]
+    wrong = {one.check for one in found.of("error")} - {fault.check}
+    assert not wrong, found.findings
+    assert any(one.evidence and one.fix for one in said) or fault.check == "algorithm"
+    assert bool(said[0].repair) == fault.repaired
+    if not fault.repaired:
+        with pytest.raises(BadInput, match="certainty"):
+            write_repaired(found, tmp_path / "repaired")
+        assert not (tmp_path / "repaired").exists()
+        return
+    repaired = write_repaired(found, tmp_path / "repaired")
+    assert_same_files(repaired, place / fault.kind)
+    assert diagnose(repaired, target, answering=no_decoding).healthy
+
+
+# --- what lies around the draft ------------------------------------------------------------------
+
+
+def other_target(place, out: Path, *, tokenizer=None, **changed) -> Path:
+    """The target's config and tokenizer with something changed; no weights."""
+    shutil.copytree(place / "target", out, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = out / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+    return out
+
+
+def errors_and_warnings(found):
+    return {one.check: one.severity for one in found.findings if one.severity != "note"}
+
+
+def test_a_shallow_target_has_no_default_layers(place, tmp_path):
+    target = other_target(place, tmp_path / "target", num_hidden_layers=4)
+    broken = broken_copy(place / "eagle3", tmp_path / "draft", lambda c, t: c.pop("aux_layer_ids"))
+    found = diagnose(broken, str(target), static=True)
+    assert errors_and_warnings(found) == {"aux-layers": "error"}
+    assert "too shallow" in found.of("error")[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("method", "severity"), [({"quant_method": "fp8"}, "warning"),
+                             ({"quant_method": "fp8", "rotation": "hadamard"}, "error")]
+)  # fmt: skip
+def test_a_quantised_target_is_a_caution(place, tmp_path, method, severity):
+    target = other_target(place, tmp_path / "target", quantization_config=method)
+    found = diagnose(place / "eagle3", str(target), static=True)
+    assert errors_and_warnings(found) == {"target-quantised": severity}
+
+
+def test_a_draft_that_cannot_end_an_answer(place, tmp_path):
+    tokenizer = make_tokenizer()
+    _, tensors = files_of(place / "eagle3")
+    unsaid = int((~tensors["t2d"]).nonzero()[-1])
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(unsaid)
+    target = other_target(place, tmp_path / "target", tokenizer=tokenizer)
+    found = diagnose(place / "eagle3", str(target), static=True)
+    assert errors_and_warnings(found) == {"end-token": "warning"}
+    assert f"({unsaid})" in found.of("warning")[0].evidence
+
+
+def test_another_tokenizer_beside_the_draft(place, tmp_path):
+    broken = broken_copy(place / "eagle3", tmp_path / "draft", lambda c, t: None)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(broken)
+    assert diagnose(broken, str(place / "target"), static=True).healthy
+    path = broken / "tokenizer.json"
+    held = json.loads(path.read_text())
+    vocab = held["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(held))
+    found = diagnose(broken, str(place / "target"), static=True)
+    assert errors_and_warnings(found) == {"tokenizer": "error"}
+    assert found.of("error")[0].evidence.startswith("2 of the target's")
+
+
+def test_the_last_layer_is_a_caution(place, tmp_path):
+    broken = broken_copy(place / "eagle3", tmp_path / "draft", put(aux_layer_ids=[1, 3, 7]))
+    found = diagnose(broken, str(place / "target"), static=True)
+    assert errors_and_warnings(found) == {"capture-point": "warning"}
+
+
+def test_two_faults_at_once_are_both_repaired(place, tmp_path):
+    def break_(config, tensors):
+        tensors["d2t"] = _ids(tensors).float()  # absolute, and no integers either
+        config.update(num_hidden_layers=8, vocab_size=WIDTH)
+        prefixed(config, tensors)
+
+    broken = broken_copy(place / "eagle3", tmp_path / "draft", break_)
+    found = diagnose(broken, str(place / "target"), answering=no_decoding)
+    assert {one.check for one in found.of("error")} == {
+        "names", "vocab-size", "d2t-type", "d2t-absolute", "num-hidden-layers",
+    }  # fmt: skip
+    assert_same_files(write_repaired(found, tmp_path / "repaired"), place / "eagle3")

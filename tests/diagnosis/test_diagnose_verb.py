@@ -1,0 +1,156 @@
+"""`fledge diagnose` as people meet it: words, JSON, exit codes, --fix, and files of no use."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from test_diagnose_faults import (
+    assert_same_files,
+    broken_copy,
+    errors_and_warnings,
+    no_decoding,
+    put,
+)
+from typer.testing import CliRunner
+
+from export.drafts import NEW_TOKENS, PROMPTS, files_of
+from export.layouts import write_as
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.diagnosis.checks.registry import CHECKS, table
+from fledge.diagnosis.diagnose import diagnose
+
+
+def run(place, draft, *options):
+    arguments = ["diagnose", str(draft), "--target", str(place / "target"), "--device", "cpu"]
+    limits = ["--prompts", str(PROMPTS), "--max-new-tokens", str(NEW_TOKENS)]
+    return CliRunner().invoke(app, [*arguments, *limits, *options])
+
+
+def test_a_healthy_draft_in_words(place):
+    result = run(place, place / "eagle3")
+    assert result.exit_code == 0, result.output
+    assert "healthy" in result.stdout.splitlines()[-1]
+    assert "replay of the files" in result.stdout
+
+
+def test_fix_repairs_and_proves_it(place, tmp_path):
+    broken = broken_copy(
+        place / "eagle3", tmp_path / "broken", put(num_hidden_layers=8, aux_layer_ids=[2, 4, 5])
+    )
+    result = run(place, broken, "--fix", str(tmp_path / "fixed"), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    checks = {one["check"]: one for one in found["findings"] if one["severity"] == "error"}
+    assert set(checks) == {"num-hidden-layers", "aux-shifted"}
+    assert all(one["repairable"] and one["fix"] for one in checks.values())
+    assert found["repaired"]["healthy"]
+    assert found["repaired_acceptance"] == found["repaired"]["acceptance"]
+    assert_same_files(tmp_path / "fixed", place / "eagle3")
+    again = run(place, broken, "--fix", str(tmp_path / "fixed"))
+    assert again.exit_code == 2 or "exists already" in str(again.exception)
+
+
+def test_what_cannot_be_repaired_stays_an_error(place, tmp_path):
+    broken = broken_copy(place / "eagle3", tmp_path / "broken", lambda c, t: t.pop("fc.weight"))
+    result = run(place, broken, "--fix", str(tmp_path / "fixed"))
+    assert result.exit_code == 1
+    assert "missing" in result.stdout
+    assert "behavioural checks: missing must be mended first" in result.stdout
+    assert not (tmp_path / "fixed").exists()
+
+
+def test_static_reads_no_weights_of_the_target(place, tmp_path):
+    shutil.copytree(
+        place / "target", tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    found = diagnose(place / "eagle3", str(tmp_path / "target"), static=True)
+    assert found.healthy
+    assert "--static" in found.skipped[0]
+    with pytest.raises(BadInput, match="no weights"):
+        diagnose(place / "eagle3", str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "engine", "faults"),
+    [
+        ("specforge", "eagle3", "sglang", set()),
+        ("specforge", "eagle3", "vllm", set()),
+        ("speculators", "eagle31", "vllm", set()),
+        ("speculators", "eagle3", "sglang", {"serving"}),
+        ("automodel", "eagle3", "vllm", {"names", "architecture"}),
+        ("automodel", "eagle3", "sglang", {"architecture", "serving"}),
+        ("modelopt", "eagle3", "vllm", {"serving"}),
+        ("eagle", "eagle3", "sglang", {"architecture"}),
+        ("speculators", "peagle", "sglang", {"serving", "embeddings"}),
+    ],
+)
+def test_an_engine_makes_errors_of_its_limits(place, tmp_path, layout, kind, engine, faults):
+    foreign = write_as(layout, place / kind, tmp_path / "foreign", place / "target")
+    found = diagnose(foreign, str(place / "target"), engine=engine, answering=no_decoding)
+    assert set(errors_and_warnings(found)) <= faults
+    assert faults <= {*errors_and_warnings(found), "embeddings"}
+
+
+def test_bad_questions_are_one_line(place, tmp_path):
+    with pytest.raises(BadInput, match="not an engine"):
+        diagnose(place / "eagle3", str(place / "target"), engine="tensorrt")
+    with pytest.raises(BadInput, match=r"no config\.json"):
+        diagnose(tmp_path, str(place / "target"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadInput, match="not JSON"):
+        diagnose(tmp_path, str(place / "target"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match="no weights here"):
+        diagnose(tmp_path, str(place / "target"))
+    (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(BadInput, match="cannot be read"):
+        diagnose(tmp_path, str(place / "target"))
+
+
+JUNK = st.sampled_from(
+    [None, "", "x", -1, 0, 1, 3, 7, 2.5, True, [], [1, 2], ["a"], {}, {"a": 1}, 10**9]
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_file_brings_it_down(place, tmp_path_factory, data):
+    """Whatever stands in the files: findings, or one line; never a traceback."""
+    layout = data.draw(st.sampled_from(["fledge", "specforge", "speculators", "modelopt"]))
+    kind = data.draw(st.sampled_from(["eagle3", "peagle"]))
+    root = tmp_path_factory.mktemp("junk")
+    source = place / kind
+    if layout != "fledge":
+        source = write_as(layout, source, root / "source", place / "target")
+    config, tensors = files_of(source)
+    for _ in range(data.draw(st.integers(1, 3))):
+        home = config
+        if layout == "speculators" and data.draw(st.booleans()):
+            home = config["transformer_layer_config"]
+        if data.draw(st.booleans()):
+            if isinstance(home, dict) and home:
+                home[data.draw(st.sampled_from(sorted(home)))] = data.draw(JUNK)
+        else:
+            name = data.draw(st.sampled_from(sorted(tensors)))
+            shape = data.draw(st.sampled_from([(), (0,), (1,), (5,), (3, 4), (32, 32), (2, 2, 2)]))
+            dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bool]))
+            tensors[name] = torch.ones(shape).to(dtype)
+    (root / "draft").mkdir()
+    (root / "draft" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, root / "draft" / "model.safetensors")
+    with contextlib.suppress(BadInput):  # one line is fine
+        found = diagnose(root / "draft", str(place / "target"), answering=no_decoding)
+        json.dumps(found.to_json())
+
+
+def test_the_page_lists_every_check():
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
+    assert table() in page
+    assert len(CHECKS) > 30

@@ -1,0 +1,171 @@
+"""Ours -> every layout -> import == ours, bit for bit; and what an import does with the rest."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_diagnose_faults import assert_same_files, broken_copy, put
+from typer.testing import CliRunner
+
+from export.drafts import files_of
+from export.layouts import LAYOUTS, write_as
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.diagnosis.import_draft import import_draft
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.export.export import export_draft
+from fledge.export.self_check import CheckOptions
+
+KINDS = ("eagle3", "eagle31", "peagle")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_comes_back_bit_for_bit(place, tmp_path, layout, kind):
+    foreign = write_as(layout, place / kind, tmp_path / "foreign", place / "target")
+    import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert_same_files(tmp_path / "ours", place / kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ours_comes_back_bit_for_bit(place, tmp_path, kind):
+    import_draft(place / kind, tmp_path / "ours", target=str(place / "target"))
+    assert_same_files(tmp_path / "ours", place / kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [("eagle3", "vllm"), ("eagle31", "vllm"), ("peagle", "vllm"), ("eagle3", "sglang"),
+     ("eagle31", "sglang"), ("eagle3", "speculators"), ("peagle", "speculators")],
+)  # fmt: skip
+def test_import_export_import(place, tmp_path, kind, engine):
+    target = str(place / "target")
+    foreign = write_as("specforge", place / kind, tmp_path / "foreign", place / "target")
+    ours = import_draft(foreign, tmp_path / "ours", target=target)
+    options = {"prompts": ("mixed",), "limit": 1, "max_new_tokens": 8}
+    exported = export_draft(
+        ours, tmp_path / "exported", engine=engine, target=target, device="cpu",
+        check=CheckOptions(**options),
+    )  # fmt: skip
+    import_draft(exported, tmp_path / "again", target=target)
+    (config, tensors), (wanted, healthy) = files_of(tmp_path / "again"), files_of(ours)
+    assert tensors.keys() == healthy.keys()
+    for name in healthy:
+        assert torch.equal(tensors[name], healthy[name]), name
+    differing = {key for key in {*config, *wanted} if config.get(key) != wanted.get(key)}
+    assert not differing
+
+
+def test_other_layers_come_back_too(place, tmp_path):
+    """Layers that are not the default, where a layout can say them."""
+    source = broken_copy(place / "eagle3", tmp_path / "source", put(aux_layer_ids=[0, 2, 5]))
+    for layout in ("speculators", "modelopt"):
+        foreign = write_as(layout, source, tmp_path / layout, place / "target")
+        import_draft(foreign, tmp_path / f"{layout}_ours", target=str(place / "target"))
+        assert_same_files(tmp_path / f"{layout}_ours", source)
+
+
+def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
+    """The target's head stands in where engines would share it; identity maps go."""
+    from fledge.diagnosis.weight_files import read_target_tables
+
+    config, tensors = files_of(place / "eagle3")
+    full, head = config["vocab_size"], read_target_tables(place / "target").head_VD
+    held = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "d2t", "t2d")}
+    config["draft_vocab_size"] = full
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
+    save_file(held, tmp_path / "bare" / "model.safetensors")
+    shutil.copytree(tmp_path / "bare", tmp_path / "full")
+    identity = {
+        "lm_head.weight": head,
+        "d2t": torch.zeros(full, dtype=torch.int64),
+        "t2d": torch.ones(full, dtype=torch.bool),
+    }
+    save_file({**held, **identity}, tmp_path / "full" / "model.safetensors")
+    for name in ("bare", "full"):
+        import_draft(tmp_path / name, tmp_path / f"{name}_ours", target=str(place / "target"))
+    assert_same_files(tmp_path / "bare_ours", tmp_path / "full_ours")
+    draft = LlamaEagle3DraftModel.from_pretrained(tmp_path / "bare_ours")
+    assert torch.equal(draft.lm_head.weight, head)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"num_hidden_layers": 8}, "num_hidden_layers is 8"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+          "rope_theta": 1e4, "rope_scaling": None}, "rope"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_ours_is_refused(place, tmp_path, change, says):
+    foreign = write_as("specforge", place / "eagle3", tmp_path / "foreign", place / "target")
+    path = foreign / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(BadInput, match=says):
+        import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_normed_residual_is_carried_but_not_exported(place, tmp_path):
+    from export.drafts import make_draft
+
+    make_draft(place / "target", fit=0, norm_before_residual=True).save_pretrained(tmp_path / "own")
+    assert files_of(tmp_path / "own")[0]["norm_before_residual"]
+    foreign = tmp_path / "foreign"
+    write_as("speculators", tmp_path / "own", foreign, place / "target")
+    path = foreign / "config.json"
+    said = json.loads(path.read_text())
+    del said["norm_before_residual"]  # speculators' EAGLE-3 means true by silence
+    del said["transformer_layer_config"]["norm_before_residual"]
+    path.write_text(json.dumps(said))
+    import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert_same_files(tmp_path / "ours", tmp_path / "own")
+    with pytest.raises(BadInput, match="norm_before_residual"):
+        export_draft(tmp_path / "ours", tmp_path / "out", engine="vllm", without_target=True)
+
+
+def test_mixed_formats_lose_nothing_and_nothing_is_overwritten(place, tmp_path):
+    def break_(config, tensors):
+        tensors["norm.weight"] = tensors["norm.weight"].bfloat16()
+        tensors["fc.weight"] = tensors["fc.weight"].half()
+
+    mixed = broken_copy(place / "eagle3", tmp_path / "mixed", break_)
+    import_draft(mixed, tmp_path / "ours", target=str(place / "target"))
+    _, tensors = files_of(tmp_path / "ours")
+    for name, held in files_of(mixed)[1].items():
+        assert torch.equal(tensors[name], held.to(tensors[name].dtype)), name
+        assert tensors[name].dtype in (torch.float32, torch.int64, torch.bool)
+    with pytest.raises(BadInput, match="exists already"):
+        import_draft(place / "eagle3", tmp_path / "ours", target=str(place / "target"))
+
+
+def test_the_verb(place, tmp_path):
+    foreign = write_as("eagle", place / "eagle3", tmp_path / "foreign", place / "target")
+    arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "one"), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["layout"] == "eagle"
+    assert found["aux_layer_ids"] == [1, 3, 4]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "two")])
+    assert "SafeAILab EAGLE" in result.stdout
+    assert_same_files(tmp_path / "two", place / "eagle3")
+
+
+def test_an_executable_weights_file_is_not_run(place, tmp_path):
+    """torch's own format may carry code; it is read as data or not at all."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    foreign = write_as("eagle", place / "eagle3", tmp_path / "foreign", place / "target")
+    torch.save({"fc.weight": Evil()}, foreign / "pytorch_model.bin")
+    with pytest.raises(BadInput, match=r"pytorch_model\.bin: cannot be read"):
+        import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert not (tmp_path / "ran").exists()

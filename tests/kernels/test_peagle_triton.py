@@ -1,0 +1,60 @@
+"""All depths at once on the GPU kernels, against the dense definition.
+
+The kernels meet what EAGLE-3 never shows them: several rows of one anchor, and keys that end where
+a segment does.
+"""
+
+import pytest
+import torch
+
+import interpreted_triton  # before the kernels
+from fledge.kernels.attention import parallel
+from fledge.kernels.attention.parallel import parallel_attention
+from fledge.rollout.parallel_plan import plan_parallel
+
+DEVICE = interpreted_triton.DEVICE
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("lengths", [[70], [5, 1, 40, 3]])
+def test_kernels_serve_all_depths_at_once(monkeypatch, lengths, partitions):
+    ones = torch.ones(1, sum(lengths))
+    plan = plan_parallel(
+        ones,
+        ones,
+        num_depths=4,
+        ratio=0.7,
+        ratio_min=0.2,
+        seed=1,
+        partitions=partitions,
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        seq_lens=torch.tensor([lengths]),
+        doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
+        device=torch.device(DEVICE),
+    )
+    monkeypatch.setattr(parallel, "kernel_runs", lambda *tensors: True)
+    assert len(plan.segments) == partitions
+    for segment in plan.segments:
+        for rows in (segment.every, segment.asking):
+            inputs = make_inputs(segment, rows)
+            fast = results(inputs, segment, rows, "fast")
+            for mine, theirs in zip(fast, results(inputs, segment, rows, "reference"), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def make_inputs(segment, rows, heads=4, groups=2, channels=16):
+    g = torch.Generator().manual_seed(2)
+    chain = sum(segment.counts)
+    shapes = [(len(rows), heads), *[(segment.end, groups)] * 2, *[(chain, groups)] * 2]
+    return [
+        torch.randn(*shape, channels, generator=g).to(DEVICE).requires_grad_() for shape in shapes
+    ]
+
+
+def results(inputs, segment, rows, kind):
+    q, k, v, chain_k, chain_v = inputs
+    out = parallel_attention(q, (k, v), (chain_k, chain_v), rows, segment.counts, kind=kind)
+    if kind == "fast":
+        assert out.grad_fn.name() == "_FusedParallelBackward"
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]

@@ -1,0 +1,153 @@
+"""The GPU kernel of the head's loss against its torch lines; interpreted where there is no GPU."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import interpreted_triton  # before the kernels
+from fledge.kernels import head_rows as triton_head
+from fledge.kernels.head_rows import fused_rows
+from fledge.objective import head_loss as head_loss_module
+from fledge.objective.head_loss import _alpha, _score, _Targets
+from fledge.objective.losses import LossSpec
+from objective.test_head_loss import KINDS, chunked, make_case
+
+DEVICE = interpreted_triton.DEVICE
+
+
+def make_rows(count, width, *, slots=3, dtype=torch.float32, seed=0):
+    """Logits near the target's own (else acceptance would be nothing), with shared slots."""
+    g = torch.Generator().manual_seed(seed)
+    target = 2 * torch.randn(slots, width, generator=g)
+    slot = torch.randint(0, slots, (count,), generator=g)
+    logits = target[slot] + torch.randn(count, width, generator=g)
+    probs = torch.softmax(target, -1).to(DEVICE)
+    slot = slot.to(DEVICE)
+    coefficient = torch.rand(count, generator=g).to(DEVICE)
+    ce_weight = torch.rand(count, generator=g).to(DEVICE)
+    targets = _Targets(probs, slot, probs.argmax(-1)[slot])
+    return logits.to(DEVICE, dtype), targets, coefficient, ce_weight
+
+
+def by_torch(logits, targets, kind, coefficient, ce_weight):
+    """The lines of `head_loss`, which run as long as no kernel is allowed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: False)
+        weight = ce_weight if kind == "lambda" else None
+        return _score(logits.clone(), targets, LossSpec(kind), coefficient, weight)
+
+
+def by_kernel(logits, targets, kind, coefficient, ce_weight):
+    grads = logits.clone()
+    loss, correct = fused_rows(
+        grads, targets.slots_MW, targets.slot_C, targets.top_C, kind=kind,
+        coefficient_C=coefficient, ce_weight_C=ce_weight,
+    )  # fmt: skip
+    return loss, correct, grads
+
+
+def assert_kernel_is_torch(kind, case, tolerance=1e-5):
+    logits, targets, coefficient, ce_weight = case
+    found = by_kernel(logits, targets, kind, coefficient, ce_weight)
+    expected = by_torch(logits, targets, kind, coefficient, ce_weight)
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[2], expected[2], rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 7, 512, 4096, 5000])
+def test_kernel_is_torch(kind, width):
+    assert_kernel_is_torch(kind, make_rows(4, width))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    kind=st.sampled_from(KINDS),
+    width=st.integers(2, 150),
+    count=st.integers(1, 6),
+    block=st.sampled_from([16, 64]),
+    seed=st.integers(0, 999),
+)
+def test_kernel_is_torch_for_any_sizes(kind, width, count, block, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_head, "BLOCK", block)
+        assert_kernel_is_torch(kind, make_rows(count, width, seed=seed))
+
+
+@pytest.mark.parametrize("kind", ["ce", "lambda"])
+def test_wide_vocabulary(kind):
+    assert_kernel_is_torch(kind, make_rows(2, 262_144, slots=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_error_is_within_twice_that_of_torch(kind, dtype):
+    logits, targets, coefficient, ce_weight = make_rows(6, 700, dtype=dtype)
+    exact = _Targets(targets.slots_MW.double(), targets.slot_C, targets.top_C)
+    truth = by_torch(logits.double(), exact, kind, coefficient.double(), ce_weight.double())
+    found = by_kernel(logits, targets, kind, coefficient, ce_weight)
+    theirs = by_torch(logits, targets, kind, coefficient, ce_weight)
+    assert found[2].dtype == dtype
+    assert (found[2] - truth[2]).norm() <= 2 * (theirs[2] - truth[2]).norm()
+    torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_the_first_of_equal_logits_is_the_top(monkeypatch, block):
+    """Equal ones in one block of columns, and in two."""
+    monkeypatch.setattr(triton_head, "BLOCK", block)
+    logits, targets, coefficient, ce_weight = make_rows(3, 40)
+    logits[:] = torch.arange(40, device=DEVICE) // 10
+    for top in (30, 31):
+        tied = _Targets(targets.slots_MW, targets.slot_C, torch.full_like(targets.top_C, top))
+        assert by_kernel(logits, tied, "ce", coefficient, ce_weight)[1].tolist() == [top == 30] * 3
+
+
+def test_no_acceptance_has_no_direction():
+    """alpha 0: loss 0 and no gradient, not infinity."""
+    probs = torch.zeros(1, 20, device=DEVICE)
+    probs[0, 3] = 1.0
+    zero = torch.zeros(2, dtype=torch.long, device=DEVICE)
+    logits = torch.zeros(2, 20, device=DEVICE)
+    logits[:, 0] = 1e4
+    targets = _Targets(probs, zero, zero + 3)
+    loss, _, grads = by_kernel(logits, targets, "alpha", torch.ones(2, device=DEVICE), None)
+    assert loss.tolist() == [0, 0]
+    assert not grads.any()
+
+
+def test_without_coefficients_the_logits_stay():
+    logits, targets, _, _ = make_rows(3, 30)
+    before = logits.clone()
+    loss, _ = fused_rows(logits, targets.slots_MW, targets.slot_C, targets.top_C, kind="acceptance")
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(loss, _alpha(logits, targets), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.skipif(DEVICE != "cpu", reason="test_head_loss's cases live on the CPU")
+def test_whole_head_through_the_kernel(kind, monkeypatch):
+    """Loss, metrics and gradients of `head_loss`, with and without the kernel."""
+    hidden, head, elements, supervision, charged = make_case(17, dtype=torch.float32)
+    case = (hidden, head, elements, supervision, charged)
+    spec = LossSpec(kind, kl_scale=0.8, kl_decay=1.5)
+    expected = chunked(*case, spec, 5)
+    expected_grads = torch.autograd.grad(expected.loss, (hidden, head))
+    monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: True)
+    found = chunked(*case, spec, 5)
+    torch.testing.assert_close(found.row_loss_N, expected.row_loss_N, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.correct_N, expected.correct_N)
+    for mine, theirs in zip(
+        torch.autograd.grad(found.loss, (hidden, head)), expected_grads, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_kernel_takes_longer_chunks(monkeypatch):
+    rows = []
+    for allowed in (False, True):
+        monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what, a=allowed: a)
+        rows.append(head_loss_module._chunk_rows(torch.zeros(1), 32_000))
+    assert rows == [2**26 // 32_000, 2**28 // 32_000]

@@ -1,0 +1,242 @@
+"""The GPU kernels of rollout attention against the dense definition.
+
+Without a GPU they are interpreted, so sizes are tiny and cover what a tile can meet: documents that
+share a tile or fill several, rows of one document in several tiles, head dims that are padded.
+"""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import interpreted_triton  # before the kernels
+from fledge.kernels.attention import blocked
+from fledge.kernels.attention import triton as triton_attention
+from fledge.kernels.attention.reference import reference_attention, rollout_attention
+from fledge.kernels.attention.triton import GRANULE, Chain, Job, Tile, fused_attention
+from fledge.rollout.plan import QueryRows, plan_rollout
+
+DEVICE = interpreted_triton.DEVICE
+
+
+def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):
+    """Documents packed into one row, a random share of slots supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = (torch.rand(1, sum(lengths), generator=generator) < supervised).long()
+    return plan_rollout(
+        loss,
+        torch.ones_like(loss),
+        num_depths=num_depths,
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        seq_lens=torch.tensor([lengths]),
+        doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
+        device=torch.device(DEVICE),
+    )
+
+
+def make_inputs(plan, depth, *, heads, groups, channels, dtype=torch.float32, seed=1):
+    """q, k, v and the chain's keys and values; shallower depths of a chain have more rows."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(plan.counts[depth], heads, channels)] + [(len(plan.slot_T), groups, channels)] * 2
+    shapes += [(plan.counts[k], groups, channels) for k in range(1, depth + 1) for _ in range(2)]
+    return [torch.randn(*shape, generator=g).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+def results(function, rows, inputs):
+    """The output, and the gradients of all inputs under a fixed random weighting of it."""
+    q, k, v, *chain = inputs
+    if function is reference_attention:
+        chain = [x[: len(rows)] for x in chain]
+    out = function(q, k, v, rows, list(zip(chain[::2], chain[1::2], strict=True)))
+    g = torch.Generator().manual_seed(7)
+    weight = torch.randn(out.shape, generator=g).to(DEVICE, out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
+
+
+def assert_fused_is_reference(rows, inputs, tolerance=1e-5):
+    found = results(fused_attention, rows, inputs)
+    expected = results(reference_attention, rows, inputs)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (3, 1), (8, 2)])
+@pytest.mark.parametrize("depth", [0, 1, 6])
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 12, 3], [101, 41]])
+def test_fused_is_reference(lengths, depth, heads, groups):
+    plan = make_plan(lengths, 7)
+    inputs = make_inputs(plan, depth, heads=heads, groups=groups, channels=16)
+    assert_fused_is_reference(plan.depths[depth], inputs)
+
+
+@pytest.mark.parametrize("channels", [16, 24, 64, 96, 128, 256])
+def test_head_dims(channels):
+    plan = make_plan([30, 9], 3)
+    inputs = make_inputs(plan, 2, heads=3, groups=1, channels=channels)
+    assert_fused_is_reference(plan.depths[2], inputs)
+
+
+TILES = st.sampled_from([Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4),
+    depth=st.integers(0, 3),
+    supervised=st.sampled_from([0.0, 0.2, 1.1]),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2)]),
+    tile=TILES,
+    seed=st.integers(0, 1000),
+)
+def test_fused_is_reference_for_any_documents_rows_and_tiles(
+    lengths, depth, supervised, heads, tile, seed
+):
+    plan = make_plan(lengths, 4, seed=seed, supervised=supervised)
+    inputs = make_inputs(plan, depth, heads=heads[0], groups=heads[1], channels=16, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(triton_attention.TILES_FP32, 64, tile)
+        assert_fused_is_reference(plan.depths[depth], inputs)
+
+
+def test_row_bounds():
+    """Rows with slot < key, first < key and first <= key, for every GRANULE-th key."""
+    plan = make_plan([1, 31, 32, 70, 40], 3, supervised=1.1)
+    rows = plan.depths[1]
+    q, k, v, *chain = make_inputs(plan, 1, heads=2, groups=1, channels=16)
+    bounds, count = Job(q, k, v, rows, Chain.of(chain))._row_bounds()
+    key = GRANULE * torch.arange(count, device=DEVICE)[:, None]
+    assert key[-1] >= len(plan.slot_T)
+    expected = [rows.slot_N < key, rows.first_N < key, rows.first_N <= key]
+    assert torch.equal(bounds.long(), torch.stack([seen.sum(1) for seen in expected]))
+
+
+def test_no_rows_at_all():
+    plan = make_plan([9, 4], 3, supervised=0.0)
+    inputs = make_inputs(plan, 2, heads=2, groups=1, channels=16)
+    assert len(inputs[0]) == 0
+    assert_fused_is_reference(plan.depths[2], inputs)
+
+
+def test_keys_without_rows_get_no_gradient():
+    """Rows of a depth may leave out whole documents, yet their keys are on the key axis."""
+    plan = make_plan([40, 40, 40], 2, supervised=1.1)
+    rows = plan.depths[0]
+    middle = int(rows.first_N.unique()[1])
+    keep = rows.first_N != middle
+    slot_N = rows.slot_N[keep]
+    few = QueryRows(slot_N, rows.first_N[keep], torch.argsort(slot_N), ())
+    q, k, v = make_inputs(plan, 0, heads=2, groups=1, channels=16)
+    inputs = [q[keep].detach().requires_grad_(), k, v]
+    assert_fused_is_reference(few, inputs)
+    assert not results(fused_attention, few, inputs)[2][middle : 2 * middle].any()
+
+
+def test_every_slot_may_ask():
+    plan = make_plan([30, 5], 2)
+    inputs = make_inputs(plan, 0, heads=2, groups=1, channels=16)
+    everybody = torch.randn(len(plan.slot_T), 2, 16, device=DEVICE, requires_grad=True)
+    assert_fused_is_reference(plan.every, [everybody, *inputs[1:]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "groups", "channels"), [(9, 3, 64), (4, 1, 128)])
+def test_16_bit_error_is_within_twice_that_of_the_reference(dtype, heads, groups, channels):
+    plan = make_plan([70, 33], 4)
+    inputs = make_inputs(plan, 3, heads=heads, groups=groups, channels=channels, dtype=dtype)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    exact = results(reference_attention, plan.depths[3], exact_inputs)
+    reference = results(reference_attention, plan.depths[3], inputs)
+    fused = results(fused_attention, plan.depths[3], inputs)
+    for mine, theirs, truth in zip(fused, reference, exact, strict=True):
+        assert mine.dtype == dtype
+        assert (mine - truth).norm() <= 2 * (theirs - truth).norm()
+
+
+def test_large_scores_do_not_overflow():
+    plan = make_plan([40], 3, supervised=1.1)
+    inputs = make_inputs(plan, 2, heads=2, groups=1, channels=16)
+    inputs[0] = (inputs[0].detach() * 1e4).requires_grad_()
+    assert all(x.isfinite().all() for x in results(fused_attention, plan.depths[2], inputs))
+
+
+def strided(x):
+    """The same values, rows and heads apart in memory, as halves of a fused projection are."""
+    rows, heads, channels = x.shape
+    wide = x.new_empty(rows, 2 * heads + 1, channels)
+    wide[:, heads : 2 * heads] = x
+    return wide[:, heads : 2 * heads]
+
+
+def test_strided_inputs():
+    plan = make_plan([40, 9], 4)
+    inputs = make_inputs(plan, 3, heads=4, groups=2, channels=16)
+
+    def fused_on_views(q, k, v, rows, chain):
+        pairs = [(keys, strided(values)) for keys, values in chain]
+        return fused_attention(strided(q), k, strided(v), rows, pairs)
+
+    found = results(fused_on_views, plan.depths[3], inputs)
+    expected = results(fused_attention, plan.depths[3], inputs)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_repeats_bit_for_bit():
+    plan = make_plan([60, 20], 3)
+    inputs = make_inputs(plan, 2, heads=3, groups=1, channels=16, dtype=torch.bfloat16)
+    first = results(fused_attention, plan.depths[2], inputs)
+    for a, b in zip(first, results(fused_attention, plan.depths[2], inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dispatch_takes_the_kernels(monkeypatch):
+    monkeypatch.setattr(blocked, "triton_runs", lambda x, *, what, unsupported: not unsupported)
+    plan = make_plan([40, 9], 3)
+    rows, (q, k, v, *chain) = plan.depths[2], make_inputs(plan, 2, heads=2, groups=1, channels=16)
+    pairs = list(zip(chain[::2], chain[1::2], strict=True))
+
+    def path(*tensors, **kwargs):
+        return rollout_attention(*tensors, rows, **kwargs).grad_fn.name()
+
+    assert path(q, k, v, chain=pairs) == "_FusedAttentionBackward"
+    assert path(q, k, v, chain=pairs, kind="reference") != "_FusedAttentionBackward"
+    assert path(q.double(), k.double(), v.double()) == "_BlockedAttentionBackward"
+
+
+def test_heads_that_lie_further_apart_than_the_kernels_reach_are_copied():
+    """Offsets of heads are 32-bit products: past 2^31 they would point in front of the tensor."""
+
+    def head_major(stride):
+        return torch.empty_strided((5, 4, 16), (16, stride, 1), device="meta")
+
+    near, far = head_major(2**29), head_major(2**29 + 1)
+    rows = QueryRows(*(torch.arange(5, device="meta"),) * 3, blocks=())
+    job = Job(near, near, near, rows, Chain.of([near, near]))
+    assert all(x is near for x in (job.q, job.k, job.v, *job.chain.tensors))
+    job = Job(far, far, far, rows, Chain.of([far, far]))
+    assert all(x.stride() == (64, 16, 1) for x in (job.q, job.k, job.v, *job.chain.tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_one_compilation_serves_all_sizes():
+    from fledge.kernels.attention.triton_keys import chain_grad, key_grad, row_bounds
+    from fledge.kernels.attention.triton_queries import attend, query_grad
+
+    def compiled():
+        kernels = (attend, query_grad, row_bounds, key_grad, chain_grad)
+        caches = [kernel.device_caches for kernel in kernels]
+        return [len(cache[torch.cuda.current_device()][0]) for cache in caches]
+
+    counts = []
+    for lengths in ([33], [1], [16, 16], [100, 28, 7]):
+        plan = make_plan(lengths, 7, supervised=1.1)
+        for depth in (1, 0, 2, 6):
+            results(
+                fused_attention,
+                plan.depths[depth],
+                make_inputs(plan, depth, heads=4, groups=2, channels=48, dtype=torch.bfloat16),
+            )
+        counts.append(compiled())
+    assert counts[0] == counts[-1]

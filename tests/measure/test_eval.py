@@ -1,0 +1,379 @@
+"""`fledge eval` from prompts to tables: figures by hand, answers once, drafts side by side."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from decode.tiny_decode import AUX, make_draft, make_target
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.decode.rounds import Round, walk_rounds
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.stops import eos_token_ids
+from fledge.measure.answers import cached_answers
+from fledge.measure.evaluation import DraftEvaluation, EvalOptions
+from fledge.measure.figures import (
+    Sample,
+    acceptance,
+    by_context,
+    by_label,
+    definition,
+    every_slot_length,
+    vocabulary_misses,
+)
+from fledge.measure.prompts import SETS, read_prompts
+from fledge.measure.speed import Speed, Stopwatch
+from fledge.recipe.schema import load_recipe
+from fledge.target.hf.model import HFEagle3TargetModel
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}"
+    "{{ '<e>' }}{% endfor %}{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A target with a byte-level tokenizer, two drafts, prompts, and a cache of our own."""
+    root = tmp_path_factory.mktemp("eval")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "<e>", "<u>", "<a>", *letters]
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<e>",
+        additional_special_tokens=["<u>", "<a>"],
+    )  # fmt: skip
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(root / "target")
+    model = make_target(vocab=len(words), eos_token_id=1, bos_token_id=None)
+    model.save_pretrained(root / "target")
+    make_draft(model, fit=15).save_pretrained(root / "trained")
+    make_draft(model, width=20).save_pretrained(root / "random")
+    make_draft(model, parallel=True, layers=2, fit=15).save_pretrained(root / "parallel")
+    rows = [
+        {"id": "a", "category": "one", "messages": [{"role": "user", "content": "hello"}],
+         "followups": ["and then?"]},
+        {"id": "b", "category": "two", "messages": [{"role": "user", "content": "why"},
+                                                    {"role": "assistant", "content": "gone"}]},
+        {"prompt": "plain words"},
+    ]  # fmt: skip
+    (root / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def kept(cache):
+    """The names of the answers in a cache; locks are nobody's."""
+    return [path.name for path in (cache / "answers").iterdir() if path.suffix != ".lock"]
+
+
+def run(place, *arguments):
+    return CliRunner().invoke(
+        app,
+        [
+            "eval", *arguments, "--target", str(place / "target"), "--aux-layers", "0,1,2",
+            "--prompts", str(place / "asked.jsonl"), "--max-new-tokens", "24", "--device", "cpu",
+            "--draft-tokens", "3",
+        ],
+    )  # fmt: skip
+
+
+def test_drafts_side_by_side_as_json(place, own_cache):
+    result = run(place, str(place / "trained"), str(place / "random"), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["answers"] == 4  # three prompts and one follow-up
+    assert found["target"]["dtype"] == "float64"
+    assert [one["method"] for one in found["drafts"]] == ["chain", "chain"]
+    for one in found["drafts"]:
+        live = one["live"]
+        assert live["same_texts"] == live["texts"] == 4
+        assert live["same_rounds"] == live["compared_rounds"] == one["rounds"]
+        assert live["acceptance_length"] == one["acceptance_length"]
+        assert "bonus token counted" in one["definition"]
+        assert "chain of k = 3" in one["definition"]
+        assert set(one["by_category"]) == {"one", "two", "asked"}
+        assert one["by_set"]["asked"]["rounds"] == one["rounds"]
+        assert sum(part["rounds"] for part in one["by_context"].values()) == one["rounds"]
+        speed = one["speed"]
+        assert speed["predicted_speedup"] == pytest.approx(
+            one["acceptance_length"] / speed["break_even_acceptance_length"]
+        )
+    assert found["drafts"][0]["draft_vocabulary_misses"]["tokens"] == 0
+    assert found["drafts"][1]["draft_vocabulary_misses"]["tokens"] > 0
+
+
+def test_a_parallel_draft_is_recognised_and_a_run_knows_its_target(place, own_cache, tmp_path):
+    overrides = [f"target.model={place / 'target'}", "target.aux_layer_ids=0,1,2"]
+    recipe = load_recipe(None, [*overrides, "data.train=x.jsonl", f"run.output_dir={tmp_path}"])
+    recipe.write_resolved(tmp_path)
+    (tmp_path / "best").symlink_to(place / "parallel")
+    asked = ["--prompts", str(place / "asked.jsonl"), "--max-new-tokens", "9", "--json"]
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--draft-tokens", "5", *asked])
+    assert result.exit_code == 0, result.output
+    [found] = json.loads(result.stdout)["drafts"]
+    assert found["method"] == "parallel"
+    assert "k = 5 tokens drafted in parallel" in found["definition"].replace("K", "k")
+    assert found["live"]["same_rounds"] == found["live"]["compared_rounds"] > 0
+    assert found["draft"] == tmp_path.name
+
+
+def test_answers_are_generated_once(place, own_cache, monkeypatch):
+    first = run(place, str(place / "trained"))
+    assert first.exit_code == 0, first.output
+    assert "kept in" in first.output
+    assert len(kept(own_cache)) == 1
+    again = run(place, str(place / "trained"), "--live", "0")
+    assert "from the cache" in again.output
+    assert "acceptance length = tokens per round" in " ".join(again.output.split())
+    run(place, str(place / "trained"), "--limit", "2", "--live", "0")
+    assert len(kept(own_cache)) == 2
+
+
+@pytest.fixture
+def answering(place, own_cache, monkeypatch):
+    """Answers three prompts and a follow-up; also which prompts the decoder really continued."""
+    model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
+    prompts = read_prompts([str(place / "asked.jsonl")])
+    decoded, real = [], SpeculativeDecoder.generate
+
+    def generate(self, prompts, *rest, **options):
+        decoded.append([model.tokenizer.decode(ids) for ids in prompts])
+        return real(self, prompts, *rest, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
+
+    def answer(cache, *, batch, stop_at=float("inf")):
+        def watch(done, total):
+            if done >= stop_at:
+                raise KeyboardInterrupt
+
+        monkeypatch.setenv("FLEDGE_CACHE", str(cache))
+        decoded.clear()
+        found = cached_answers(model, prompts, max_new_tokens=9, batch=batch, on_answer=watch)
+        return found.path.read_bytes(), list(decoded)
+
+    answer.model = model
+    return answer
+
+
+@pytest.mark.parametrize(("batch", "stop_at", "left"), [(1, 2.9, 2), (2, 2.9, 2), (1, 3.5, 1)])
+def test_interrupted_answers_go_on_where_they_were(answering, tmp_path, batch, stop_at, left):
+    whole, every = answering(tmp_path / "whole", batch=batch)
+    with pytest.raises(KeyboardInterrupt):
+        answering(tmp_path / "cut", batch=batch, stop_at=stop_at)
+    [parts] = kept(tmp_path / "cut")
+    assert parts.endswith(".parts")
+    again, rest = answering(tmp_path / "cut", batch=batch)
+    assert rest == every[-left:]
+    assert again == whole
+    assert [name[-5:] for name in kept(tmp_path / "cut")] == [".json"]
+
+
+def test_a_batch_that_was_half_written_down_is_answered_whole(answering, tmp_path):
+    """Another batch rounds otherwise: what is left of one may not be answered by itself."""
+    whole, every = answering(tmp_path / "whole", batch=2)
+    with pytest.raises(KeyboardInterrupt):
+        answering(tmp_path / "cut", batch=2, stop_at=2.9)
+    [part] = tmp_path.glob("cut/answers/*.parts/part-*.jsonl")
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(lines[0] + lines[1][:-9])  # killed while the second was written
+    again, rest = answering(tmp_path / "cut", batch=2)
+    assert rest == every
+    assert again == whole
+
+
+def test_parts_of_finished_answers_do_not_stay(answering, tmp_path):
+    answering(tmp_path, batch=4)
+    [name] = kept(tmp_path)
+    (tmp_path / "answers" / name).with_suffix(".parts").mkdir()  # killed before they were removed
+    assert answering(tmp_path, batch=4)[1] == []
+    assert kept(tmp_path) == [name]
+
+
+def test_another_configuration_of_the_same_weights_answers_anew(answering, tmp_path):
+    answering(tmp_path, batch=4)
+    answering.model.model.generation_config.eos_token_id = [1, 7]
+    assert answering(tmp_path, batch=4)[1]
+    answering.model.model.config.rope_parameters["rope_theta"] = 77.0
+    assert answering(tmp_path, batch=4)[1]
+    assert len(kept(tmp_path)) == 3
+
+
+def test_answers_are_those_of_this_very_target(place, own_cache):
+    """Equal weights are not enough: what ends an answer and how positions turn is in the files."""
+    with HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX) as target:
+        prompts = read_prompts([str(place / "asked.jsonl")])
+
+        def ask():
+            return cached_answers(target, prompts, max_new_tokens=6)
+
+        first = ask()
+        assert ask().from_cache
+        said = first.turns[0].answer_ids
+        target.model.generation_config.eos_token_id = [1, said[1]]
+        other = ask()
+        assert not other.from_cache
+        assert len(other.turns[0].answer_ids) <= 2
+        target.model.config.rope_parameters["rope_theta"] = 77.0
+        assert not ask().from_cache
+
+
+def test_a_tree_is_decoded_live_everywhere(place, own_cache):
+    result = run(place, str(place / "trained"), "--method", "tree", "--tree", "3,2,5", "--json")
+    [found] = json.loads(result.stdout)["drafts"]
+    assert found["live"]["texts"] == found["live"]["same_texts"] == 4
+    assert found["every_slot_length"] is None
+    assert "tree of 5 nodes, 3 deep" in found["definition"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "neither a draft nor a run"),
+        (["TRAINED", "--prompts", "mixd"], "did you mean 'mixed'"),
+        (["TRAINED", "--tree", "5,4"], "is not 3 numbers"),
+        (["TRAINED", "--tree", "0,4,8"], "must be positive"),
+        (["TRAINED", "--dtype", "float1"], "is not a dtype"),
+        (["TRAINED", "--method", "parallel"], "not trained for parallel"),
+        (["TRAINED", "--method", "trees"], "did you mean 'tree'"),
+    ],
+)
+def test_bad_input_is_one_line(place, own_cache, arguments, message):
+    given = [str(place / "trained") if word == "TRAINED" else word for word in arguments]
+    result = run(place, *given)
+    assert isinstance(result.exception, BadInput)
+    assert message in str(result.exception)
+
+
+def test_a_draft_of_another_target_is_refused(place, own_cache, tmp_path):
+    model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
+    other = make_draft(make_target(vocab=300))
+    prompts = read_prompts([str(place / "asked.jsonl")], limit=1)
+    answers = cached_answers(model, prompts, max_new_tokens=4)
+    with pytest.raises(BadInput, match="knows 300 tokens"):
+        DraftEvaluation(model, answers.turns, EvalOptions(live=0)).evaluate("other", other)
+
+
+def test_followups_are_asked_after_the_answer(place, own_cache):
+    model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
+    prompts = read_prompts([str(place / "asked.jsonl")])
+    turns = cached_answers(model, prompts, max_new_tokens=6, batch=2).turns
+    first, second = (next(one for one in turns if (one.name, one.turn) == ("a", n)) for n in (0, 1))
+    reply = model.tokenizer.decode(first.answer_ids, skip_special_tokens=True)
+    text = f"<u>hello<e><a>{reply}<e><u>and then?<e><a>"
+    assert second.prompt_ids == model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert eos_token_ids(model.model, model.tokenizer) == {1}
+
+
+def test_prompts_without_room_are_skipped_and_counted(place, own_cache):
+    model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
+    model.model.config.max_position_embeddings = 12
+    answers = cached_answers(model, read_prompts([str(place / "asked.jsonl")]), max_new_tokens=5)
+    assert [one.name for one in answers.turns] == ["b"]
+    assert answers.skipped == 2
+
+
+def test_the_set_that_ships_is_sound():
+    prompts = read_prompts(["mixed"])
+    assert len({prompt.name for prompt in prompts}) == len(prompts) == 32
+    assert len({prompt.category for prompt in prompts}) == 8
+    assert len(read_prompts(["mixed"], limit=8)) == 8
+    assert SETS["mixed"].is_file()
+
+
+@pytest.mark.parametrize("row", ['{"messages": []}', '{"x": 1}', "[1]", '{"messages": [{}]}', "{"])
+def test_a_bad_prompt_row_is_named(tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{row}\n')
+    with pytest.raises(BadInput, match=r"rows\.jsonl:2"):
+        read_prompts([str(path)])
+
+
+# --- figures by hand ----------------------------------------------------------------------------
+
+
+def sample(category="x", prompt=3, total=8, accepted=(0, 0, 1, 0, 0, 2, 0, 0)):
+    text = list(range(100, 100 + total))
+    rounds = walk_rounds(accepted, prompt=prompt, total=total)
+    return Sample(text[:prompt], text[prompt:], rounds, category, accepted)
+
+
+def test_figures_of_the_worked_example():
+    """Rounds (4 known, 1 of 2 accepted), (6 known, 0), (7 known, 1 and the text ends)."""
+    found = acceptance([sample()], depth=2)
+    assert (found.rounds, found.emitted, found.length) == (3, 4, 4 / 3)
+    assert found.tried == (3, 2)  # the last round's second token lies behind the text
+    assert found.joint == [2 / 3, 0.0]
+    assert found.conditional == [2 / 3, 0.0]
+    assert found.reached == (3, 1)
+    # slots 2..5 may start: hits 1, 0, 0, 2 (of which one inside the text)
+    assert every_slot_length([sample()], depth=2) == 1 + 2 / 4 + 0 / 3
+    assert every_slot_length([Sample([1], [2, 3, 4], [])], depth=2) is None
+
+
+def test_figures_of_nothing_are_zero():
+    found = acceptance([], depth=3)
+    assert found.length == 0.0
+    assert found.joint == found.conditional == [0.0] * 3
+
+
+def test_groups_share_out_the_rounds():
+    samples = [sample("x"), sample("y"), sample("x")]
+    groups = by_label(samples, 2, lambda one: one.category)
+    assert {name: one.rounds for name, one in groups.items()} == {"x": 6, "y": 3}
+    far = Sample([0] * 128, [0] * 5, [Round(129, 1, 2), Round(131, 1, 2)])
+    contexts = by_context([*samples, far], 2)
+    assert {name: one.rounds for name, one in contexts.items()} == {"<= 128": 9, "<= 256": 2}
+
+
+def test_misses_count_tokens_and_the_rounds_they_ended():
+    # tokens 104..107 could be drafted; rounds reject 105 (token 5), 106 (token 6), nothing
+    found = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
+    assert (found.tokens, found.outside) == (4, 2)
+    assert (found.rounds, found.ended_rounds) == (3, 1)
+
+
+def test_speed_arithmetic():
+    plain = Stopwatch(tokens=10, rounds=10, decode_s=1.0)
+    live = Stopwatch(tokens=12, rounds=4, decode_s=0.8, draft_s=0.2, target_s=0.6)
+    speed = Speed.of(plain, live)
+    assert speed.break_even == pytest.approx(2.0)
+    assert speed.predicted(3.0) == pytest.approx(1.5)
+    assert speed.measured == pytest.approx(15 / 10)
+    assert speed.to_json(2.0)["predicted_speedup"] == pytest.approx(1.0)
+    assert Speed.of(Stopwatch(), live) is None
+
+
+def test_every_method_has_its_definition():
+    assert "k = 4 tokens drafted in parallel" in definition("parallel", 4).replace("K", "k")
+    assert "temperature 1" in definition("chain", 4, temperature=1.0)
+
+
+def test_eval_keeps_answers_token_by_token(place, own_cache, tmp_path):
+    for method in ("chain", "tree"):
+        out = tmp_path / f"{method}.json"
+        more = ["--out", str(out), "--samples", "2", "--method", method]
+        result = run(place, str(place / "trained"), *more)
+        assert result.exit_code == 0, result.output
+        [found] = json.loads(out.read_text())["drafts"]
+        assert len(found["samples"]) == 2
+        for sample in found["samples"]:
+            assert sample["prompt"] in ("hello", "and then?", "why", "plain words")
+            assert len(sample["tokens"]) > 2
+            asked = [token[4] for token in sample["tokens"] if token[1]]
+            assert all((p is None) == (method == "tree") for p in asked)
+    assert (
+        "samples"
+        not in json.loads(run(place, str(place / "trained"), "--json").stdout)["drafts"][0]
+    )

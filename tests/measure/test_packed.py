@@ -1,0 +1,162 @@
+"""Replay on packs: several answers in a document, several documents in a pack, every encoding."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode.tiny_decode import AUX, STOPS, plain_greedy
+from fledge.data.pack import collate, pack_rows
+from fledge.data.tokenise import TokenRow
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.stops import Stops
+from fledge.measure.figures import Acceptance, count_rounds
+from fledge.measure.packed import (
+    Rollouts,
+    _run_lengths,
+    accepted_lengths,
+    answers_of,
+    drafting_slots,
+    target_picks,
+)
+from fledge.measure.replay import replay_held_out
+from fledge.target.hf.model import HFEagle3TargetModel
+
+
+def talks(target, draft, asked, depth):
+    """Conversations of two answers as token rows, and the live rounds of all their answers."""
+    live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=depth)
+    first = live.generate(asked, STOPS)
+    said = [one.prompt_ids + one.token_ids for one in first]
+    second = live.generate([[*ids, 7, 5] for ids in said], STOPS)
+    rows, pairs = [], []
+    for one, two in zip(first, second, strict=True):
+        text = two.prompt_ids + two.token_ids
+        mask = np.zeros(len(text), dtype=np.uint8)
+        mask[len(one.prompt_ids) : len(one.prompt_ids) + len(one.token_ids)] = 1
+        mask[len(two.prompt_ids) :] = 1
+        rows.append(TokenRow(np.array(text, dtype=np.int32), mask, "", truncated=False))
+        for said in (one, two):
+            total = len(said.prompt_ids) + len(said.token_ids)
+            pairs += [(round_, total) for round_ in said.rounds]
+    return rows, count_rounds(pairs, depth)
+
+
+def packs_of(rows, width):
+    packing = pack_rows([len(row.input_ids) for row in rows], width)
+    return [collate(rows, [pack], width, pad_id=0) for pack in packing.packs]
+
+
+@pytest.mark.parametrize("width", [60, 300])
+@pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
+def test_held_out_rounds_are_the_live_rounds(target, drafts, asked, kind, width):
+    depth = 4
+    rows, expected = talks(target, drafts[kind], asked[:24], depth)
+    backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
+    rollouts = Rollouts(drafts[kind], depth, drafts[kind].config.parallel_drafting)
+    found = Acceptance.none(depth)
+    for tokens in packs_of(rows, width):
+        batch = backend.generate_batch(*tokens.arguments())
+        picks = target_picks(batch, tokens, backend.info().head, drafts[kind].selected_token_ids)
+        found += replay_held_out(batch, tokens, rollouts, picks)
+    assert found == expected
+    assert found.rounds > 100
+
+
+def test_every_encoding_says_the_same(target, drafts, asked):
+    draft = drafts["trained"]
+    rows, expected = talks(target, draft, asked[:12], 3)
+    [tokens] = packs_of(rows, 600)
+    ids = draft.selected_token_ids
+    member = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+    member[ids] = True
+    for supervision in ("logits", "probs", "hidden"):
+        backend = HFEagle3TargetModel(target, AUX, supervision=supervision)
+        backend.set_vocab_mapping(ids, member)
+        batch = backend.generate_batch(*tokens.arguments())
+        picks = target_picks(batch, tokens, backend.info().head, ids)
+        found = replay_held_out(batch, tokens, Rollouts(draft, 3, False), picks)
+        assert found == expected, supervision
+        if supervision == "logits":
+            likeliest = picks
+        elif supervision == "probs":  # all they know of a token outside the draft vocabulary
+            outside = ~np.isin(likeliest, ids)
+            assert outside.sum() > (likeliest == -1).sum()
+            assert (picks == np.where(outside, -1, likeliest)).all()
+        else:
+            assert (picks == likeliest).all()
+
+
+def test_on_foreign_text_a_hit_is_what_the_target_would_have_said(target, drafts, asked):
+    """A text nobody would say: the draft is judged by the target's picks, and never beyond a place
+    where the text leaves them."""
+    draft, depth = drafts["trained"], 3
+    rng = np.random.default_rng(0)
+    text = rng.integers(4, 40, 60).astype(np.int32)
+    text[20:34] = plain_greedy(target, text[:20].tolist(), Stops(14))[0]  # and a stretch it would
+    row = TokenRow(text, (np.arange(60) >= 5).astype(np.uint8), "", truncated=False)
+    [tokens] = packs_of([row], 60)
+    backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
+    batch = backend.generate_batch(*tokens.arguments())
+    picks = target_picks(batch, tokens, backend.info().head, draft.selected_token_ids)
+    with torch.no_grad():
+        likeliest = target(torch.tensor(text[None]).long()).logits[0].argmax(-1).numpy()
+    assert (picks[4:58] == likeliest[5:59]).all()
+    assert (picks[:4] == -1).all()
+    assert (picks[58:] == -1).all()
+    rollouts = Rollouts(draft, depth, False)
+    accepted = accepted_lengths(rollouts, batch, tokens, picks)[0]
+    plan = rollouts.plan(tokens)
+    with torch.no_grad():
+        said = [rollouts.tokens(states) for states in rollouts.head_inputs(batch, plan)]
+    drafted = {
+        (int(plan.slot_T[slot]), k): int(token)
+        for k, (rows, tokens_N) in enumerate(zip(plan.depths, said, strict=True))
+        for slot, token in zip(rows.slot_N, tokens_N, strict=True)
+    }
+    for slot in range(4, 58):
+        count = 0
+        while count < depth and drafted.get((slot, count)) == likeliest[slot + count + 1]:
+            count += 1
+            if likeliest[slot + count] != text[slot + count + 1]:
+                break
+        assert accepted[slot] == count
+    assert accepted.max() >= 1
+
+
+def test_the_slots_of_the_worked_example():
+    mask = np.array([0, 0, 0, 1, 1, 1, 1, 0, 0], dtype=np.uint8)
+    row = TokenRow(np.arange(9, dtype=np.int32), mask, "", truncated=False)
+    [tokens] = packs_of([row], 9)
+    assert drafting_slots(tokens)[0].nonzero()[:, 0].tolist() == [2, 3, 4]
+    [one] = answers_of(tokens)
+    assert (one.prompt, one.total, one.slots) == (3, 7, slice(0, 7))
+
+
+def test_no_slot_drafts_a_token_of_the_next_document():
+    ones = np.ones(3, dtype=np.uint8)  # answers without a prompt: nothing else parts the two
+    rows = [TokenRow(np.arange(3, dtype=np.int32), ones, "", truncated=False) for _ in range(2)]
+    [tokens] = packs_of(rows, 6)
+    assert drafting_slots(tokens)[0].tolist() == [True, False, False] * 2
+
+
+def test_an_answer_without_a_prompt_has_no_rounds():
+    ones = np.ones(4, dtype=np.uint8)
+    [tokens] = packs_of([TokenRow(np.arange(4, dtype=np.int32), ones, "", truncated=False)], 6)
+    assert list(answers_of(tokens)) == []
+
+
+@given(st.lists(st.booleans(), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_run_lengths_count_to_the_next_gap(marked):
+    found = _run_lengths(np.array(marked, dtype=bool)).tolist()
+    for at, length in enumerate(found):
+        assert all(marked[at : at + length])
+        assert at + length == len(marked) or not marked[at + length]
+
+
+def test_counts_add_up():
+    a, b = Acceptance(2, 5, (2, 1), (2, 1), (2, 1)), Acceptance(1, 1, (1, 0), (1, 0), (0, 0))
+    assert a + b == Acceptance(3, 6, (3, 1), (3, 1), (2, 1))
+    assert Acceptance.none(2) + a == a

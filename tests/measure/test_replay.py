@@ -1,0 +1,139 @@
+"""Replay == live decoding, per round; and from every slot, whichever round would start there."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from decode.tiny_decode import AUX, STOPS
+from fledge.decode.rounds import Round, walk_rounds
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.stops import Stops, eos_token_ids
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.measure.replay import Text, _packs, replay
+from fledge.target.hf.model import HFEagle3TargetModel
+
+
+@pytest.fixture(scope="module")
+def backend(target):
+    return HFEagle3TargetModel(target, AUX, supervision="hidden")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
+def test_replayed_rounds_are_the_live_rounds(target, backend, drafts, asked, kind, depth):
+    live = SpeculativeDecoder(target, drafts[kind], aux_layer_ids=AUX, num_draft_tokens=depth)
+    generations = live.generate(asked[:40], STOPS)
+    found = replay(
+        backend,
+        drafts[kind],
+        [Text(one.prompt_ids, one.token_ids) for one in generations],
+        num_draft_tokens=depth,
+        batch_tokens=90,
+    )
+    assert [one.rounds for one in found] == [one.rounds for one in generations]
+    assert sum(one.other_picks for one in found) == 0
+    if kind != "random":
+        assert max(r.accepted for one in found for r in one.rounds) >= min(depth, 3)
+
+
+@pytest.mark.parametrize("kind", ["trained", "parallel"])
+def test_every_slot_holds_what_a_round_from_there_accepts(target, backend, drafts, asked, kind):
+    depth = 3
+    live = SpeculativeDecoder(target, drafts[kind], aux_layer_ids=AUX, num_draft_tokens=depth)
+    [whole] = live.generate(asked[:1], Stops(20))
+    [found] = replay(backend, drafts[kind], [Text(whole.prompt_ids, whole.token_ids)],
+                     num_draft_tokens=depth)  # fmt: skip
+    text = whole.prompt_ids + whole.token_ids
+    assert not any(found.accepted_T[: len(whole.prompt_ids) - 1])  # no round starts there
+    for slot in range(len(whole.prompt_ids) - 1, len(text) - 2):
+        [one] = live.generate([text[: slot + 1]], Stops(depth + 2))
+        assert found.accepted_T[slot] == min(one.rounds[0].accepted, len(text) - slot - 2)
+
+
+def test_a_real_model_says_the_same_with_and_without_a_draft(shared_data):
+    """TinyStories' 260k-parameter Llama, as stored but in fp64, with an untrained draft."""
+    backend = HFEagle3TargetModel.from_pretrained(
+        shared_data / "models/stories260K", aux_layer_ids=[0, 2, 4], supervision="hidden",
+        dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    draft = LlamaEagle3DraftModel(draft_config(backend.model.config)).double()
+    draft.copy_embeddings_from_target(backend.get_input_embeddings())
+    draft.copy_head_from_target(backend.model.lm_head)
+    prompts = [backend.tokenizer(text)["input_ids"] for text in ("Once upon", "Lily and Tom", "A")]
+    stops = Stops(40, eos_token_ids(backend.model, backend.tokenizer))
+    plain = SpeculativeDecoder(backend.model).generate(prompts, stops)
+    live = SpeculativeDecoder(backend.model, draft, aux_layer_ids=[0, 2, 4], num_draft_tokens=3)
+    found = live.generate(prompts, stops)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert "a time, there was a little girl" in backend.tokenizer.decode(plain[0].token_ids)
+    texts = [Text(one.prompt_ids, one.token_ids) for one in found]
+    replayed = replay(backend, draft, texts, num_draft_tokens=3)
+    assert [one.rounds for one in replayed] == [one.rounds for one in found]
+
+
+def draft_config(config):
+    return LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=64,
+        num_hidden_layers=1, num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads, rms_norm_eps=config.rms_norm_eps,
+    )  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 2000))
+@settings(max_examples=60, deadline=None)
+def test_packs_hold_every_text_once_and_whole(lengths, batch_tokens):
+    packs = list(_packs(lengths, batch_tokens))
+    pieces = [piece for pack in packs for piece in pack]
+    assert sorted(piece.row for piece in pieces) == list(range(len(lengths)))
+    assert all((p.start, p.stop) == (0, lengths[p.row]) for p in pieces)
+    for pack in packs:
+        assert len(pack) == 1 or sum(map(len, pack)) <= max(batch_tokens, *lengths)
+
+
+def test_short_texts_have_no_rounds_to_replay(backend, drafts):
+    texts = [Text([1, 2], []), Text([4], [5]), Text([1, 2, 3], [7, 8])]
+    for kind in ("trained", "parallel"):
+        found = replay(backend, drafts[kind], texts)
+        assert [len(one.rounds) for one in found] == [0, 0, 1]
+        assert found[2].rounds[0].emitted == 1
+
+
+def test_a_text_that_is_not_the_targets_is_noticed(backend, drafts, asked, answers):
+    prompt, answer = asked[0], list(answers[0][0])
+    answer[4] = (answer[4] + 1) % 40
+    [found] = replay(backend, drafts["trained"], [Text(prompt, answer)])
+    assert found.other_picks >= 1
+
+
+def test_the_worked_example_of_the_walk():
+    assert walk_rounds([0, 0, 1, 0, 0, 2, 0, 0], prompt=3, total=8) == [
+        Round(4, 1, 2), Round(6, 0, 1), Round(7, 1, 1),
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_rounds_tile_the_text(accepted, data):
+    prompt = data.draw(st.integers(1, len(accepted)))
+    rounds = walk_rounds(accepted, prompt=prompt, total=len(accepted))
+    known = prompt + 1
+    for one in rounds:
+        assert one.context == known
+        assert one.accepted in (one.emitted, one.emitted - 1)
+        known += one.emitted
+    assert known == max(len(accepted), prompt + 1)
+
+
+def test_bad_arguments(backend, drafts):
+    with pytest.raises(ValueError, match="method"):
+        replay(backend, drafts["trained"], [], method="tree")
+    with pytest.raises(ValueError, match="num_draft_tokens"):
+        replay(backend, drafts["trained"], [], num_draft_tokens=0)
+    with pytest.raises(ValueError, match="prompt"):
+        replay(backend, drafts["trained"], [Text([], [1])])
+    plain = HFEagle3TargetModel(backend.model, AUX)
+    with pytest.raises(ValueError, match="hidden"):
+        replay(plain, drafts["trained"], [Text([1, 2], [3, 4, 5])])

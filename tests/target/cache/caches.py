@@ -1,0 +1,53 @@
+"""Small caches, written through the same job as the commands, from any backend and any rows."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fledge.data.tokenise import TokenRow
+from fledge.data.vocab import DraftVocabulary
+from fledge.target.cache.format import FORMAT, Shape
+from fledge.target.cache.manifest import dtype_name
+from fledge.target.cache.precompute import CacheJob, begin_cache, plan_cache, run_job
+
+
+def token_row(ids, mask=None, place="row"):
+    ids = np.asarray(ids, dtype=np.int32)
+    mask = np.ones(len(ids), np.uint8) if mask is None else np.asarray(mask, np.uint8)
+    return TokenRow(ids, mask, place, False)
+
+
+def every_third(vocab_size):
+    return DraftVocabulary(np.arange(0, vocab_size, 3), vocab_size, 1.0, "test")
+
+
+def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=None, **more):
+    info = target.info()
+    vocabulary = every_third(info.vocab_size) if encoding in ("probs", "topk") else None
+    width = 0 if vocabulary is None else vocabulary.size
+    only = more.pop("supervised_only", False)
+    shape = Shape(encoding, dtype, info.hidden_size, width, top_k or 0, only)
+    more = {"shard_size": 4, "batch_size": 3, **more}
+    manifest = {
+        "format": FORMAT, "encoding": encoding, "dtype": dtype_name(dtype), "top_k": top_k,
+        "supervised_only": only, "shard_size": more["shard_size"], "rows": len(rows),
+        "held_out_rows": 0, "hidden_size": info.hidden_size, "vocab_size": info.vocab_size,
+        "aux_layer_ids": list(target.aux_layer_ids),
+        "vocabulary": None if vocabulary is None else {"size": width},
+    }  # fmt: skip
+    return CacheJob(Path(directory), rows, shape, manifest, vocabulary, **more)
+
+
+def write_cache(directory, target, rows, encoding, **more):
+    job = make_job(directory, target, rows, encoding, **more)
+    plan = plan_cache(job, head_bytes=0)
+    begin_cache(job, target)
+    run_job(job, plan, target)
+    return Path(directory)
+
+
+def payload(directory):
+    """name -> bytes of everything in a cache that is not a lock."""
+    files = [p for p in Path(directory).rglob("*") if p.is_file() and p.name != ".lock"]
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files}

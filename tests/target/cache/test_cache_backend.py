@@ -1,0 +1,310 @@
+"""The cache as a target: held to the contract of every backend, and to what the live one said."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from fledge.core.errors import BadInput
+from fledge.data.pack import Piece, collate
+from fledge.target.cache import backend as cache_backend
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.codec import decode_states
+from fledge.target.cache.format import FORMAT
+from fledge.target.cache.store import CachedRows, CacheStore
+from fledge.target.hf.model import HFEagle3TargetModel
+from target.cache.caches import every_third, token_row, write_cache
+from target.contract import (
+    AUX_LAYER_IDS,
+    CHECKS,
+    Case,
+    draft_vocabulary,
+    packed_rows,
+    padded_rows,
+    some_documents,
+)
+from target.tiny_models import tiny_model
+
+
+@cache
+def model():
+    return tiny_model("llama")
+
+
+def contract_rows():
+    """Every document that the contract's checks ask about."""
+    documents = [tokens for row in some_documents() for tokens in row]
+    changed = [(token + 5) % 90 for token in some_documents()[0][1]]
+    rows = [token_row(tokens, place=f"document {i}") for i, tokens in enumerate(documents)]
+    rows.append(token_row(changed, place="changed"))
+    for seed in (0, 1):
+        for ids, mask, loss in zip(*padded_rows(seed), strict=True):
+            n = int(mask.sum())
+            rows.append(token_row(ids[:n], loss[:n], place=f"padded {seed}"))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    root = tmp_path_factory.mktemp("caches")
+    with HFEagle3TargetModel(model(), supervision="hidden") as target:
+        for encoding, top_k in (("hidden", None), ("probs", None), ("topk", 33)):
+            write_cache(root / encoding, target, contract_rows(), encoding, top_k=top_k)
+        for encoding in ("hidden", "hidden-fp8"):
+            write_cache(
+                root / f"{encoding}-only", target, contract_rows(), encoding, supervised_only=True
+            )
+        write_cache(root / "hidden-fp8", target, contract_rows(), "hidden-fp8")
+    return root
+
+
+# topk keeps the whole draft vocabulary of 33 here: nothing is lost, so it is held to it as well
+SERVED = [
+    ("hidden", "hidden"), ("hidden", "probs"), ("hidden", "logits"), ("hidden-only", "hidden"),
+    ("probs", "probs"), ("topk", "probs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("encoding", "supervision"), SERVED)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(check, encoding, supervision, directory):
+    def make(wanted):
+        return CachedEagle3TargetModel(directory / encoding, supervision=wanted)
+
+    check(Case("cache", model(), make, supervision, rtol=1e-5, atol=1e-5))
+
+
+@pytest.mark.parametrize("encoding", ["hidden", "hidden-only", "probs", "topk"])
+def test_packed_answers_are_the_live_ones(directory, encoding):
+    live = HFEagle3TargetModel(model(), supervision="probs" if encoding[0] != "h" else "hidden")
+    cached = CachedEagle3TargetModel(directory / encoding)
+    for target in (live, cached):
+        target.set_vocab_mapping(*draft_vocabulary(model()))
+    given = packed_rows(some_documents(), 14)
+    ours, theirs = cached.generate_batch(*given), live.generate_batch(*given)
+    inside = given[5] > 0  # the last slot of a document looks past its end and is never charged
+    for name, tensor in theirs.tensors():
+        found = dict(ours.tensors())[name]
+        assert found.dtype == tensor.dtype, name
+        per_slot = name in ("target_probs", "position_mask", "last_hidden_states")
+        kept = inside if per_slot else given[1].bool()
+        if name == "seq_lens":
+            assert torch.equal(found, tensor)
+        else:
+            torch.testing.assert_close(found[kept], tensor[kept], rtol=2e-4, atol=5e-5)
+
+
+def test_a_row_written_alone_is_bitwise_the_live_answer(tmp_path):
+    live = HFEagle3TargetModel(model(), supervision="hidden")
+    rows = contract_rows()
+    write_cache(tmp_path / "c", live, rows, "hidden", batch_size=1)
+    cached = CachedEagle3TargetModel(tmp_path / "c")
+    for row in rows:
+        ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
+        given = packed_rows([[ids[0].tolist()]], ids.shape[1])
+        ours, theirs = cached.generate_batch(*given), live.generate_batch(*given)
+        for name, tensor in theirs.tensors():
+            assert torch.equal(dict(ours.tensors())[name], tensor), name
+
+
+def test_fp8_states_are_close_and_in_the_targets_own_dtype(directory):
+    exact = CachedEagle3TargetModel(directory / "hidden")
+    small = CachedEagle3TargetModel(directory / "hidden-fp8")
+    given = packed_rows(some_documents(), 14)
+    ours, theirs = small.generate_batch(*given), exact.generate_batch(*given)
+    for name in ("aux_hidden_states", "last_hidden_states"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        assert a.dtype == b.dtype == torch.float32
+        error = (a - b).norm() / b.norm()
+        assert 0.001 < error < 0.04, name
+
+
+def test_states_travel_to_the_device_as_they_are_stored(directory, monkeypatch):
+    """A device of its own (here one without memory) gets 8-bit floats, and decodes them there."""
+    seen = []
+
+    def decode(stored, shape, dtype):
+        seen.append({name: (tensor.device.type, tensor.dtype) for name, tensor in stored.items()})
+        return decode_states(stored, shape, dtype)
+
+    monkeypatch.setattr(cache_backend, "decode_states", decode)
+    given = packed_rows(some_documents(), 14)
+    target = CachedEagle3TargetModel(directory / "hidden-fp8", device="meta")
+    batch = target.generate_batch(*given)
+    fp8, scale = ("meta", torch.float8_e4m3fn), ("meta", torch.float32)
+    assert seen == [
+        {"aux_hidden_states": fp8, "aux_scale": scale,
+         "last_hidden_states": fp8, "last_scale": scale}
+    ]  # fmt: skip
+    assert {tensor.device.type for _, tensor in batch.tensors()} == {"meta"}
+    assert batch.aux_hidden_states.dtype == torch.float32
+
+
+def test_every_state_of_a_token_has_its_own_scale(directory):
+    exact = CacheStore(directory / "hidden").shards[0]
+    small = CacheStore(directory / "hidden-fp8").shards[0]
+    for row in range(len(small)):
+        states = np.frombuffer(exact.payload("aux_hidden_states", row), np.float32)
+        largest = np.abs(states.reshape(-1, 3, 32)).max(-1)
+        scale = np.frombuffer(small.payload("aux_scale", row), np.float32).reshape(-1, 3)
+        np.testing.assert_allclose(scale, largest / 448, rtol=1e-6)
+
+
+def test_what_is_not_asked_for_is_not_charged(directory):
+    """A cache of probabilities asked with fewer supervised tokens than it holds."""
+    ids, mask, loss = padded_rows()
+    target = CachedEagle3TargetModel(directory / "probs")
+    target.set_vocab_mapping(*draft_vocabulary(model()))
+    whole = target.generate_batch(ids, mask, loss)
+    charged = whole.position_mask[..., 0].nonzero()[0]
+    fewer = loss.clone()
+    fewer[charged[0], charged[1] + 1] = 0
+    batch = target.generate_batch(ids, mask, fewer)
+    assert int(whole.position_mask.sum()) - int(batch.position_mask.sum()) == 1
+    assert not batch.position_mask[charged[0], charged[1]]
+
+
+def test_supervised_only_keeps_no_more_and_refuses_what_it_lacks(directory):
+    ids, mask, loss = padded_rows()
+    target = CachedEagle3TargetModel(directory / "hidden-only")
+    target.generate_batch(ids, mask, loss)
+    fewer = loss.clone()
+    fewer[0, 3] = 0
+    target.generate_batch(ids, mask, fewer)
+    more = loss.clone()
+    more[0, 5] = 1
+    with pytest.raises(ValueError, match=r"loss_mask supervises tokens of row .*padded 0"):
+        target.generate_batch(ids, mask, more)
+    CachedEagle3TargetModel(directory / "hidden").generate_batch(ids, mask, more)
+    small = sum(p.stat().st_size for p in (directory / "hidden-only").glob("shard-*"))
+    assert small < sum(p.stat().st_size for p in (directory / "hidden").glob("shard-*"))
+
+
+def test_a_cache_of_probabilities_serves_only_its_own_vocabulary(directory):
+    with pytest.raises(BadInput, match="a cache of probs holds no hidden"):
+        CachedEagle3TargetModel(directory / "probs", supervision="hidden")
+    target = CachedEagle3TargetModel(directory / "probs")
+    ids = torch.arange(0, 97, 2)
+    with pytest.raises(BadInput, match="another draft vocabulary"):
+        target.set_vocab_mapping(ids, torch.isin(torch.arange(97), ids))
+    assert target.vocabulary.digest() == every_third(97).digest()
+
+
+def test_rows_of_equal_tokens_are_told_apart_by_what_they_supervise(tmp_path):
+    live = HFEagle3TargetModel(model(), supervision="hidden")
+    ids = list(range(5, 13))
+    rows = [token_row(ids, [0, 0, 0, 0, 0, 0, 1, 1]), token_row(ids, [0, 0, 1, 1, 1, 1, 0, 0])]
+    write_cache(tmp_path / "c", live, rows, "probs")
+    target = CachedEagle3TargetModel(tmp_path / "c")
+    target.set_vocab_mapping(*draft_vocabulary(model()))
+    for row in rows:
+        given = torch.tensor([ids])
+        loss = torch.from_numpy(row.loss_mask.astype(np.int64))[None]
+        batch = target.generate_batch(given, torch.ones_like(given), loss)
+        sums = batch.target_probs[batch.loss_mask.bool()].sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+def break_row(directory, row):
+    store = CacheStore(directory)
+    shard, local = store.at(row)
+    begin, _ = shard.layout.span("aux_hidden_states", local)
+    data = bytearray(shard.path.read_bytes())
+    data[begin + 3] ^= 64
+    shard.path.write_bytes(data)
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    live = HFEagle3TargetModel(model(), supervision="hidden")
+    rows = [token_row(range(3 + i, 9 + i), place=f"chats.jsonl:{i + 1}") for i in range(6)]
+    write_cache(tmp_path / "c", live, rows, "hidden")
+    break_row(tmp_path / "c", 4)
+    return tmp_path / "c", rows
+
+
+def batch_of(target, row):
+    ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
+    return target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+
+
+def test_a_damaged_row_is_reported_by_name(damaged):
+    directory, rows = damaged
+    target = CachedEagle3TargetModel(directory)
+    batch_of(target, rows[3])
+    for _ in range(2):
+        with pytest.raises(
+            BadInput, match=r"row 4 \(chats.jsonl:5; shard-00001.safetensors, row 0"
+        ):
+            batch_of(target, rows[4])
+    target.rows()[4]  # its tokens are fine
+    ahead = CachedEagle3TargetModel(directory)
+    ahead.rows(reading=True)[4]  # looked at in the background; said where it is needed
+    with pytest.raises(BadInput, match=r"chats.jsonl:5"):
+        batch_of(ahead, rows[4])
+    assert list(target.store.damaged()) == [4]
+
+
+def test_a_damaged_row_is_skipped_by_choice(damaged, caplog):
+    directory, rows = damaged
+    target = CachedEagle3TargetModel(directory, on_damage="skip")
+    reading = target.rows(reading=True)
+    assert [int(row.loss_mask.sum()) for row in reading] == [6, 6, 6, 6, 0, 6]
+    assert [r.message for r in caplog.records] == [
+        "skipping a damaged row of the cache: row 4 (chats.jsonl:5; shard-00001.safetensors, row 0)"
+    ]
+    skipped = batch_of(target, rows[4])
+    assert not skipped.aux_hidden_states.any()
+    assert not skipped.loss_mask.any()  # whoever asks: states that are not there teach nothing
+
+
+def test_a_damaged_document_takes_no_neighbour_with_it(damaged):
+    """Rows 3, 4 (damaged) and 5 in one pack: the other two answer as they do without it."""
+    directory, rows = damaged
+    target = CachedEagle3TargetModel(directory, on_damage="skip")
+    pack = tuple(Piece(i, 0, len(rows[i].input_ids)) for i in (3, 4, 5))
+    tokens = collate(rows, [pack], 20, pad_id=0)
+    packed = target.generate_batch(*tokens.arguments())
+    assert packed.loss_mask[0].tolist() == [*[1] * 5, *[0] * 6, *[1] * 6, *[0] * 3]
+    for begin, row in ((0, 3), (12, 5)):
+        alone = batch_of(target, rows[row])
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            inside = getattr(packed, name)[0, begin : begin + 5]
+            assert torch.equal(inside, getattr(alone, name)[0, :5])
+
+
+@pytest.mark.parametrize(
+    "victim", ["target.safetensors", "manifest.json", "shard-00001.safetensors"]
+)
+def test_a_cache_with_a_broken_or_missing_file_is_not_opened(damaged, victim):
+    directory, _ = damaged
+    path = directory / victim
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2])
+    with pytest.raises(BadInput):
+        CachedEagle3TargetModel(directory)
+    path.unlink()
+    with pytest.raises(BadInput, match=r"manifest|embedding|unfinished: 1 of 2 shards"):
+        CachedEagle3TargetModel(directory)
+
+
+def test_a_cache_of_a_later_format_is_refused(damaged):
+    path = damaged[0] / "manifest.json"
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', '"format": 9'))
+    with pytest.raises(BadInput, match="cache format 9"):
+        CachedEagle3TargetModel(damaged[0])
+
+
+def test_rows_of_a_cache_are_the_rows_it_was_made_of(directory):
+    rows = CachedRows(CacheStore(directory / "hidden"))
+    assert len(rows) == len(contract_rows())
+    for ours, theirs in zip(rows, contract_rows(), strict=True):
+        assert np.array_equal(ours.input_ids, theirs.input_ids)
+        assert np.array_equal(ours.loss_mask, theirs.loss_mask)
+        assert (ours.place, ours.truncated) == (theirs.place, theirs.truncated)
+    assert [r.place for r in rows[1:3]] == [r.place for r in contract_rows()[1:3]]
+    assert np.array_equal(rows[-1].input_ids, contract_rows()[-1].input_ids)
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+    assert CachedEagle3TargetModel(directory / "hidden").aux_layer_ids == AUX_LAYER_IDS

@@ -1,0 +1,213 @@
+"""`fledge precompute` and `fledge cache info | verify | convert`."""
+
+import json
+
+import pytest
+import torch
+
+from fledge.cli.main import run
+from fledge.compat.precompute_eagle3 import main
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.store import CacheStore
+from target.cache.caches import payload
+from target.cache.test_cache_backend import break_row
+from target.cache.test_cached_training import cache_recipe, train
+from train.test_fit import comparable, differing, final_weights
+from train.tiny import make_chats
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a verb; (exit code, stdout, stderr)."""
+
+    def call(*words):
+        with pytest.raises(SystemExit) as stop:
+            run([str(word) for word in words])
+        said = capsys.readouterr()
+        return stop.value.code or 0, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def words(tiny_target, tiny_chats):
+    """A recipe's words for a tiny cache."""
+    return [
+        f"target.model={tiny_target}", "target.aux_layer_ids=0,1,2", "target.dtype=float32",
+        f"data.train={tiny_chats}", "data.max_length=64", "data.workers=1", "training.device=cpu",
+        "draft.draft_vocab_size=128", "data.valid_rows=8",
+    ]  # fmt: skip
+
+
+def test_the_recipe_form_writes_what_the_seeds_form_writes(
+    command, words, tiny_target, tiny_chats, tmp_path
+):
+    code, text, error = command(
+        "precompute", *words, "--output-dir", tmp_path / "a", "--shard-size", 16, "--json"
+    )
+    assert code == 0
+    assert "bytes a token" in error
+    facts = json.loads(text)
+    assert facts["complete"]
+    assert facts["rows"] == 60
+    argv = [
+        "--target-model", tiny_target, "--input-data", tiny_chats, "--output-dir", tmp_path / "b",
+        "--seq-length", 64, "--shard-size", 16, "--dtype", "fp32", "--aux-layer-ids", "0,1,2",
+        "--num-workers", 1, "--device", "cpu",
+    ]  # fmt: skip
+    assert main([str(word) for word in argv]) == 0
+    ours, theirs = payload(tmp_path / "a"), payload(tmp_path / "b")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == ["manifest.json"]
+    code, _, error = command("precompute", *words, "--output-dir", tmp_path / "a")
+    assert code == 2
+    assert "--resume" in error
+
+
+def test_probs_of_the_recipe_form_have_the_vocabulary_of_a_live_run(
+    command, words, recipe, tmp_path
+):
+    """Counted on the training rows alone: the run from the cache is the live run, held-out rows
+    and all."""
+    cache = tmp_path / "cache"
+    flags = ["--encoding", "probs", "--batch-size", 1]
+    assert command("precompute", *words, "--output-dir", cache, *flags)[0] == 0
+    alone = ("packing.padded=true", "training.micro_batch=1", "training.accumulate=2")
+    train(recipe(*alone, "target.supervision=probs", "evaluation.every_steps=1000", run="live"))
+    train(cache_recipe(recipe, cache, *alone, "evaluation.every_steps=1000"))
+    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+    evaluated = [
+        [line["evaluation"]["tau"] for line in comparable(tmp_path / run) if "evaluation" in line]
+        for run in ("live", "cached")
+    ]
+    assert evaluated[0] == evaluated[1]
+
+
+def test_held_out_data_of_its_own_travels_with_the_cache(command, words, recipe, tmp_path):
+    from fledge.train.setup import prepare_data
+
+    valid = make_chats(tmp_path / "valid.jsonl", count=7)
+    cache = tmp_path / "cache"
+    assert command("precompute", *words, f"data.valid={valid}", "-o", cache)[0] == 0
+    train_rows, held_out, _ = prepare_data(cache_recipe(recipe, cache))
+    assert (len(train_rows), len(held_out)) == (60, 7)
+    assert {held_out[i].place.rpartition(":")[0] for i in range(7)} == {str(valid)}
+
+
+def test_bad_words_are_one_line(command, words, tmp_path):
+    for flags, expected in (
+        (["--encoding", "hiden"], "did you mean 'hidden'"),
+        (["--encoding", "topk"], "--top-k"),
+        (["--dtype", "float31"], "did you mean 'float32'"),
+        (["--quota-gb", "-1"], "--quota-gb"),
+        (["target.supervision=logits"], "target.supervision=hidden"),
+        (["data.train=[]"], "no training data"),
+    ):
+        code, _, error = command("precompute", *words, "-o", tmp_path / "c", *flags)
+        assert code == 2, flags
+        assert expected in error
+    cached = ["target.backend=cache", "target.cached_target_path=x"]
+    code, _, error = command("precompute", *cached, "-o", tmp_path / "c")
+    assert code == 2
+    assert "fledge cache convert" in error
+    assert not (tmp_path / "c").exists()
+
+
+def test_info_and_verify(command, words, tmp_path):
+    cache = tmp_path / "cache"
+    assert command("precompute", *words, "-o", cache, "--shard-size", 16)[0] == 0
+    facts = json.loads(command("cache", "info", cache, "--json")[1])
+    assert facts["complete"]
+    assert facts["tokens"] == 1742
+    assert facts["bytes_per_token"] == pytest.approx(4 * 32 * 4, rel=0.05)
+    assert "bytes per token" in command("cache", "info", cache)[1]
+    assert command("cache", "verify", cache)[0] == 0
+    break_row(cache, 33)
+    code, text, _ = command("cache", "verify", cache, "--json")
+    assert code == 1
+    [named] = json.loads(text)["damaged"]
+    assert "chats.jsonl:34; shard-00002.safetensors, row 1" in named
+    (cache / "shard-00001.safetensors").unlink()
+    assert "unfinished" in command("cache", "info", cache)[1]
+    assert command("cache", "verify", cache)[0] == 2
+    assert command("cache", "info", tmp_path)[0] == 2
+
+
+def test_a_damaged_manifest_is_one_line(command, words, tmp_path):
+    cache = tmp_path / "cache"
+    assert command("precompute", *words, "--output-dir", cache)[0] == 0
+    path = cache / "manifest.json"
+    whole = json.loads(path.read_text())
+    needed = ("encoding", "dtype", "rows", "shard_size", "hidden_size", "vocabulary", "target")
+    for name in needed:
+        for value in ("nonsense", None, [1]):
+            if value is None and name == "vocabulary":
+                continue
+            path.write_text(json.dumps({**whole, name: value}))
+            for verb in ("info", "verify"):
+                code, out, error = command("cache", verb, cache)
+                assert (code, out) == (2, "")
+                assert f"the manifest is damaged: '{name}' is {value!r}" in error
+    path.write_text(json.dumps(whole))
+    assert command("cache", "verify", cache)[0] == 0
+
+
+def test_convert_equals_precompute(command, words, tmp_path):
+    """hidden -> anything is what precompute would have written."""
+    hidden = tmp_path / "hidden"
+    assert command("precompute", *words, "data.valid_rows=0", "-o", hidden)[0] == 0
+    for encoding, flags in (
+        ("hidden-fp8", []),
+        ("probs", ["--draft-vocab-size", 128]),
+        ("topk", ["--draft-vocab-size", 128, "--top-k", 7]),
+        ("hidden", ["--supervised-only"]),
+    ):
+        made, wanted = tmp_path / f"made-{encoding}", tmp_path / f"wanted-{encoding}"
+        code, _, error = command("cache", "convert", hidden, made, "--encoding", encoding, *flags)
+        assert code == 0, error
+        direct = [f for f in flags if f not in ("--draft-vocab-size", 128)]
+        direct += ["data.valid_rows=0", "--encoding", encoding]
+        assert command("precompute", *words, "-o", wanted, *direct)[0] == 0
+        ours, theirs = CacheStore(made), CacheStore(wanted)
+        assert [s.layout.header for s in ours.shards] == [s.layout.header for s in theirs.shards]
+        for a, b in zip(ours.shards, theirs.shards, strict=True):
+            if encoding == "hidden-fp8" or encoding == "hidden":
+                assert a.bytes.tobytes() == b.bytes.tobytes()
+            else:  # a matrix product over other rows: equal up to its rounding
+                name = "target_probs" if encoding == "probs" else "topk_probs"
+                ps = [
+                    torch.frombuffer(bytearray(b"".join(s.payload(name, i) for i in range(len(s)))),
+                                     dtype=torch.float32) for s in (a, b)
+                ]  # fmt: skip
+                torch.testing.assert_close(*ps, rtol=1e-4, atol=1e-6)
+
+
+def test_convert_refuses_what_cannot_be(command, words, tmp_path):
+    probs = tmp_path / "probs"
+    assert command("precompute", *words, "-o", probs, "--encoding", "probs")[0] == 0
+    code, _, error = command("cache", "convert", probs, tmp_path / "x", "--encoding", "hidden")
+    assert code == 2
+    assert "probabilities do not tell the hidden states" in error
+    flags = ["--encoding", "topk", "--top-k", 4]
+    code, _, error = command(
+        "cache", "convert", probs, tmp_path / "x", *flags, "--draft-vocab-size", 60
+    )
+    assert code == 2
+    assert "made for a draft vocabulary of 128" in error
+    assert not (tmp_path / "x").exists()
+    assert command("cache", "convert", probs, tmp_path / "x", *flags)[0] == 0
+    target = CachedEagle3TargetModel(tmp_path / "x")
+    assert target.shape.top_k == 4
+    assert target.vocabulary.digest() == CachedEagle3TargetModel(probs).vocabulary.digest()
+    assert command("cache", "convert", probs, tmp_path / "x", *flags)[0] == 2
+    assert command("cache", "convert", probs, tmp_path / "x", *flags, "--resume")[0] == 0
+
+
+def test_a_run_from_a_cache_can_be_planned(command, words, tmp_path):
+    cache = tmp_path / "cache"
+    assert command("precompute", *words, "-o", cache)[0] == 0
+    given = ["target.backend=cache", f"target.cached_target_path={cache}", "training.device=cpu"]
+    code, text, _ = command("plan", *given, f"run.output_dir={tmp_path / 'run'}", "--json")
+    assert code == 0
+    assert json.loads(text)["target_bytes"] == 0  # no target is loaded
+    assert not (tmp_path / "run").exists()

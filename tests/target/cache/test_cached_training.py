@@ -1,0 +1,204 @@
+"""Training from a cache is training with the target: same losses, same weights, same resumption."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fledge.compat.precompute_eagle3 import main
+from fledge.core.errors import BadInput
+from fledge.recipe.schema import load_recipe
+from fledge.train.checkpoint import newest_checkpoint
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.test_fit import comparable, differing, final_weights, stop_after
+from train.tiny import Notes, make_target
+
+
+@pytest.fixture(scope="session")
+def caches(tiny_target, tiny_chats, tmp_path_factory):
+    """encoding -> directory; rows run through the target one at a time, as padded packs are."""
+    root = tmp_path_factory.mktemp("caches")
+
+    def made(encoding, dtype="fp32", *more):
+        path = root / f"{encoding}-{dtype}{''.join(more)}"
+        if not path.exists():
+            code = main(
+                [
+                    "--target-model", str(tiny_target), "--input-data", str(tiny_chats),
+                    "--output-dir", str(path), "--seq-length", "64", "--draft-vocab-size", "128",
+                    "--batch-size", "1", "--shard-size", "16", "--dtype", dtype,
+                    "--aux-layer-ids", "0,1,2", "--encoding", encoding, "--num-workers", "1",
+                    "--device", "cpu", *more,
+                ]
+            )  # fmt: skip
+            assert code == 0
+        return path
+
+    return made
+
+
+def cache_recipe(recipe, path, *overrides, run="cached"):
+    """The same run from a cache: the target's section goes, everything else stays."""
+    live = recipe(run=run).model_dump()
+    target = {"backend": "cache", "cached_target_path": str(path)}
+    given = [f"{s}={json.dumps(v)}" for s, v in live.items() if s not in ("target", "data")]
+    rows = ["data.valid_rows=8", "data.max_length=64"]
+    return load_recipe(None, [f"target={json.dumps(target)}", *given, *rows, *overrides])
+
+
+def with_section(recipe, override):
+    """The recipe with a whole section exchanged."""
+    section = override.partition("=")[0]
+    rest = {name: value for name, value in recipe.model_dump().items() if name != section}
+    return load_recipe(None, [*(f"{s}={json.dumps(v)}" for s, v in rest.items()), override])
+
+
+def losses(directory):
+    return [line["loss"] for line in comparable(directory) if "loss" in line]
+
+
+def train(recipe, notes=None):
+    return fit(set_up(recipe), notes or Notes())
+
+
+# the target sees each conversation alone, as it did in precompute
+ALONE = ("packing.padded=true", "training.micro_batch=1", "training.accumulate=2")
+
+
+PEAGLE = "objective={kind: peagle, num_depths: 3}"
+
+
+@pytest.mark.parametrize("objective", ["eagle3", "peagle"])
+def test_a_float32_cache_of_hidden_states_trains_bit_for_bit(recipe, caches, tmp_path, objective):
+    options = [*ALONE, "data.valid_rows=0"]
+    live = recipe(*options, run="live")
+    cached = cache_recipe(recipe, caches("hidden"), *options)
+    if objective == "peagle":
+        live, cached = (with_section(r, PEAGLE) for r in (live, cached))
+    train(live)
+    train(cached)
+    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+    assert comparable(tmp_path / "live") == comparable(tmp_path / "cached")
+
+
+def test_a_float32_cache_of_probs_trains_bit_for_bit(recipe, caches, tmp_path):
+    """The cache counts its vocabulary on all rows: so does a live run that holds none out."""
+    options = (*ALONE, "data.valid_rows=0", "target.supervision=probs")
+    train(recipe(*options, run="live"))
+    train(cache_recipe(recipe, caches("probs"), *ALONE, "data.valid_rows=0"))
+    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+    assert comparable(tmp_path / "live") == comparable(tmp_path / "cached")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "dtype", "bound"),
+    [("hidden", "fp32", 2e-5), ("hidden", "bf16", 0.02), ("hidden-fp8", "fp32", 0.15)],
+)
+def test_packed_training_follows_the_live_loss(recipe, caches, tmp_path, encoding, dtype, bound):
+    train(recipe(run="live"))
+    train(cache_recipe(recipe, caches(encoding, dtype)))
+    live, cached = losses(tmp_path / "live"), losses(tmp_path / "cached")
+    assert live[-1] < live[0]
+    np.testing.assert_allclose(cached, live, rtol=bound)
+
+
+def test_supervised_only_changes_nothing(recipe, caches, tmp_path):
+    train(cache_recipe(recipe, caches("hidden"), run="all"))
+    train(cache_recipe(recipe, caches("hidden", "fp32", "--supervised-only"), run="only"))
+    whole, only = final_weights(tmp_path / "all"), final_weights(tmp_path / "only")
+    assert differing(whole, only) == []
+
+
+def test_topk_trains(recipe, caches, tmp_path):
+    path = caches("topk", "fp32", "--target-probs-topk", "16")
+    notes = Notes()
+    assert train(cache_recipe(recipe, path, "training.epochs=6"), notes).finished
+    assert notes.lines[-1]["loss"] < notes.lines[0]["loss"]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_resuming_in_the_middle_of_an_epoch_is_bitwise(
+    recipe, caches, monkeypatch, tmp_path, steps
+):
+    train(cache_recipe(recipe, caches("hidden"), run="whole"))
+    with monkeypatch.context() as patch:
+        stop_after(patch, steps)
+        assert not train(cache_recipe(recipe, caches("hidden"), run="cut")).finished
+    assert train(cache_recipe(recipe, caches("hidden"), run="cut")).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+
+
+def test_the_target_is_not_needed_at_all(recipe, tiny_chats, tmp_path):
+    """Config and tokenizer travel with the cache: the model may be gone, and the data too."""
+    target = make_target(tmp_path / "target")
+    argv = [
+        "--target-model", str(target), "--input-data", str(tiny_chats), "--seq-length", "64",
+        "--output-dir", str(tmp_path / "cache"), "--aux-layer-ids", "0,1,2", "--dtype", "fp32",
+        "--num-workers", "1", "--device", "cpu",
+    ]  # fmt: skip
+    assert main(argv) == 0
+    target.rename(tmp_path / "elsewhere")
+    assert train(cache_recipe(recipe, tmp_path / "cache")).finished
+
+
+def test_what_does_not_fit_the_recipe_is_refused(recipe, caches, tiny_target, tmp_path):
+    hidden = caches("hidden")
+    with pytest.raises(BadInput, match=r"made with aux layers \[0, 1, 2\]"):
+        set_up(cache_recipe(recipe, hidden, "target.aux_layer_ids=0,1,3"))
+    with pytest.raises(BadInput, match=r"packing.tokens \(32\) is below the longest row"):
+        set_up(cache_recipe(recipe, hidden, "packing.tokens=32", "data.max_length=32"))
+    with pytest.raises(BadInput, match="made for a draft vocabulary of 128"):
+        set_up(cache_recipe(recipe, caches("probs"), "draft.draft_vocab_size=64"))
+    set_up(cache_recipe(recipe, hidden, f"target.model={tiny_target}"))
+    other = make_target(tmp_path / "other")
+    weights = other / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(BadInput, match="different weights or config"):
+        set_up(cache_recipe(recipe, hidden, f"target.model={other}"))
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(BadInput, match="different tokenizer and weights"):
+        set_up(cache_recipe(recipe, hidden, f"target.model={other}"))
+
+
+def test_a_run_is_not_continued_from_another_cache(recipe, caches):
+    train(cache_recipe(recipe, caches("hidden")))
+    with pytest.raises(BadInput, match="the data is not what this run was started with"):
+        train(cache_recipe(recipe, caches("hidden", "bf16")))
+
+
+def damage_some_row(path, into):
+    """A copy of a cache whose row 20 is broken."""
+    import shutil
+
+    from target.cache.test_cache_backend import break_row
+
+    shutil.copytree(path, into)
+    break_row(into, 20)
+    return into
+
+
+def test_a_damaged_row_fails_or_is_left_out_by_choice(recipe, caches, tmp_path):
+    broken = damage_some_row(caches("hidden"), tmp_path / "broken")
+    with pytest.raises(BadInput, match=r"row 20 \(.*chats.jsonl:21; shard-00001"):
+        train(cache_recipe(recipe, broken))
+    notes = Notes()
+    options = ("target.on_damage=skip", "tracking.every_steps=1", *ALONE)
+    assert train(cache_recipe(recipe, broken, *options, run="skip"), notes).finished
+    whole = Notes()
+    train(cache_recipe(recipe, caches("hidden"), *options[1:], run="whole"), whole)
+    fewer = [
+        a["supervised"] != b["supervised"] for a, b in zip(notes.lines, whole.lines, strict=True)
+    ]
+    assert sum(fewer) == 2  # once in each of two epochs
+    assert all(np.isfinite(line["loss"]) for line in notes.lines)
+
+
+def test_checkpoints_of_a_cached_run_are_drafts(recipe, caches, tmp_path):
+    train(cache_recipe(recipe, caches("hidden")))
+    found, _ = newest_checkpoint(Path(tmp_path / "cached"))
+    assert torch.isfinite(found.draft_tensors()["fc.weight"]).all()

@@ -1,0 +1,576 @@
+"""precompute_eagle3: the seed's flags, refusals before any harm, resumption to the byte."""
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import random
+import shlex
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+import fledge
+from fledge.compat.precompute_eagle3 import (
+    _build_parser,
+    _compute_batch_cache,
+    _ensure_resume_compatible,
+    _validate_args,
+    main,
+)
+from fledge.core.errors import BadInput
+from fledge.objective.supervision import DraftVocabulary as ObjectiveVocabulary
+from fledge.objective.supervision import LogitsSupervision
+from fledge.target.cache import job as cache_job
+from fledge.target.cache import run as cache_run
+from fledge.target.cache import shard as cache_shard
+from fledge.target.cache.precompute import begin_cache, plan_cache, run_job
+from fledge.target.cache.store import CacheStore
+from fledge.target.hf.model import HFEagle3TargetModel
+from target.cache.caches import make_job, payload, token_row
+from target.contract import draft_vocabulary, padded_rows
+from target.tiny_models import tiny_model
+from train.tiny import make_chats, make_target
+
+
+@pytest.fixture
+def argv(tiny_target, tiny_chats, tmp_path):
+    """The command with some flags changed; a flag given as None is left out."""
+
+    def make(**flags):
+        given = {
+            "target_model": tiny_target, "input_data": tiny_chats, "output_dir": tmp_path / "cache",
+            "seq_length": 64, "shard_size": 8, "batch_size": 4, "dtype": "fp32",
+            "aux_layer_ids": "0,1,2", "num_workers": 1, "device": "cpu", **flags,
+        }  # fmt: skip
+        words = []
+        for name, value in given.items():
+            if value is not None and value is not False:
+                words.append(f"--{name.replace('_', '-')}")
+                words += [] if value is True else [str(value)]
+        return words
+
+    return make
+
+
+def no_model(monkeypatch):
+    """Any attempt to load weights is an error."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("fledge.target.hf.model.load_target", refuse)
+
+
+def shards(directory):
+    return sorted(path.name for path in Path(directory).glob("shard-*"))
+
+
+def test_the_seeds_flags_are_there():
+    words = {option for action in _build_parser()._actions for option in action.option_strings}
+    assert {
+        "--target-model", "--input-data", "--output-dir", "--seq-length", "--draft-vocab-size",
+        "--batch-size", "--shard-size", "--dtype", "--resume", "--split", "--shuffle-seed",
+        "--aux-layer-ids", "--target-probs-topk", "--trust-remote-code", "--device",
+        "--num-workers", "--log-level",
+    } <= words  # fmt: skip
+    assert fledge.precompute_eagle3.main is main
+
+
+def test_the_seeds_own_command_line_works(argv, tmp_path, caplog):
+    """`--dtype bf16 --draft-vocab-size`, default aux layers refused on a shallow model."""
+    with caplog.at_level("INFO"):
+        assert main(argv(dtype="bf16", draft_vocab_size=128, encoding="probs")) == 0
+    store = CacheStore(tmp_path / "cache")
+    assert len(store) == 60
+    assert store.shape.draft_vocab_size == 128
+    assert store.shape.dtype == torch.bfloat16
+    assert "60 rows, 1,742 tokens as probs" in caplog.text
+    assert "are free" in caplog.text
+
+
+@pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs", "topk"])
+def test_bytes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
+
+    plans = []
+    real = cache_run.plan_cache
+
+    def spying(job, **more):
+        plans.append(real(job, **more))
+        assert not (tmp_path / "cache").exists()  # before anything is written
+        return plans[-1]
+
+    monkeypatch.setattr(cache_run, "plan_cache", spying)
+    top_k = 5 if encoding == "topk" else None
+    assert main(argv(encoding=encoding, draft_vocab_size=100, target_probs_topk=top_k)) == 0
+    sizes = [(tmp_path / "cache" / name).stat().st_size for name in shards(tmp_path / "cache")]
+    assert sizes == list(plans[0].shard_bytes)
+
+
+def test_progress_is_shown_by_one_process_that_may_speak(argv, tmp_path, monkeypatch, caplog):
+    seen = []
+
+    @contextlib.contextmanager
+    def watching():
+        yield lambda what, done, total: seen.append((done, total))
+
+    monkeypatch.setattr("fledge.cli.console.watching", watching)
+    with caplog.at_level("INFO"):
+        assert main(argv()) == 0
+        assert seen == sorted(seen)
+        assert seen[-1] == (60, 60)
+        assert caplog.messages[-1].endswith(f"target.cached_target_path={tmp_path / 'cache'}")
+        seen.clear()
+        monkeypatch.setenv("RANK", "1")
+        assert main(argv(output_dir=tmp_path / "second")) == 0
+    monkeypatch.delenv("RANK")
+    with caplog.at_level("ERROR"):
+        assert main(argv(output_dir=tmp_path / "quiet")) == 0
+    assert seen == []
+
+
+BAD = [
+    ({"seq_length": 1}, "--seq-length"),
+    ({"batch_size": 0}, "--batch-size"),
+    ({"shard_size": -3}, "--shard-size"),
+    ({"draft_vocab_size": 0}, "--draft-vocab-size"),
+    ({"target_probs_topk": 0}, "--target-probs-topk"),
+    ({"target_probs_topk": 9, "draft_vocab_size": 8}, "--target-probs-topk"),
+    ({"encoding": "topk"}, "--target-probs-topk"),
+    ({"encoding": "probs", "target_probs_topk": 4}, "--target-probs-topk"),
+    ({"encoding": "hiden"}, "--encoding"),
+    ({"dtype": "int8"}, "--dtype"),
+    ({"aux_layer_ids": "0,1"}, "--aux-layer-ids"),
+    ({"aux_layer_ids": "0,1,1"}, "--aux-layer-ids"),
+    ({"aux_layer_ids": "a,b,c"}, "--aux-layer-ids"),
+    ({"aux_layer_ids": "0,1,4"}, "out of range"),
+    ({"aux_layer_ids": None}, "too shallow"),
+    ({"num_workers": -1}, "--num-workers"),
+    ({"shuffle_seed": -1}, "--shuffle-seed"),
+    ({"quota_gb": 0}, "--quota-gb"),
+    ({"log_level": "LOUD"}, "--log-level"),
+    ({"split": "train[:9]"}, "--split"),
+    ({"split": "test"}, "--split"),
+    ({"target_model": "/nowhere"}, "no such model"),
+    ({"input_data": "/nowhere.jsonl"}, "no such file"),
+    ({"device": "cuda"}, "no GPU"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), BAD, ids=[str(flags) for flags, _ in BAD])
+def test_bad_input_is_one_line_and_touches_nothing(
+    argv, flags, words, monkeypatch, capsys, tmp_path
+):
+    if "device" in flags and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    no_model(monkeypatch)
+    assert main(argv(**flags)) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert words in line
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--seq-length", "long"], "--seq-length"),
+        (["--dtype"], "--dtype"),
+        (["--aux-layer-ids"], "--aux-layer-ids"),
+    ],
+)
+def test_words_that_cannot_be_read_are_one_line_and_code_2(argv, extra, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*argv(), *extra])
+    assert stop.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert words in line
+    assert "--help" in line
+
+
+def test_layers_apart_and_the_split_that_a_file_is(argv, tmp_path):
+    """`--aux-layer-ids 0 1 2` is `0,1,2`; a local file is its own `train`, as in `datasets`."""
+    assert main(argv()) == 0
+    apart = argv(aux_layer_ids=None, split="train", output_dir=tmp_path / "apart")
+    assert main([*apart, "--aux-layer-ids", "0", "1", "2"]) == 0
+    for name in ("manifest.json", *shards(tmp_path / "cache")):
+        assert (tmp_path / "cache" / name).read_bytes() == (tmp_path / "apart" / name).read_bytes()
+
+
+def test_help_shows_a_command_that_can_be_pasted(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    command = text[text.index("    python -m") : text.index("\n\nThen")]
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:3] == ["python", "-m", "fledge.precompute_eagle3"]
+    _build_parser().parse_args(words[3:])
+
+
+def test_validation_needs_no_model_and_no_data(argv, monkeypatch):
+    no_model(monkeypatch)
+    _validate_args(_build_parser().parse_args(argv()))
+    with pytest.raises(BadInput, match="--batch-size"):
+        _validate_args(_build_parser().parse_args(argv(batch_size=0)))
+
+
+def test_an_existing_cache_is_refused_without_resume(argv, tmp_path, monkeypatch, capsys):
+    assert main(argv()) == 0
+    before = payload(tmp_path / "cache")
+    no_model(monkeypatch)
+    assert main(argv()) == 2
+    assert "continue it with --resume" in capsys.readouterr().err
+    assert payload(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_shards_without_a_manifest_are_refused(argv, tmp_path, monkeypatch, capsys, resume):
+    assert main(argv()) == 0
+    (tmp_path / "cache" / "manifest.json").unlink()
+    no_model(monkeypatch)
+    before = payload(tmp_path / "cache")
+    assert main(argv(resume=resume)) == 2
+    error = capsys.readouterr().err
+    assert ("without a manifest" if resume else "a cache is here already") in error
+    assert payload(tmp_path / "cache") == before
+
+
+def test_a_directory_of_something_else_is_refused(argv, tmp_path, monkeypatch, capsys):
+    no_model(monkeypatch)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "thesis.tex").write_text("all of it")
+    for resume in (True, False):
+        assert main(argv(resume=resume)) == 2
+        assert "thesis.tex" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(argv(output_dir=tmp_path / "file")) == 2
+    assert "not a directory" in capsys.readouterr().err
+
+
+def other_chats(directory):
+    return make_chats(directory / "chats.jsonl", count=59)
+
+
+def other_target(directory):
+    make_target(directory)
+    weights = directory / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    return directory
+
+
+def other_template(directory):
+    make_target(directory)
+    path = directory / "chat_template.jinja"
+    path.write_text("{# the same #}" + path.read_text())
+    return directory
+
+
+CHANGES = [
+    ("seq_length", {"seq_length": 40}, "seq_length: 64 -> 40"),
+    ("dtype", {"dtype": "bf16"}, "dtype: 'float32' -> 'bfloat16'"),
+    ("draft_vocab_size", {"draft_vocab_size": 64}, "draft_vocab_size: 128 -> 64"),
+    ("vocabulary", {"draft_vocab_size": 64}, "vocabulary.size: 128 -> 64"),
+    ("shard_size", {"shard_size": 16}, "shard_size: 8 -> 16"),
+    ("shuffle_seed", {"shuffle_seed": 3}, "shuffle_seed: None -> 3"),
+    ("aux_layer_ids", {"aux_layer_ids": "0,1,3"}, "aux_layer_ids: [0, 1, 2] -> [0, 1, 3]"),
+    ("encoding", {"encoding": "hidden"}, "encoding: 'probs' -> 'hidden'"),
+    ("top_k", {"encoding": None, "target_probs_topk": 4}, "top_k: None -> 4"),
+    ("supervised_only", {"supervised_only": True}, "supervised_only: False -> True"),
+    ("data", {"input_data": other_chats}, "data: '"),
+    ("rows", {"input_data": other_chats}, "rows: 60 -> 59"),
+    ("model", {"target_model": other_target}, "model_files: '"),
+    ("template", {"target_model": other_template}, "template: '"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_target, tiny_chats, tmp_path_factory):
+    path = tmp_path_factory.mktemp("finished") / "cache"
+    words = [
+        "--target-model", tiny_target, "--input-data", tiny_chats, "--output-dir", path,
+        "--seq-length", 64, "--shard-size", 8, "--dtype", "fp32", "--aux-layer-ids", "0,1,2",
+        "--num-workers", 1, "--device", "cpu", "--encoding", "probs", "--draft-vocab-size", 128,
+    ]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    return path
+
+
+@pytest.mark.parametrize(("field", "flags", "words"), CHANGES, ids=[c[0] for c in CHANGES])
+def test_resuming_with_another_configuration_names_the_field(
+    argv, finished, monkeypatch, capsys, tmp_path, field, flags, words
+):
+    flags = {n: v(tmp_path / "other") if callable(v) else v for n, v in flags.items()
+             if not callable(v) or not (tmp_path / "other").mkdir()}  # fmt: skip
+    no_model(monkeypatch)
+    before = payload(finished)
+    given = {"output_dir": finished, "encoding": "probs", "draft_vocab_size": 128, "resume": True}
+    assert main(argv(**{**given, **flags})) == 2
+    error = capsys.readouterr().err
+    assert "made with another configuration" in error
+    assert words in error
+    assert payload(finished) == before
+
+
+def test_other_weights_behind_the_same_files_are_noticed(argv, tmp_path, monkeypatch, capsys):
+    """The files' fingerprint is a sample; the loaded weights are compared in full."""
+    monkeypatch.setattr(cache_job, "files_fingerprint", lambda _: "the same")
+    assert main(argv()) == 0
+    (tmp_path / "cache" / "shard-00003.safetensors").unlink()
+    before = payload(tmp_path / "cache")
+    (tmp_path / "other").mkdir()
+    assert main(argv(target_model=other_target(tmp_path / "other"), resume=True)) == 2
+    assert "target.weights_fingerprint" in capsys.readouterr().err
+    assert payload(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("more", [{}, {"format": 1}])
+def test_the_seeds_resume_check(tmp_path, more):
+    _ensure_resume_compatible(str(tmp_path), more, set())
+    with pytest.raises(ValueError, match="without a manifest"):
+        _ensure_resume_compatible(str(tmp_path), more, {0})
+    made_with = {**more, "dtype": "float32", "seed": 1}
+    (tmp_path / "manifest.json").write_text(json.dumps(made_with))
+    _ensure_resume_compatible(str(tmp_path), made_with, {0})
+    with pytest.raises(ValueError, match=r"dtype: 'float32' -> 'bfloat16'; seed: 1 -> None"):
+        _ensure_resume_compatible(str(tmp_path), {**more, "dtype": "bfloat16"}, {0})
+
+
+def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished, caplog):
+    given = {"encoding": "probs", "draft_vocab_size": 128}
+    total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
+    with caplog.at_level("INFO"):
+        assert main(argv(**given, quota_gb=0.6 * total / 1e9)) == 3
+    assert "--resume continues" in caplog.text
+    written = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir() if p.is_file())
+    assert 0.3 * total < written <= 0.6 * total
+    assert 0 < len(shards(tmp_path / "cache")) < len(shards(finished))
+    with pytest.raises(BadInput, match="unfinished"):
+        CacheStore(tmp_path / "cache")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
+    assert main(argv(**given, resume=True)) == 0
+    assert payload(tmp_path / "cache") == payload(finished)
+    for path, moment in times.items():  # what was complete was not written again
+        assert path.stat().st_mtime_ns == moment
+
+
+def test_a_full_disk_leaves_a_cache_that_continues(argv, tmp_path, finished, monkeypatch, capsys):
+    real, calls = os.posix_fallocate, []
+
+    def filling(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+
+    given = {"encoding": "probs", "draft_vocab_size": 128}
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_shard.os, "posix_fallocate", filling)
+        assert main(argv(**given)) == 3
+    assert "the disk is full" in capsys.readouterr().err
+    assert shards(tmp_path / "cache") == shards(finished)[:2]
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
+    assert main(argv(**given, resume=True)) == 0
+    assert payload(tmp_path / "cache") == payload(finished)
+
+
+@pytest.mark.timeout(60)
+def test_whatever_stops_the_writing_thread_is_raised_where_the_target_runs(tmp_path):
+    """Also what nobody foresaw: a thread that is gone must not be waited for."""
+    rows = [token_row(range(3 + i, 9 + i)) for i in range(40)]
+
+    def broken(_progress):
+        raise KeyError("a bar that is gone")
+
+    with HFEagle3TargetModel(tiny_model("llama"), supervision="hidden") as target:
+        job = make_job(tmp_path / "cache", target, rows, "hidden")
+        plan = plan_cache(job, head_bytes=0)
+        begin_cache(job, target)
+        with pytest.raises(KeyError, match="a bar that is gone"):
+            run_job(job, plan, target, on_progress=broken)
+    assert not list((tmp_path / "cache").rglob("shard*"))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_writing(argv, tmp_path, monkeypatch, capsys):
+    no_model(monkeypatch)
+    usage = shutil._ntuple_diskusage(10**6, 10**6, 1000)
+    monkeypatch.setattr("fledge.target.cache.precompute.shutil.disk_usage", lambda _: usage)
+    assert main(argv()) == 2
+    assert "would be written" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cut_shard_is_made_again(argv, tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "cache")
+    victim = tmp_path / "cache" / "shard-00002.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-10])
+    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
+    assert payload(tmp_path / "cache") == payload(finished)
+
+
+def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "cache")
+    for place in (tmp_path / "cache", tmp_path / "cache" / "target"):
+        (place / ".shard-00001.safetensors.x1.tmp").write_bytes(b"half")
+    (tmp_path / "cache" / "shard-00001.safetensors").unlink()
+    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
+    assert payload(tmp_path / "cache") == payload(finished)
+
+
+def test_a_cache_that_is_removed_meanwhile_is_not_called_complete(
+    argv, tmp_path, capsys, monkeypatch
+):
+    real = cache_run.run_job
+
+    def removing(job, *rest, **options):
+        shutil.rmtree(job.directory)
+        return real(job, *rest, **options)
+
+    monkeypatch.setattr(cache_run, "run_job", removing)
+    assert main(argv()) == 2
+    assert "removed meanwhile" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_head_with_a_file_missing_is_completed(argv, tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "cache")
+    (tmp_path / "cache" / "target" / "tokenizer.json").unlink()
+    (tmp_path / "cache" / "shard-00001.safetensors").unlink()
+    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
+    assert payload(tmp_path / "cache") == payload(finished)
+    assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
+
+
+def test_two_at_once_are_kept_apart(argv, tmp_path, capsys):
+    (tmp_path / "cache").mkdir()
+    with FileLock(tmp_path / "cache" / ".lock"):
+        assert main(argv()) == 2
+    assert "another precompute is writing here" in capsys.readouterr().err
+    assert main(argv()) == 0
+
+
+def test_a_shuffle_seed_orders_the_rows_and_changes_nothing_else(argv, tmp_path):
+    plain, mixed = tmp_path / "plain", tmp_path / "mixed"
+    assert main(argv(output_dir=plain)) == 0
+    assert main(argv(output_dir=mixed, shuffle_seed=5)) == 0
+    ours, theirs = CacheStore(plain), CacheStore(mixed)
+    places = [
+        [place for shard in store.shards for place in shard.places] for store in (ours, theirs)
+    ]
+    assert places[0] != places[1]
+    assert sorted(places[0]) == sorted(places[1])
+    assert sorted(ours.lengths) == sorted(theirs.lengths)
+
+
+def test_the_batch_cache_of_the_seed_is_what_a_live_trainer_sees():
+    model = tiny_model("llama")
+    vocabulary = draft_vocabulary(model)
+    live = HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    kept = _compute_batch_cache(live, *vocabulary, torch.float32)
+    supervised = live.loss_mask.bool()
+    slots = supervised.flatten().nonzero()[:, 0]
+    objective = LogitsSupervision(
+        live.logits.flatten(0, 1), slots, ObjectiveVocabulary(*vocabulary)
+    )
+    assert torch.equal(kept["target_probs"][supervised], objective.probs(0, len(slots)))
+    ids, _ = vocabulary  # and a distribution where nothing is supervised, as SEMANTICS 4 has it
+    assert torch.equal(kept["target_probs"], live.logits[..., ids].softmax(-1, torch.float32))
+    assert torch.equal(kept["loss_mask"], live.loss_mask)
+    assert torch.equal(kept["position_mask"][supervised][:, 0], objective.coverage())
+    assert not kept["position_mask"][~supervised].any()
+    assert torch.equal(kept["aux_hidden_states"], live.aux_hidden_states)
+    assert torch.equal(kept["input_ids"], live.input_ids)
+    half = _compute_batch_cache(live, *vocabulary, torch.bfloat16)
+    assert half["target_probs"].dtype == half["aux_hidden_states"].dtype == torch.bfloat16
+    assert half["loss_mask"].dtype == live.loss_mask.dtype
+    hidden = HFEagle3TargetModel(model, supervision="hidden")
+    derived = _compute_batch_cache(
+        hidden.generate_batch(*padded_rows()), *vocabulary, torch.float32, head=hidden.info().head
+    )
+    torch.testing.assert_close(derived["target_probs"], kept["target_probs"], rtol=1e-5, atol=1e-6)
+
+
+def _run_slowly(words):
+    """The command in a process of its own, its disk slowed down so that a kill meets it at work."""
+    torch.set_num_threads(1)
+    real = cache_shard.ShardWriter.put
+
+    def put(self, *args):
+        time.sleep(0.01)
+        real(self, *args)
+
+    cache_shard.ShardWriter.put = put
+    os._exit(main(words))
+
+
+def test_kill_nine_at_ten_random_moments(argv, tmp_path):
+    flags = {"encoding": "hidden", "shard_size": 2, "batch_size": 2}
+    assert main(argv(**flags, output_dir=tmp_path / "whole")) == 0
+    words = argv(**flags, resume=True)
+    context = multiprocessing.get_context("fork")
+    rng, kills, caught = random.Random(5), 0, 0
+    while kills < 10:
+        process = context.Process(target=_run_slowly, args=(words,))
+        begun = shards(tmp_path / "cache")
+        process.start()
+        if kills % 3:  # let it get to work, then kill it somewhere in its next shards
+            while process.is_alive() and shards(tmp_path / "cache") == begun:
+                time.sleep(0.002)
+            process.join(timeout=rng.uniform(0, 0.02))
+        else:  # while it starts: reading, loading, writing the manifest
+            process.join(timeout=rng.uniform(0, 0.15))
+        assert process.is_alive(), "it finished before ten kills: give it more shards"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        kills += 1
+        caught += bool(list((tmp_path / "cache").glob(".shard*.tmp")))
+        with pytest.raises(BadInput, match=r"unfinished|manifest"):
+            CacheStore(tmp_path / "cache")
+    assert caught >= 3  # kills left half-written shards behind, under no shard's name
+    assert main(words) == 0
+    assert payload(tmp_path / "cache") == payload(tmp_path / "whole")
+
+
+def _rank(rank, size, port, words):
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    os._exit(main(words))
+
+
+def _two(words):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(r, 2, port, words)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+    return [process.exitcode for process in ranks]
+
+
+def test_two_processes_write_what_one_writes(argv, tmp_path, finished):
+    given = {"encoding": "probs", "draft_vocab_size": 128}
+    assert _two(argv(**given)) == [0, 0]
+    assert payload(tmp_path / "cache") == payload(finished)
+    # and may take over from one, or leave the rest to one
+    total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
+    mixed = tmp_path / "mixed"
+    assert main(argv(**given, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
+    quota = 0.8 * total / 1e9
+    assert _two(argv(**given, output_dir=mixed, resume=True, quota_gb=quota)) == [3, 3]
+    assert main(argv(**given, output_dir=mixed, resume=True)) == 0
+    assert payload(mixed) == payload(finished)

@@ -1,0 +1,125 @@
+"""Eight trainers, two servers, two thousand batches, and everything that goes wrong in a night."""
+
+import contextlib
+import gc
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.remote.client import RemoteEagle3TargetModel
+from fledge.target.remote.segment import remove_leftovers
+from target.contract import packed_rows
+from target.remote.chaos import Nursery, Proxy, free_port, resident_bytes
+from target.remote.servers import tiny
+
+CLIENTS, EACH, KINDS = 8, 250, 40
+MISCHIEF = {"cut": 0.02, "garble": 0.01, "stall": 0.004, "trickle": 0.03}
+
+
+def questions():
+    """Packed rows of many sizes, all different."""
+    draw = random.Random(0)
+    found = []
+    for _ in range(KINDS):
+        documents = [
+            [[draw.randrange(3, 90) for _ in range(draw.randint(1, 9))] for _ in range(2)]
+            for _ in range(draw.randint(1, 3))
+        ]
+        found.append(packed_rows(documents, 20))
+    return found
+
+
+def open_segments():
+    """Shared memory that this process still holds; that of other tests at work is not ours."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone
+            found.append(descriptor.readlink().name)
+    return [name for name in found if name.startswith("fledge-")]
+
+
+def client(number, urls, asked, expected, finished):
+    """Ask for every batch of this client's own order; the answers must come in that order."""
+    order = [(number * 7 + step * 11) % KINDS for step in range(EACH)]
+    with RemoteEagle3TargetModel(
+        urls, prefetch=3, timeout_s=2.0, retries=100, wait_s=60.0, shared_memory=number % 2 == 0
+    ) as target:
+        waiting = []
+        for kind in order:
+            waiting.append((kind, target.generate_batch_async(*asked[kind])))
+            if len(waiting) > 5:
+                check(*waiting.pop(0), expected)
+                finished.release()
+        for kind, future in waiting:
+            check(kind, future, expected)
+            finished.release()
+
+
+def check(kind, future, expected):
+    found = future.result(timeout=100)
+    for name, tensor in expected[kind].tensors():
+        assert torch.equal(getattr(found, name), tensor), name
+
+
+@pytest.mark.slow  # 2,000 batches
+def test_every_batch_comes_once_in_order_and_right():
+    asked = questions()
+    local = HFEagle3TargetModel(tiny(), supervision="hidden")
+    expected = [local.generate_batch(*rows) for rows in asked]
+    nursery = Nursery()
+    servers = [nursery.start(free_port()) for _ in range(2)]
+    proxies = [Proxy(port, seed=seed, mischief=MISCHIEF) for seed, (_, port) in enumerate(servers)]
+    finished, over, kills = threading.Semaphore(0), threading.Event(), []
+    before = resident_bytes(os.getpid())
+
+    def assassin():
+        """Kills a server for good after some batches, and starts it again a moment later."""
+        draw = random.Random(1)
+        while not over.is_set():
+            for _ in range(draw.randint(120, 200)):
+                while not finished.acquire(timeout=0.2):
+                    if over.is_set():
+                        return
+            victim = draw.randrange(2)
+            nursery.kill(servers[victim][0])
+            kills.append(victim)
+            over.wait(draw.uniform(0.05, 0.6))
+            servers[victim] = nursery.start(servers[victim][1])
+
+    killer = threading.Thread(target=assassin)
+    killer.start()
+    begin = time.monotonic()
+    try:
+        urls = [proxy.url for proxy in proxies]
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            runs = [
+                pool.submit(client, number, urls, asked, expected, finished)
+                for number in range(CLIENTS)
+            ]
+            for run in runs:
+                run.result()
+        grown = [resident_bytes(pid) for pid, _ in servers]
+    finally:
+        over.set()
+        killer.join()
+        for proxy in proxies:
+            proxy.close()
+        nursery.close()
+    assert len(kills) >= 5
+    done = {kind: sum(proxy.done[kind] for proxy in proxies) for kind in MISCHIEF}
+    assert all(done.values()), done
+    assert resident_bytes(os.getpid()) - before < 200e6, "the clients' memory grew"
+    assert all(size < 1.5e9 for size in grown), "a server's memory grew"
+    gc.collect()
+    assert open_segments() == []
+    assert remove_leftovers() == 0, "shared memory was left behind"
+    print(
+        f"{CLIENTS * EACH} batches in {time.monotonic() - begin:.1f} s, {len(kills)} kills, {done}"
+    )

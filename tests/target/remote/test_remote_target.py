@@ -1,0 +1,228 @@
+"""The remote backend is the local one: the contract, bit for bit, and what travels."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.remote.client import RemoteEagle3TargetModel
+from fledge.target.remote.protocol import Question, Rows, Shapes, encode_answer
+from fledge.target.remote.server.merge import merge, split
+from target.contract import (
+    CHECKS,
+    Case,
+    draft_vocabulary,
+    packed_rows,
+    padded_rows,
+    some_documents,
+)
+from target.remote.servers import Limits, running, tiny
+
+
+def remote(server, supervision="hidden", **options):
+    options = {"timeout_s": 30.0, "wait_s": 5.0, **options}
+    target = RemoteEagle3TargetModel(server.url, supervision=supervision, **options)
+    target.set_vocab_mapping(*draft_vocabulary(tiny()))
+    return target
+
+
+def local(supervision="hidden"):
+    target = HFEagle3TargetModel(tiny(), supervision=supervision)
+    target.set_vocab_mapping(*draft_vocabulary(tiny()))
+    return target
+
+
+def differing(one: Eagle3TargetBatch, other: Eagle3TargetBatch):
+    ours, theirs = dict(one.tensors()), dict(other.tensors())
+    assert ours.keys() == theirs.keys()
+    return [
+        n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])
+    ]
+
+
+ROWS = {"padded": padded_rows(), "packed": packed_rows(some_documents(), 14)}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+@pytest.mark.parametrize("supervision", ["hidden", "probs", "logits"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(server, check, supervision, shared_memory):
+    def make(wanted):
+        options = {"shared_memory": shared_memory, "timeout_s": 30.0, "wait_s": 5.0}
+        return RemoteEagle3TargetModel(server.url, supervision=wanted, **options)
+
+    rounding = 1e-5 if supervision == "logits" else 0.0  # other rows in the head's matrix product
+    check(Case("remote", tiny(), make, supervision, rtol=rounding, atol=rounding))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+@pytest.mark.parametrize("supervision", ["hidden", "probs"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=list(ROWS))
+def test_remote_equals_local_bit_for_bit(server, rows, supervision, shared_memory):
+    with remote(server, supervision, shared_memory=shared_memory) as there:
+        assert (
+            differing(there.generate_batch(*rows), local(supervision).generate_batch(*rows)) == []
+        )
+
+
+def test_topk_keeps_the_largest(server):
+    with remote(server, "topk", top_k=5) as there:
+        found = there.generate_batch(*ROWS["packed"])
+    whole = local("probs").generate_batch(*ROWS["packed"])
+    top, ids = whole.target_probs.topk(5, dim=-1)
+    kept = torch.zeros_like(whole.target_probs).scatter_(-1, ids, top)
+    kept = kept / kept.sum(-1, keepdim=True).clamp_min(1e-30)
+    torch.testing.assert_close(found.target_probs, kept, rtol=1e-6, atol=1e-7)
+    assert torch.equal(found.position_mask, whole.position_mask)
+
+
+def test_half_precision_on_the_wire_is_the_rounded_state(server):
+    with remote(server, dtype="bfloat16") as there:
+        found = there.generate_batch(*ROWS["packed"])
+    here = local().generate_batch(*ROWS["packed"])
+    assert torch.equal(found.aux_hidden_states, here.aux_hidden_states.bfloat16())
+    assert torch.equal(found.last_hidden_states, here.last_hidden_states.bfloat16())
+
+
+def test_bytes_on_the_wire_are_what_was_announced():
+    """hidden, bfloat16, 8B shape: at most 34 kB a token; and the client's bound is exact."""
+    hidden, tokens = 4096, 64
+    ids = torch.ones(1, tokens, dtype=torch.long)
+    rows = Rows(ids, ids, ids)
+    batch = Eagle3TargetBatch(
+        aux_hidden_states=torch.zeros(1, tokens, 3 * hidden, dtype=torch.bfloat16),
+        last_hidden_states=torch.zeros(1, tokens, hidden, dtype=torch.bfloat16),
+        input_ids=ids, attention_mask=ids, loss_mask=ids,
+    )  # fmt: skip
+    question = Question("0" * 32, rows)
+    message = encode_answer(batch, question, head=None)
+    assert 4 * 2 * hidden * tokens < message.nbytes <= 34_000 * tokens
+    most = Shapes(hidden, torch.bfloat16, "hidden").answer_bytes(tokens, tokens)
+    assert message.nbytes <= most <= message.nbytes + 4096
+
+
+@st.composite
+def questions(draw):
+    """Rows of one kind, as several clients may ask them."""
+    packed = draw(st.booleans())
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        width = draw(st.integers(4, 12))
+        count = draw(st.integers(1, 3))
+        documents = []
+        for _ in range(count):
+            lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+            while sum(lengths) > width:
+                lengths.pop()
+            lengths = lengths or [1]
+            documents.append([[draw(st.integers(3, 90)) for _ in range(n)] for n in lengths])
+        six = packed_rows(documents, width)
+        found.append(Rows(*six) if packed else Rows(*six[:3]))
+    return found
+
+
+@given(questions())
+@settings(max_examples=25, deadline=None)
+def test_merged_questions_get_the_answers_they_would_get_alone(asked):
+    target = local()
+    together = split(target.generate_batch(*merge(asked).arguments()), asked)
+    for rows, found in zip(asked, together, strict=True):
+        alone = target.generate_batch(*rows.arguments())
+        real = rows.attention_mask.bool()
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            ours, theirs = getattr(found, name), getattr(alone, name)
+            if name == "last_hidden_states":  # about the next token: defined where that is real
+                assert not ours[:, -1].any()
+                real = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], 1)
+                if rows.position_ids is not None:
+                    real &= rows.doc_remaining > 0
+            # states reach 30: a few of their last bits
+            torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=2e-4)
+        assert torch.equal(found.loss_mask, alone.loss_mask)
+
+
+def test_requests_of_several_clients_share_a_pass_when_they_may():
+    """With `merge`, what waits together runs together, to rounding; without, never."""
+    rows = [padded_rows(seed) for seed in range(12)]
+    expected = [local().generate_batch(*r) for r in rows]
+    for merging in (True, False):
+        with running() as started, remote(started, merge=merging, prefetch=12) as there:
+            futures = [there.generate_batch_async(*r) for r in rows]
+            for future, here in zip(futures, expected, strict=True):
+                found, real = future.result(timeout=60), here.attention_mask.bool()
+                torch.testing.assert_close(
+                    found.aux_hidden_states[real], here.aux_hidden_states[real],
+                    rtol=1e-4 if merging else 0, atol=2e-5 if merging else 0,
+                )  # fmt: skip
+            text = started.server.metrics.text()
+        passes = int(value(text, "fledge_passes_total"))
+        assert value(text, "fledge_questions_total") == "12"
+        assert passes < 12 if merging else passes == 12
+
+
+def value(text, name):
+    return next(line.split()[-1] for line in text.splitlines() if line.startswith(name + " "))
+
+
+def test_a_question_that_spoils_a_merged_pass_spoils_only_its_own(monkeypatch):
+    with running() as started:
+        backend = started.server.target.backend
+        real = backend.generate_batch
+
+        def moody(input_ids, *more):
+            if (input_ids == 66).any():
+                raise RuntimeError("out of something")
+            return real(input_ids, *more)
+
+        monkeypatch.setattr(backend, "generate_batch", moody)
+        ids = torch.arange(3, 11)[None]
+        bad = torch.full_like(ids, 66)
+        ones = torch.ones_like(ids)
+        with remote(started, merge=True, prefetch=6, retries=0) as there:
+            futures = [there.generate_batch_async(ids + i, ones, ones) for i in range(4)]
+            spoilt = there.generate_batch_async(bad, ones, ones)
+            with pytest.raises(BadInput, match="out of something"):
+                spoilt.result(timeout=30)
+            for i, future in enumerate(futures):
+                here = local().generate_batch(ids + i, ones, ones)
+                torch.testing.assert_close(
+                    future.result(30).aux_hidden_states, here.aux_hidden_states
+                )
+
+
+def test_the_servers_aux_layers_count(server):
+    with remote(server, aux_layer_ids=[1, 3, 4]) as there:
+        assert there.aux_layer_ids == [1, 3, 4]
+    with pytest.raises(BadInput, match=r"capture aux layers \[1, 3, 4\], \[0, 3, 4\] are wanted"):
+        remote(server, aux_layer_ids=[0, 3, 4])
+
+
+def test_shared_memory_is_really_used_and_falls_back(monkeypatch, caplog):
+    with running() as started:
+        with remote(started) as there:
+            there.generate_batch(*ROWS["packed"])
+        assert 'way="shared_memory"' in started.server.metrics.text()
+        assert 'way="body"' not in started.server.metrics.text()
+        monkeypatch.setattr(
+            "fledge.target.remote.server.app.write_segment", lambda name, message: False
+        )
+        with caplog.at_level(logging.INFO, "fledge.remote"), remote(started) as there:
+            for _ in range(3):
+                batch = there.generate_batch(*ROWS["packed"])
+                assert differing(batch, local().generate_batch(*ROWS["packed"])) == []
+        assert caplog.text.count("does not see our shared memory") == 1
+        assert 'way="body"' in started.server.metrics.text()
+
+
+def test_too_many_tokens_are_refused_with_the_limit():
+    with (
+        running(limits=Limits(max_tokens=20)) as started,
+        remote(started) as there,
+        pytest.raises(BadInput, match="33 tokens in one request, 20 are allowed"),
+    ):
+        there.generate_batch(*padded_rows())

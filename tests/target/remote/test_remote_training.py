@@ -1,0 +1,269 @@
+"""Training through servers is training with the target, whatever happens to the servers."""
+
+import copy
+import json
+import os
+import signal
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from fledge.cli.main import run
+from fledge.core.errors import BadInput, TargetUnreachable
+from fledge.recipe.schema import load_recipe
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.registry import TargetOptions, open_target
+from fledge.train import fit as fit_module
+from fledge.train.checkpoint import newest_checkpoint
+from fledge.train.fit import fit
+from fledge.train.setup import make_target, set_up
+from target.cache.caches import payload
+from target.remote.chaos import Proxy, free_port
+from target.remote.servers import Running
+from train.test_fit import comparable, differing, final_weights
+from train.tiny import Notes
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return HFEagle3TargetModel.from_pretrained(
+        str(tiny_target), aux_layer_ids=[0, 1, 2], dtype="float32", device="cpu"
+    )
+
+
+@pytest.fixture
+def start(target, tiny_target):
+    """Start servers of the tiny target; those still running at the end are stopped."""
+    started = []
+
+    def begin(**options):
+        own = HFEagle3TargetModel(
+            copy.deepcopy(target.model), [0, 1, 2], supervision="hidden", tokenizer=target.tokenizer
+        )
+        started.append(Running(backend=own, model_dir=tiny_target, **options))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.stop()
+
+
+def remote_recipe(recipe, urls, *overrides, run="remote", **section):
+    """The same run with its target on servers."""
+    plain = recipe(run=run).model_dump()
+    there = {"backend": "remote", "urls": urls, "timeout_s": 20.0, "wait_s": 20.0, **section}
+    sections = {name: value for name, value in plain.items() if name != "target"}
+    given = [f"{name}={json.dumps(value)}" for name, value in sections.items()]
+    return load_recipe(None, [f"target={json.dumps(there)}", *given, *overrides])
+
+
+def train(recipe, notes=None):
+    training = set_up(recipe)
+    try:
+        return fit(training, notes or Notes())
+    finally:
+        training.parts.target.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False, "prefetch": 5}], ids=str)
+def test_remote_training_is_local_training_bit_for_bit(recipe, start, tmp_path, options):
+    urls = [start().url, start().url]
+    more = ("training.accumulate=2", "training.micro_batch=1")
+    train(recipe(*more, run="local"))
+    outcome = train(remote_recipe(recipe, urls, *more, **options))
+    assert outcome.finished
+    assert differing(final_weights(tmp_path / "local"), final_weights(tmp_path / "remote")) == []
+    assert comparable(tmp_path / "local") == comparable(tmp_path / "remote")
+
+
+@pytest.mark.parametrize("supervision", ["probs", "topk"])
+def test_thin_links_train_too(recipe, start, tmp_path, supervision):
+    train(recipe("target.supervision=probs", run="local"))
+    notes = Notes()
+    train(remote_recipe(recipe, [start().url], supervision=supervision, top_k=64), notes)
+    if supervision == "probs":
+        assert (
+            differing(final_weights(tmp_path / "local"), final_weights(tmp_path / "remote")) == []
+        )
+    assert notes.lines[-1]["loss"] < notes.lines[0]["loss"]
+
+
+def stop_servers_at(monkeypatch, step, *servers):
+    """Take the servers away while a step is trained."""
+    real = fit_module.train_step
+
+    def stepping(parts, batch, **more):
+        if batch.step == step:
+            for server in servers:
+                server.stop()
+        return real(parts, batch, **more)
+
+    monkeypatch.setattr(fit_module, "train_step", stepping)
+
+
+@pytest.mark.parametrize(
+    "step", [4, 5]
+)  # counted from 0: an evaluation follows step 4's neighbour 3
+def test_all_servers_gone_is_an_exit_that_resumes_bitwise(
+    recipe, start, monkeypatch, tmp_path, step, caplog
+):
+    port = free_port()
+    first = start(port=port)
+    train(remote_recipe(recipe, [first.url], run="whole"))
+    cut = remote_recipe(recipe, [first.url], run="cut", wait_s=0.5)
+    notes = Notes()
+    with monkeypatch.context() as patch:
+        stop_servers_at(patch, step, first)
+        with pytest.raises(TargetUnreachable, match="no target server answered"):
+            train(cut, notes)
+    assert "waiting, for another" in caplog.text
+    found, _ = newest_checkpoint(tmp_path / "cut")
+    assert found.state["step"] > step  # what was trained is there, asked ahead or not
+    assert notes.notes[-1].startswith(f"stopped after step {found.state['step']}")
+    start(port=port)
+    assert train(cut).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(recipe, start, monkeypatch, tmp_path):
+    port = free_port()
+    first = start(port=port)
+    train(remote_recipe(recipe, [first.url], run="whole"))
+    cut = remote_recipe(recipe, [first.url], run="cut", wait_s=0.5)
+    real, calls = fit_module.evaluate, []
+
+    def evaluating(*args):
+        calls.append(1)
+        if len(calls) == 2:  # the first one was before training
+            first.stop()
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module, "evaluate", evaluating)
+        with pytest.raises(TargetUnreachable):
+            train(cut)
+    start(port=port)
+    assert train(cut).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+
+
+def test_a_signal_ends_the_waiting(recipe, start, monkeypatch, tmp_path):
+    port = free_port()
+    first = start(port=port)
+    cut = remote_recipe(recipe, [first.url], run="cut", wait_s=60.0)
+    with monkeypatch.context() as patch:
+        stop_servers_at(patch, 4, first)
+        timer = threading.Timer(0.0, lambda: None)
+        real = fit_module.train_step
+
+        def stepping(parts, batch, **more):
+            nonlocal timer
+            if batch.step == 4:
+                timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+                timer.start()
+            return real(parts, batch, **more)
+
+        patch.setattr(fit_module, "train_step", stepping)
+        outcome = train(cut)
+        timer.join()
+    assert not outcome.finished
+    assert outcome.signal == signal.SIGTERM
+    start(port=port)
+    assert train(cut).finished
+
+
+def test_the_command_says_it_in_one_line_and_ends_with_code_2(recipe, tmp_path, capsys):
+    written = remote_recipe(recipe, [f"http://127.0.0.1:{free_port()}"], wait_s=0.2)
+    path = written.write_resolved(tmp_path / "r")
+    with pytest.raises(SystemExit) as ended:
+        run(["train", str(path)])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("fledge: no target server answered for")
+
+
+def test_the_address_may_change_and_the_target_may_not(recipe, start, tmp_path):
+    from fledge.cli.train import check_existing
+
+    server = start()
+    train(remote_recipe(recipe, [server.url]))
+    check_existing(remote_recipe(recipe, ["http://elsewhere:1"], prefetch=7, wait_s=1.0))
+    with pytest.raises(BadInput, match="supervision"):
+        check_existing(remote_recipe(recipe, [server.url], supervision="probs"))
+
+
+def test_the_tokenizer_comes_from_the_server(recipe, start, tiny_target):
+    """`target.model` is null in these recipes: the trainer has never seen the model."""
+    cut = remote_recipe(recipe, [start().url])
+    assert cut.target.model is None
+    training = set_up(cut)
+    assert training.draft.config.vocab_size == 400
+    training.parts.target.close()
+    named = remote_recipe(recipe, [start().url], model=str(tiny_target))
+    with make_target(named, torch.device("cpu")) as target:
+        assert target.aux_layer_ids == [0, 1, 2]
+
+
+def test_a_cache_made_through_a_server_is_the_same_cache(recipe, start, tmp_path, tiny_target):
+    there = remote_recipe(recipe, [start().url], model=str(tiny_target))
+    for name, written in (("here", recipe()), ("there", there)):
+        path = written.write_resolved(tmp_path / f"{name}-recipe")
+        with pytest.raises(SystemExit) as ended:
+            run(
+                ["precompute", str(path), "--output-dir", str(tmp_path / name), "--batch-size", "3"]
+            )
+        assert ended.value.code == 0
+    assert payload(tmp_path / "here") == payload(tmp_path / "there")
+
+
+def test_a_flaky_link_changes_nothing(recipe, start, tmp_path):
+    train(recipe(run="local"))
+    server = start()
+    proxies = [
+        Proxy(server.port, seed=seed, mischief={"cut": 0.1, "garble": 0.1}) for seed in range(2)
+    ]
+    try:
+        urls = [proxy.url for proxy in proxies]
+        assert train(remote_recipe(recipe, urls, retries=50, timeout_s=5.0)).finished
+    finally:
+        for proxy in proxies:
+            proxy.close()
+    assert sum(sum(proxy.done.values()) for proxy in proxies) > 3
+    assert differing(final_weights(tmp_path / "local"), final_weights(tmp_path / "remote")) == []
+
+
+def test_engines_are_opened_by_name_with_their_own_arguments(recipe, monkeypatch):
+    """The engines are not here: what they would be asked is."""
+    asked = {}
+
+    def stand_in(engine, name):
+        class Model:
+            @classmethod
+            def from_pretrained(cls, model, **options):
+                asked[engine] = model, options
+                return cls()
+
+        module = types.ModuleType(f"fledge.target.{engine}.runner")
+        setattr(module, name, Model)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    stand_in("sglang", "SGLangEagle3TargetModel")
+    stand_in("vllm", "VLLMEagle3TargetModel")
+    plain = {name: value for name, value in recipe().model_dump().items() if name != "target"}
+    given = [f"{name}={json.dumps(value)}" for name, value in plain.items()]
+    for engine in ("sglang", "vllm"):
+        section = {"backend": engine, "model": "org/name", "aux_layer_ids": [0, 1, 2]}
+        section |= {"memory_fraction": 0.5, "tp_size": 2, "engine_args": {"page_size": 16}}
+        written = load_recipe(None, [f"target={json.dumps(section)}", *given])
+        make_target(written, torch.device("cpu"))
+    shared = {"aux_layer_ids": (0, 1, 2), "dtype": "auto", "supervision": "hidden", "page_size": 16}
+    sglang = {**shared, "tp_size": 2, "mem_fraction_static": 0.5}
+    vllm = {**shared, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    assert asked == {"sglang": ("org/name", sglang), "vllm": ("org/name", vllm)}
+    with pytest.raises(BadInput, match=r"no engine 'sgl'.*did you mean 'sglang'"):
+        open_target("sgl", "x", TargetOptions())

@@ -1,0 +1,134 @@
+"""Shared memory: used again when nobody looks, gone after kills, closed to strangers."""
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fledge.target.remote import segment as remote_segment
+from fledge.target.remote.segment import Segments, available, remove_leftovers, write_segment
+from fledge.target.remote.wire import Message, unpack
+
+pytestmark = pytest.mark.skipif(not available(), reason="no /dev/shm here")
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_segment, "DIRECTORY", tmp_path)
+    return tmp_path
+
+
+def message(value=1.0, count=1000):
+    return Message({"t": torch.full((count,), value)}, {"request_id": "x"})
+
+
+def test_a_reply_passes_through_and_the_memory_is_used_again(directory):
+    segments = Segments()
+    names = []
+    for value in (1.0, 2.0, 3.0):
+        segment = segments.lease(message().nbytes)
+        names.append(segment.name)
+        assert write_segment(segment.name, message(value))
+        tensors, metadata = unpack(segments.adopt(segment, message().nbytes))
+        assert metadata == {"request_id": "x"}
+        assert torch.equal(tensors["t"], torch.full((1000,), value))
+        del tensors, segment
+        gc.collect()
+    assert len(set(names)) == 1
+    segments.close()
+    assert list(directory.iterdir()) == []
+
+
+def test_memory_that_is_looked_at_is_not_used_again(directory):
+    segments = Segments()
+    first = segments.lease(message().nbytes)
+    write_segment(first.name, message(1.0))
+    kept = unpack(segments.adopt(first, message().nbytes))[0]["t"][5:]
+    second = segments.lease(message().nbytes)
+    assert second.name != first.name
+    write_segment(second.name, message(2.0))
+    assert torch.equal(kept, torch.full((995,), 1.0))
+    second.discard()
+    segments.close()
+    assert [path.name for path in directory.iterdir()] == [first.name]
+    del kept
+    gc.collect()
+    assert list(directory.iterdir()) == []  # closed before: removed when the batch goes
+
+
+def test_a_segment_grows(directory):
+    segments = Segments()
+    for count in (10, 1_000_000, 10):
+        segment = segments.lease(message(count=count).nbytes)
+        assert write_segment(segment.name, message(count=count))
+        tensors, _ = unpack(segments.adopt(segment, message(count=count).nbytes))
+        assert tensors["t"].sum() == count
+        del tensors, segment
+    segments.close()
+
+
+def test_only_segments_are_written_to(directory, tmp_path):
+    segments = Segments()
+    segment = segments.lease(message().nbytes)
+    for name in ("", "../etc/passwd", "fledge-zz", segment.name + "/", "fledge-" + "0" * 32):
+        assert not write_segment(name, message())
+    assert not write_segment(segment.name, message(count=10_000_000))  # too small
+    other = directory / ("fledge-" + "1" * 32)
+    other.symlink_to(tmp_path / "victim")
+    assert not write_segment(other.name, message())
+    assert not (tmp_path / "victim").exists()
+    segment.discard()
+
+
+def test_leftovers_of_a_killed_process_are_removed_and_held_ones_are_not(directory):
+    code = (
+        "import sys, time; from pathlib import Path; from fledge.target.remote import segment as r;"
+        "r.DIRECTORY = Path(sys.argv[1]); s = r.Segments(); keep = s.lease(100); print('held');"
+        "sys.stdout.flush(); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    assert remove_leftovers() == 0
+    assert len(list(directory.iterdir())) == 1
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 5
+    while remove_leftovers() == 0:
+        assert time.monotonic() < deadline
+    assert list(directory.iterdir()) == []
+
+
+def test_a_program_that_just_ends_leaves_nothing(directory):
+    code = (
+        "import sys; from pathlib import Path; from fledge.target.remote import segment as r;"
+        "r.DIRECTORY = Path(sys.argv[1]); s = r.Segments(); a = s.lease(100);"
+        "b = s.lease(100); view = s.adopt(a, 100); free = s.adopt(b, 100); del free"
+    )
+    subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_full_memory_disk_sends_the_reply_elsewhere(directory, monkeypatch):
+    segments = Segments()
+    segment = segments.lease(message().nbytes)
+    real = os.pwrite
+
+    def full(descriptor, data, at):
+        if at > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert not write_segment(segment.name, message())
+    assert segment.path.stat().st_blocks == 0  # and takes nothing of it
+    assert write_segment(segment.name, message())
+    segment.discard()

@@ -1,0 +1,407 @@
+"""The server at its edges: who may ask, what is refused, and that it lives on."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from fledge.core.errors import BadInput
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
+from fledge.target.remote.protocol import Question, Rows
+from fledge.target.remote.server.run import Address
+from fledge.target.remote.wire import Message, check_digest, unpack
+from target.contract import packed_rows, padded_rows, some_documents
+from target.remote.servers import Limits, Running, running, tiny
+
+
+def call(server, path, body=None, *, method=None, headers=None):
+    """(status, headers, body) of one plain request."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    method = method or ("GET" if body is None else "POST")
+    connection.request(method, path, body=body, headers=headers or {})
+    reply = connection.getresponse()
+    data = reply.read()
+    connection.close()
+    return reply.status, reply.headers, data
+
+
+def question(**changes):
+    given = {"request_id": "0" * 32, "rows": Rows(*padded_rows()), **changes}
+    return Question(**given).to_message().to_bytes()
+
+
+def answers(server):
+    """Whether the server still answers a good question well."""
+    status, _, data = call(server, "/v1/generate", question())
+    tensors, _ = unpack(bytearray(data))
+    here = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
+    return status == 200 and torch.equal(tensors["aux_hidden_states"], here.aux_hidden_states)
+
+
+def test_info_tells_who_it_is(server):
+    status, _, data = call(server, "/v1/info")
+    info = json.loads(data)
+    assert status == 200
+    assert info["protocol"] == 1
+    assert info["aux_layer_ids"] == [1, 3, 4]
+    expected = HFEagle3TargetModel(tiny(), supervision="hidden").info()
+    assert info["weights_fingerprint"] == expected.weights_fingerprint
+    assert (info["hidden_size"], info["vocab_size"], info["depth"]) == (32, 97, 8)
+
+
+def test_messages_carry_their_digest(server):
+    for path, names in {
+        "/v1/embeddings": {"embed_tokens"},
+        "/v1/head": {"lm_head", "final_norm"},
+    }.items():
+        status, _, data = call(server, path)
+        assert status == 200
+        check_digest(bytearray(data))
+        assert set(unpack(bytearray(data))[0]) == names
+
+
+def test_a_wrong_token_is_401_and_the_right_one_is_not():
+    with running(token="secret") as started:
+        for path, body in (("/v1/info", None), ("/metrics", None), ("/v1/generate", question())):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                status, found, data = call(started, path, body, headers=headers)
+                assert status == 401
+                assert found["WWW-Authenticate"] == "Bearer"
+                assert "token" in json.loads(data)["error"]
+        assert call(started, "/health")[0] == 200  # for load balancers
+        right = {"Authorization": "Bearer secret"}
+        assert call(started, "/v1/generate", question(), headers=right)[0] == 200
+        with RemoteEagle3TargetModel(started.url, token="secret") as target:
+            target.generate_batch(*padded_rows())
+        with pytest.raises(BadInput, match=r"token is needed; see target\.token_env"):
+            RemoteEagle3TargetModel(started.url, token="wrong", wait_s=1.0)
+
+
+def test_large_bodies_are_413_and_the_server_lives_on():
+    with running(limits=Limits(max_body_bytes=20_000, max_tokens=40)) as started:
+        status, _, data = call(
+            started, "/v1/generate", headers={"Content-Length": str(10**12)}, method="POST"
+        )
+        assert status == 413
+        assert "20000 are allowed" in json.loads(data)["error"]
+        assert call(started, "/v1/generate", b"x" * 20_001)[0] == 413
+        chunked = iter([b"x" * 15_000, b"y" * 15_000])  # no length announced
+        assert call(started, "/v1/generate", chunked, method="POST")[0] == 413
+        wide = torch.ones(1, 41, dtype=torch.long)
+        assert call(started, "/v1/generate", question(rows=Rows(wide, wide, wide)))[0] == 413
+        assert answers(started)
+
+
+def garbage():
+    good = bytearray(question())
+    yield "empty", b""
+    yield "noise", os.urandom(5000)
+    yield "cut", bytes(good[:-50])
+    flipped = bytearray(good)
+    flipped[-100] ^= 4
+    yield "flipped", bytes(flipped)
+    yield "pickle", b"\x80\x04\x95\x10" + b"\0" * 50
+    yield "no rows", Message({}, {"protocol": "1", "request_id": "0" * 32}).to_bytes()
+    yield "old protocol", Message({}, {"protocol": "0"}).to_bytes()
+    rows = Rows(*padded_rows())
+    yield "ids", question(rows=Rows(rows.input_ids + 1000, rows.attention_mask, rows.loss_mask))
+    yield "negative", question(rows=Rows(rows.input_ids - 99, rows.attention_mask, rows.loss_mask))
+    yield "nothing", question(rows=Rows(rows.input_ids, rows.attention_mask * 0, rows.loss_mask))
+    yield "encoding", question(encoding="logits")
+    yield "dtype", question(dtype="int8")
+    yield "no vocabulary", question(encoding="probs")
+    yield "vocabulary", question(encoding="probs", vocabulary=torch.tensor([1, 97]))
+    yield "twice", question(encoding="probs", vocabulary=torch.tensor([1, 1]))
+    yield "top_k", question(encoding="topk", vocabulary=torch.tensor([1, 2]), top_k=3)
+    yield "id", question(request_id="x")
+    packed = packed_rows(some_documents(), 14)
+    many = torch.zeros(3, 1000, dtype=torch.long)
+    many[:, :3] = packed[4]
+    yield "documents", question(rows=Rows(*packed[:4], many, packed[5]))
+
+
+def test_garbage_is_400_in_one_line_and_the_server_lives_on(server):
+    for name, body in garbage():
+        status, _, data = call(server, "/v1/generate", body)
+        assert status == 400, name
+        error = json.loads(data)["error"]
+        assert error, name
+        assert "\n" not in error
+    assert answers(server)
+
+
+def test_what_is_no_http_or_no_route_does_no_harm(server):
+    for noise in (
+        b"\0\1\2\3\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/generate HTTP/1.1\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+            raw.sendall(noise)
+    assert call(server, "/v2/info")[0] == 404
+    assert call(server, "/docs")[0] == 404
+    assert "/v2/info" not in server.server.metrics.text()
+    assert call(server, "/v1/generate")[0] == 405
+    assert answers(server)
+
+
+def test_a_body_that_does_not_come_is_408(server, monkeypatch):
+    monkeypatch.setattr("fledge.target.remote.server.app._BODY_TIMEOUT_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
+    assert answers(server)
+
+
+def test_other_weights_are_409(server):
+    status, _, data = call(server, "/v1/generate", question(fingerprint="f" * 16))
+    assert status == 409
+    assert "this server holds" in json.loads(data)["error"]
+    assert answers(server)
+
+
+class Held:
+    """A target that answers when it is told to."""
+
+    def __init__(self, server, monkeypatch):
+        self.go, self.begun, self.calls = threading.Event(), threading.Semaphore(0), 0
+        backend = server.server.target.backend
+        real = backend.generate_batch
+
+        def waiting(*args):
+            self.calls += 1
+            self.begun.release()
+            assert self.go.wait(30)
+            return real(*args)
+
+        monkeypatch.setattr(backend, "generate_batch", waiting)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_full_queue_is_429_with_a_time_and_the_client_comes_back(monkeypatch):
+    with running(limits=Limits(max_requests=2)) as started:
+        held = Held(started, monkeypatch)
+        with ThreadPoolExecutor(3) as pool:
+            first = [
+                pool.submit(call, started, "/v1/generate", question(request_id=f"{i}" * 32))
+                for i in range(2)
+            ]
+            wait_for(lambda: "fledge_pending_requests 2" in started.server.metrics.text())
+            status, headers, data = call(started, "/v1/generate", question(request_id="9" * 32))
+            assert status == 429
+            assert 1 <= int(headers["Retry-After"]) <= 30
+            assert "full" in json.loads(data)["error"]
+            assert 0 < json.loads(data)["retry_after_s"] <= int(headers["Retry-After"])
+            with RemoteEagle3TargetModel(started.url, timeout_s=30) as target:
+                late = target.generate_batch_async(*padded_rows())
+                wait_for(lambda: 'status="429"} 2' in started.server.metrics.text())
+                held.go.set()
+                late.result(timeout=30)
+            assert [future.result()[0] for future in first] == [200, 200]
+        assert "fledge_pending_requests 0" in started.server.metrics.text()
+
+
+def test_replies_are_bounded_in_bytes_too(monkeypatch):
+    with running(limits=Limits(max_reply_bytes=30_000)) as started:  # one answer is 21 kB
+        held = Held(started, monkeypatch)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(call, started, "/v1/generate", question())
+            assert held.begun.acquire(timeout=20)
+            assert call(started, "/v1/generate", question(request_id="9" * 32))[0] == 429
+            held.go.set()
+            assert first.result()[0] == 200
+        assert answers(started)  # and one that is larger than the limit alone is let in
+
+
+def test_a_repeated_question_is_computed_once(monkeypatch):
+    with running() as started:
+        held = Held(started, monkeypatch)
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(call, started, "/v1/generate", question()) for _ in range(3)]
+            wait_for(lambda: "fledge_pending_requests 3" in started.server.metrics.text())
+            held.go.set()
+            replies = {future.result()[2] for future in calls}
+        assert len(replies) == 1
+        assert held.calls == 1
+
+
+def test_a_client_that_leaves_is_not_computed_for(monkeypatch):
+    with running() as started:
+        held = Held(started, monkeypatch)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(call, started, "/v1/generate", question())
+            assert held.begun.acquire(timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", started.port)
+            connection.request("POST", "/v1/generate", body=question(request_id="7" * 32))
+            wait_for(lambda: "fledge_queue_requests 1" in started.server.metrics.text())
+            connection.close()
+            wait_for(lambda: "fledge_abandoned_total 1" in started.server.metrics.text())
+            held.go.set()
+            assert first.result()[0] == 200
+        assert held.calls == 1
+        assert answers(started)
+
+
+def test_an_error_inside_the_target_is_500_and_the_server_lives_on(monkeypatch):
+    with running() as started:
+        backend = started.server.target.backend
+        with monkeypatch.context() as patch:
+
+            def broken(*args):
+                raise RuntimeError("CUDA out of memory\nand much more")
+
+            patch.setattr(backend, "generate_batch", broken)
+            status, _, data = call(started, "/v1/generate", question())
+        assert status == 500
+        assert json.loads(data)["error"] == "the target failed (RuntimeError: CUDA out of memory)"
+        assert answers(started)
+        assert "fledge_failed_passes_total 1" in started.server.metrics.text()
+
+
+def test_stopping_finishes_what_was_accepted(monkeypatch):
+    started = Running(drain_s=20)
+    held = Held(started, monkeypatch)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [
+            pool.submit(call, started, "/v1/generate", question(request_id=f"{i}" * 32))
+            for i in range(3)
+        ]
+        wait_for(lambda: "fledge_pending_requests 3" in started.server.metrics.text())
+        started.web.should_exit = True
+        wait_for(lambda: not listening(started.port))
+        held.go.set()
+        assert [future.result()[0] for future in calls] == [200, 200, 200]
+    started.stop()
+
+
+def listening(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_metrics_can_be_read(server):
+    assert answers(server)
+    status, headers, data = call(server, "/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain")
+    for line in data.decode().splitlines():
+        name, _, value = line.rpartition(" ")
+        assert line.startswith("# ") or (name.startswith("fledge_") and float(value) >= 0)
+    assert 'fledge_http_requests_total{path="/v1/generate",status="200"}' in data.decode()
+
+
+def test_a_network_needs_a_token_or_a_decision():
+    for host in ("0.0.0.0", "192.168.1.5", "example.org", "::"):
+        with pytest.raises(BadInput, match="can be reached from other machines"):
+            Address(host).check(token=None, insecure=False)
+        Address(host).check(token="x", insecure=False)
+        Address(host).check(token=None, insecure=True)
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
+        Address(host).check(token=None, insecure=False)
+    with pytest.raises(BadInput, match="belong together"):
+        Address(tls_cert=Path("x")).check(token=None, insecure=False)
+    with pytest.raises(BadInput, match="not a file"):
+        Address(tls_cert=Path("no"), tls_key=Path("no")).check(token=None, insecure=False)
+
+
+def test_a_busy_port_is_one_line(server):
+    with pytest.raises(BadInput, match=f"cannot listen on 127.0.0.1:{server.port}"):
+        Address(port=server.port).bind()
+
+
+def test_tokens_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", " abc \n")
+    assert token_from("MY_TOKEN") == "abc"
+    assert token_from(None) is None
+    monkeypatch.delenv("MY_TOKEN")
+    with pytest.raises(BadInput, match="MY_TOKEN holds no token"):
+        token_from("MY_TOKEN")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tls")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", "key.pem", "-out", "cert.pem", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        subprocess.run(command, cwd=directory, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    return directory / "cert.pem", directory / "key.pem"
+
+
+def test_tls(certificate):
+    cert, key = certificate
+    with running(address=Address(port=0, tls_cert=cert, tls_key=key), token="t") as started:
+        assert started.url.startswith("https://")
+        options = {"token": "t", "wait_s": 1.0, "shared_memory": False}
+        with RemoteEagle3TargetModel(started.url, ca_file=str(cert), **options) as target:
+            batch = target.generate_batch(*padded_rows())
+        here = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
+        assert torch.equal(batch.aux_hidden_states, here.aux_hidden_states)
+        with pytest.raises(BadInput, match=r"TLS failed .*ca_file"):
+            RemoteEagle3TargetModel(started.url, **options)
+
+
+def test_the_command_serves_drains_and_ends_with_code_0(tiny_target, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "fledge.cli.main",
+        "serve-target",
+        "--target",
+        str(tiny_target),
+    ]
+    command += ["--aux-layer-ids", "0,1,2", "--port", "0", "--json", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        facts = json.loads(process.stdout.readline())
+        assert facts["aux_layer_ids"] == [0, 1, 2]
+        with RemoteEagle3TargetModel(facts["url"]) as target:
+            target.generate_batch(*padded_rows())
+            target.fetch_files(tmp_path / "files")
+        names = {path.name for path in (tmp_path / "files").iterdir()}
+        assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
+        for path in (tmp_path / "files").iterdir():
+            assert path.read_bytes() == (tiny_target / path.name).read_bytes()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_bad_options_are_one_line(tiny_target):
+    from fledge.cli.main import run
+
+    for arguments, code in (
+        (["--target", str(tiny_target), "--engine", "hff"], 2),
+        (["--target", str(tiny_target), "--aux-layer-ids", "a,b"], 2),
+        (["--target", str(tiny_target), "--host", "0.0.0.0"], 2),
+        (["--target", str(tiny_target), "--engine-arg", "x"], 2),
+        (["--target", "/nowhere/at/all"], 2),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run(["serve-target", "--port", "0", *arguments])
+        assert ended.value.code == code

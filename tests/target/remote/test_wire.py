@@ -1,0 +1,139 @@
+"""Messages: what goes in comes out, and whatever else comes in is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.target.remote.wire import DigestCheck, Message, WireError, check_digest, unpack
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+
+
+@st.composite
+def named_tensors(draw):
+    count = draw(st.integers(0, 4))
+    tensors = {}
+    for index in range(count):
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=3))
+        tensors[f"t{index}"] = torch.randint(0, 100, shape).to(dtype)
+    return tensors
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+@given(named_tensors(), st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_what_goes_in_comes_out(tensors, metadata):
+    message = Message(tensors, metadata)
+    data = bytearray(message.to_bytes())
+    assert len(data) == message.nbytes
+    check_digest(data)
+    found, facts = unpack(data)
+    assert facts == metadata
+    assert found.keys() == tensors.keys()
+    assert all(same(found[name], tensors[name]) for name in tensors)
+    # any safetensors reader can load it
+    plain = safetensors.torch.load(bytes(data))
+    assert all(same(plain[name], tensors[name]) for name in tensors)
+
+
+def sample():
+    return Message({"a": torch.arange(70.0), "b": torch.ones(3, dtype=torch.uint8)}, {"k": "v"})
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_every_flipped_bit_and_every_cut_is_noticed(data):
+    whole = bytearray(sample().to_bytes())
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        whole[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        whole = whole[: data.draw(st.integers(16, len(whole) - 1))]
+    with pytest.raises(WireError):
+        check_digest(whole)
+
+
+def test_the_digest_follows_pieces_of_any_size():
+    whole = bytearray(sample().to_bytes())
+    for size in (1, 7, 64, 10_000):
+        check = DigestCheck(len(whole))
+        for begin in range(0, len(whole), size):
+            check.update(memoryview(whole)[begin : begin + size])
+        check.finish(whole)
+    check = DigestCheck(len(whole))
+    check.update(memoryview(whole)[:-20])
+    with pytest.raises(WireError):
+        check.finish(whole)
+
+
+def test_large_tensors_travel_in_pieces_of_their_own_memory():
+    tensor = torch.arange(1 << 20, dtype=torch.float32)
+    pieces = list(Message({"t": tensor}, {}).chunks())
+    assert max(len(piece) for piece in pieces) == 1 << 20
+    begin = tensor.data_ptr()
+    addresses = [np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces[1:-1]]
+    assert addresses == [begin + at for at in range(0, tensor.nbytes, 1 << 20)]
+
+
+def test_unpacked_tensors_are_views():
+    data = bytearray(sample().to_bytes())
+    tensors, _ = unpack(data)
+    tensors["a"][0] = 42.0
+    assert unpack(data)[0]["a"][0] == 42.0
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_random_bytes_are_refused(data):
+    with pytest.raises(WireError):
+        unpack(bytearray(data))
+
+
+def with_header(header, payload=b"\0" * 16):
+    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    return bytearray(len(text).to_bytes(8, "little") + text + payload)
+
+
+GOOD = {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}
+DIGEST = {"dtype": "U8", "shape": [8], "data_offsets": [8, 16]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {**GOOD, "dtype": "PICKLE"}, "digest": DIGEST},
+        {"a": {**GOOD, "shape": [-8]}, "digest": DIGEST},
+        {"a": {**GOOD, "shape": [9]}, "digest": DIGEST},
+        {"a": {**GOOD, "shape": [8.0]}, "digest": DIGEST},
+        {"a": {**GOOD, "shape": "8"}, "digest": DIGEST},
+        {"a": {**GOOD, "data_offsets": [1, 9]}, "digest": DIGEST},
+        {"a": {**GOOD, "data_offsets": [0]}, "digest": DIGEST},
+        {"a": {**GOOD, "shape": [1 << 60, 1 << 60]}, "digest": DIGEST},
+        {"a": [1, 2], "digest": DIGEST},
+        {"a": GOOD},
+        {"a": GOOD, "b": DIGEST},
+        {"__metadata__": {"k": 1}, "a": GOOD, "digest": DIGEST},
+        {"__metadata__": [], "a": GOOD, "digest": DIGEST},
+        [GOOD],
+        b"[" * 5000,
+        b"\xff\xfe",
+    ],
+)
+def test_headers_that_lie_are_refused(header):
+    with pytest.raises(WireError):
+        unpack(with_header(header))
+
+
+def test_a_tensor_past_the_end_is_refused():
+    entry = {"dtype": "U8", "shape": [800], "data_offsets": [0, 800]}
+    with pytest.raises(WireError, match="ends after"):
+        unpack(with_header({"a": entry}))
