@@ -7,7 +7,7 @@ import torch
 from test_draft_model import make_config, some_vocabulary
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.draft import peagle
+from fledge.draft import base, peagle
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.rollout.parallel_plan import plan_parallel
@@ -104,7 +104,9 @@ def flat_forward(draft, plan, aux, ids, *, shuffle=False):
 
 
 def unrolled(draft, plan, aux, ids, **options):
-    return draft.unroll_parallel(plan.on_key_axis(aux), plan.on_key_axis(ids), plan, **options)
+    return peagle.unroll_parallel(
+        draft, plan.on_key_axis(aux), plan.on_key_axis(ids), plan, **options
+    )
 
 
 VARIANTS = {
@@ -185,7 +187,8 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
         calls.append(kwargs["use_reentrant"])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(peagle, "checkpoint", counted)
+    for module in (peagle, base):
+        monkeypatch.setattr(module, "checkpoint", counted)
     draft.gradient_checkpointing = True
     segments = len(plan.segments) if way == "plan" else 1
     out = forward(draft, plan, aux, ids)
@@ -219,7 +222,10 @@ def test_mask_hidden_is_there_only_for_parallel_drafting(tmp_path):
     assert set(parallel.state_dict()) - set(plain.state_dict()) == {"mask_hidden"}
     assert not set(plain.state_dict()) - set(parallel.state_dict())
     assert parallel.mask_hidden.shape == (1, 1, 30)
-    for method in (plain.masked_projected_hidden, lambda: plain.unroll_parallel(None, None, None)):
+    for method in (
+        plain.masked_projected_hidden,
+        lambda: peagle.unroll_parallel(plain, None, None, None),
+    ):
         with pytest.raises(ValueError, match="parallel_drafting"):
             method()
 

@@ -112,8 +112,3 @@ def test_long_values_are_cut() -> None:
     assert len(refusal("training.lr=" + "x" * 1000)) < 1400  # the override itself is named once
     line = refusal("training.lr=" + "x" * 1000).split("got ")[1]
     assert len(line) <= 60
-
-
-def test_sections_that_do_not_fit_each_other() -> None:
-    line = refusal("objective.kind=eagle1", "target.backend=cache", "target.cached_target_path=c")
-    assert "eagle1 needs the full vocabulary" in line

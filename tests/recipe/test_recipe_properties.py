@@ -85,10 +85,6 @@ def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     recipe: dict[str, dict[str, Any]] = {}
     for section, shape in SHAPES.items():
         kind = draw(st.sampled_from(sorted(shape.kinds)))
-        if kind == "cache" and recipe.get("objective", {}).get("kind") == "eagle1":
-            kind = "hf"
-        if kind == "eagle1" and recipe["target"]["backend"] == "cache":
-            kind = "eagle3"
         body = {}
         for key, field in shape.fields(kind).items():
             if field.is_required() or draw(st.booleans()):

@@ -125,9 +125,9 @@ def test_switching_works_for_every_pair_of_kinds(tmp_path: Path) -> None:
             known = [] if base.target.model else ["target.model=m"]
             switched = load_recipe(path, [f"target.backend={new}", *extra.get(new, []), *known])
             assert switched.target.backend == new
-    for old in ("eagle3", "peagle", "eagle1"):
+    for old in ("eagle3", "peagle"):
         path = written(tmp_path, load_recipe(None, [f"objective.kind={old}"]).to_yaml())
-        for new in ("eagle3", "peagle", "eagle1"):
+        for new in ("eagle3", "peagle"):
             assert load_recipe(path, [f"objective.kind={new}"]).objective.kind == new
 
 

@@ -4,9 +4,11 @@ YAML readers hand over `1e-4` as a string and `true` where a number was meant; t
 take the first and refuse the second. Imports no torch.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
@@ -58,3 +60,50 @@ PositiveShare = Annotated[_Float, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[_Float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
+
+
+class Tagged:
+    """The annotation of a field that holds one of several sections, told apart by a tag.
+
+        target: Annotated[TargetSection, Tagged("backend", kinds, default="hf")]
+
+    `kinds` is asked every time, so that a section registered later is understood as well. A value
+    may be a section, its mapping, or with `bare` the tag alone (`loss: kl`).
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        kinds: Callable[[], Mapping[str, type[Section]]],
+        *,
+        default: str,
+        bare: bool = False,
+    ) -> None:
+        self.tag, self.kinds, self.default, self.bare = tag, kinds, default, bare
+
+    def validate(self, value: Any) -> Section:
+        if isinstance(value, Section):
+            return value
+        if self.bare and isinstance(value, str):
+            value = {self.tag: value}
+        if not isinstance(value, Mapping):
+            raise ValueError("a mapping is wanted")
+        kinds, name = self.kinds(), value.get(self.tag, self.default)
+        if not isinstance(name, str) or name not in kinds:
+            raise ValueError(f"{self.tag} must be one of {', '.join(kinds)}, not {name!r}")
+        return kinds[name].model_validate(dict(value))
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda section: section.model_dump()
+            ),
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        kinds = self.kinds()
+        choices = [handler(kind.__pydantic_core_schema__) for kind in kinds.values()]
+        if self.bare:
+            choices.append({"enum": list(kinds), "type": "string"})
+        return {"oneOf": choices}

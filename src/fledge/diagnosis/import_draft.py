@@ -20,7 +20,7 @@ from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files
 from fledge.draft.config import check_draft_config
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.files import CONFIG_NAME, check_tensors, write_draft
+from fledge.draft.files import CONFIG_NAME, check_tensors
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Written anew, decided below, or not ours.
@@ -45,7 +45,7 @@ def import_draft(source: Path, out: Path, *, target: str) -> Path:
             fix=f"fledge diagnose {source} --target {target} --fix REPAIRED, and import that",
         )
     draft = build_draft(subject)
-    write_draft(out, draft.config, draft.state_dict())
+    draft.save_pretrained(out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""`LlamaEagle3DraftModel`: the draft network, its files, and its training-time rollout.
+"""`LlamaEagle3DraftModel`: the draft network and its training-time rollout.
 
 `unroll` is the whole EAGLE-3 forward: features of the target in, one state per (anchor, depth)
 element out. What the states are scored against lives in `objective`.
@@ -7,38 +7,33 @@ Shapes: T key axis, N rows of a depth (see `rollout.plan`), D target hidden, E d
 H / G query / key heads, C channels, V / W target / draft vocabulary.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
+from fledge.compat.flex_peagle import peagle_block_mask
+from fledge.draft.base import DraftModel
 from fledge.draft.config import check_draft_config
-from fledge.draft.files import check_tensors, read_draft, write_draft
 from fledge.draft.layer import (
     DeepDraftLayer,
+    DraftLayer,
     FusedDraftLayer,
+    KeysValues,
     LayerWeights,
     forget_mlp,
     linear,
     rms_norm,
 )
-from fledge.draft.peagle import KeysValues, ParallelDrafting
 from fledge.draft.rotary import Rotary, rotate
 from fledge.kernels.attention.reference import AttentionKind, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
 
 
-class HasWeight(Protocol):
-    """Anything with an embedding table: a module, or what a remote target hands over."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-
-class LlamaEagle3DraftModel(ParallelDrafting):
+class LlamaEagle3DraftModel(DraftModel):
     """fc over the target's aux states, a fused first layer, deeper Llama layers, norm, head.
 
     `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
@@ -46,8 +41,7 @@ class LlamaEagle3DraftModel(ParallelDrafting):
     `mask_token_id` (all optional, see `check_draft_config`; P-EAGLE's side is in `peagle.py`).
     """
 
-    d2t: Tensor  # [W] int64: target id = draft id + d2t[draft id]
-    t2d: Tensor  # [V] bool; all False until a vocabulary mapping is set
+    architecture = "LlamaForCausalLMEagle3"
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -64,94 +58,16 @@ class LlamaEagle3DraftModel(ParallelDrafting):
         self.layers = nn.ModuleList([FusedDraftLayer(config), *deeper])
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = linear(size, config.draft_vocab_size)
-        if config.draft_vocab_size < config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        if config.parallel_drafting:
-            self._init_peagle_parameters(config)
+        self._register_vocabulary(config)
+        if config.parallel_drafting:  # stands in for the aux states at depths >= 1, before fc
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
         self.rotary = Rotary(config)
-        self.gradient_checkpointing = False
         self._init_weights()
 
     def _init_weights(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
-
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write config.json and model.safetensors; an old directory is replaced as a whole."""
-        write_draft(Path(directory), self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None) -> Self:
-        """Read a draft; every tensor must be there and none may be left over."""
-        config, tensors = read_draft(Path(directory))
-        with torch.device("meta"):  # before memory is spent on what the config promises
-            check_tensors(Path(directory), want=cls(config).state_dict(), have=tensors)
-        model = cls(config)
-        model.to(dtype or tensors["fc.weight"].dtype)
-        model.load_state_dict(tensors)
-        return model
-
-    # --- the vocabulary, and what is taken over from the target ---------------------------------
-
-    @property
-    def selected_token_ids(self) -> Tensor | None:
-        """[W] target ids in draft order; None until a mapping is set (never for a full one)."""
-        if self.config.draft_vocab_size == self.config.vocab_size:
-            return torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
-        if not bool(self.t2d.any()):
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    @torch.no_grad()
-    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
-        """Fix which target tokens the draft can say, and in which order (engines: ascending).
-
-        A draft keeps the map it was trained with: a different one is refused.
-        """
-        ids, mask = selected_token_ids, selected_token_mask.bool()
-        width, full = self.config.draft_vocab_size, self.config.vocab_size
-        if ids.shape != (width,):
-            raise ValueError(
-                f"selected_token_ids: expected shape ({width},), got {tuple(ids.shape)}"
-            )
-        if mask.shape != (full,):
-            raise ValueError(
-                f"selected_token_mask: expected shape ({full},), got {tuple(mask.shape)}"
-            )
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"selected_token_ids: must be integers, got {ids.dtype}")
-        marked = mask.nonzero()[:, 0].to(ids.device)
-        if not torch.equal(ids.sort().values.long(), marked):
-            raise ValueError("selected_token_mask: must mark exactly the distinct ids selected")
-        current = self.selected_token_ids
-        if current is not None:
-            if not torch.equal(current.cpu(), ids.cpu()):
-                raise ValueError("selected_token_ids: the draft was trained with another map")
-            return
-        self.d2t.copy_(ids.to(self.d2t.device) - torch.arange(width, device=self.d2t.device))
-        self.t2d.copy_(mask)
-
-    @torch.no_grad()
-    def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
-        self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
-
-    @torch.no_grad()
-    def copy_head_from_target(self, head: HasWeight) -> None:
-        """Start the head from the target's rows of the draft vocabulary (`head.weight` [V, D])."""
-        ids = self.selected_token_ids
-        if ids is None:
-            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
-        self._copy_rows("head", self.lm_head.weight, head.weight[ids.to(head.weight.device)])
-
-    @staticmethod
-    def _copy_rows(what: str, own: Tensor, theirs: Tensor) -> None:
-        if own.shape != theirs.shape:
-            raise ValueError(
-                f"{what}: the target's is {tuple(theirs.shape)}, the draft's {tuple(own.shape)}"
-            )
-        own.copy_(theirs)
 
     # --- the pieces ----------------------------------------------------------------------------
 
@@ -175,6 +91,57 @@ class LlamaEagle3DraftModel(ParallelDrafting):
         if not self.config.norm_output:
             hidden = self.norm(hidden)
         return F.linear(hidden, self.lm_head.weight)
+
+    def layer_weights(
+        self, dtype: torch.dtype, *, recompute_mlp: bool = False
+    ) -> list[LayerWeights]:
+        """What a step computes with, layer by layer."""
+        layers = cast(Iterable[DraftLayer], self.layers)
+        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
+
+    # --- P-EAGLE by hand: training goes through `peagle.unroll_parallel` ------------------------
+
+    def masked_projected_hidden(self) -> Tensor:
+        """[1, E]: the placeholder through fc_norm and fc, as real aux states go."""
+        self.check_parallel()
+        return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
+
+    def _check_parallel(self) -> None:
+        if not self.config.parallel_drafting:
+            raise ValueError("parallel_drafting: the draft was built without it")
+
+    def build_peagle_block_mask(
+        self,
+        anchor_pos: Tensor,
+        depth: Tensor,
+        lengths: Tensor | Sequence[int],
+        total_seq_len: int,
+    ) -> BlockMask:
+        """The mask of one row's elements, in the order in which they are given."""
+        return peagle_block_mask(anchor_pos, depth, lengths, total_seq_len)
+
+    def forward_peagle(
+        self,
+        sampled_input_ids: Tensor,  # [1, N]: the real token at depth 0, mask_token_id deeper
+        sampled_projected_hidden: Tensor,  # [1, N, E]: fc(aux) at depth 0, the placeholder deeper
+        position_ids: Tensor,  # [1, N]: anchor + depth
+        block_mask: BlockMask,
+    ) -> Tensor:
+        """[1, N, E] what `compute_logits` takes (after the norm if `norm_output`)."""
+        hidden = sampled_projected_hidden
+        embeds = self.embed_tokens(sampled_input_ids).to(hidden.dtype)
+        for index, layer in enumerate(self.layers):
+            inputs = (embeds, hidden) if index == 0 else (hidden,)
+            layer_fn: Any = layer.forward_peagle
+            hidden = self._run_draft_layer(layer_fn, *inputs, position_ids, block_mask)
+        if self.config.norm_output:
+            hidden = self.norm(hidden)
+        return hidden
+
+    def check_parallel(self) -> None:
+        """Refuse parallel drafting where there is no placeholder for it."""
+        if not self.config.parallel_drafting:
+            raise ValueError("parallel_drafting: the draft was built without it")
 
     # --- the rollout ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput, broken_files, first_line
-from fledge.core.files import atomic_directory, save_tensors, write_json
+from fledge.core.files import save_tensors, write_json
 from fledge.draft.config import check_draft_config
 from fledge.draft.rotary import rope_parameters
 
@@ -23,14 +23,14 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 
 
-def config_json(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+def config_json(config: Any, dtype: torch.dtype, architecture: str) -> dict[str, Any]:
     """The config as engines read it: plain Llama keys, both spellings of the rotary settings."""
     values: dict[str, Any] = config.to_dict()
     for name in ("id2label", "label2id", "_name_or_path", "rope_scaling"):
         values.pop(name, None)
     rope = rope_parameters(config)
     values |= {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [architecture],
         "model_type": "llama",
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
@@ -42,16 +42,13 @@ def config_json(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     return values
 
 
-def write_draft(directory: Path, config: Any, state: Mapping[str, Tensor]) -> None:
-    """Write the draft; a directory of the same name is replaced as a whole."""
-    with atomic_directory(directory) as temporary:
-        write_draft_files(temporary, config, state)
-
-
-def write_draft_files(directory: Path, config: Any, state: Mapping[str, Tensor]) -> None:
-    """The same into a directory that somebody else makes whole (a training checkpoint)."""
+def write_draft_files(
+    directory: Path, config: Any, state: Mapping[str, Tensor], architecture: str
+) -> None:
+    """Write a draft into a directory that somebody else makes whole."""
     tensors = {name: value.detach().contiguous() for name, value in state.items()}
-    write_json(directory / CONFIG_NAME, config_json(config, tensors["fc.weight"].dtype))
+    dtype = tensors["lm_head.weight"].dtype
+    write_json(directory / CONFIG_NAME, config_json(config, dtype, architecture))
     save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
@@ -67,12 +64,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     return values
 
 
-def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:
-    """The checked config, and the tensors; whether they fit it is asked by `check_tensors`."""
+def read_draft_config(directory: Path) -> Any:
+    """The config of a draft, checked."""
     values = read_config(directory)
     with _one_line(directory / CONFIG_NAME):
         config = LlamaConfig(**values)
         check_draft_config(config)
+    return config
+
+
+def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The checked config, and the tensors; whether they fit it is asked by `check_tensors`."""
+    config = read_draft_config(directory)
     path = directory / WEIGHTS_NAME
     if not path.is_file():
         raise _absent(path)

@@ -1,144 +1,58 @@
-"""P-EAGLE's side of the draft: a learned placeholder, and all depths of a rollout in one pass.
+"""P-EAGLE's rollout: all depths in one pass, from a learned placeholder.
 
-Two ways lead through the same weights. `forward_peagle` is the plain one: elements flattened by the
-caller, one flex-attention mask. `unroll_parallel` is what training uses: it works on a plan
-(`rollout.parallel_plan`), through the attention primitive that EAGLE-3 shares, and computes nothing
-that no loss needs. Tests hold them equal.
+Two ways lead through the same weights. The draft's `forward_peagle` is the plain one: elements
+flattened by the caller, one flex-attention mask. `unroll_parallel` is what training uses: it works
+on a plan (`rollout.parallel_plan`), through the attention primitive that EAGLE-3 shares, and
+computes nothing that no loss needs. Tests hold them equal.
 
 Shapes: T key axis, X flat axis of a segment, M its chain rows (depths >= 1), E draft hidden.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from fledge.compat.flex_peagle import peagle_block_mask
-from fledge.draft.layer import DraftLayer, LayerWeights, forget_mlp, rms_norm
-from fledge.draft.rotary import Rotary, rotate
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.layer import KeysValues, LayerWeights, forget_mlp, rms_norm
+from fledge.draft.rotary import rotate
 from fledge.kernels.attention.parallel import parallel_attention
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.parallel_plan import ParallelPlan, Segment
 
-KeysValues = tuple[Tensor, Tensor]
 
+def unroll_parallel(
+    draft: LlamaEagle3DraftModel,
+    aux_TD: Tensor,  # [T, 3 * D] on the plan's key axis
+    input_ids_T: Tensor,
+    plan: ParallelPlan,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    attention: AttentionKind = "fast",
+) -> Tensor:
+    """Head inputs (after the final norm) of all depths' rows end to end, as the plan orders.
 
-class ParallelDrafting(nn.Module):
-    """What parallel drafting adds to the draft model, which is the only class that inherits it."""
-
-    config: Any
-    embed_tokens: nn.Embedding
-    layers: nn.ModuleList
-    norm: nn.RMSNorm
-    fc: nn.Linear
-    rotary: Rotary
-    gradient_checkpointing: bool
-
-    def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        raise NotImplementedError
-
-    def _init_peagle_parameters(self, config: Any) -> None:
-        """`mask_hidden` stands in for the target's aux states at depths >= 1, before fc."""
-        width = config.num_aux_hidden_states * config.target_hidden_size
-        self.mask_hidden = nn.Parameter(torch.randn(1, 1, width))
-
-    def masked_projected_hidden(self) -> Tensor:
-        """[1, E]: the placeholder through fc_norm and fc, as real aux states go."""
-        self._check_parallel()
-        return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
-
-    def _check_parallel(self) -> None:
-        if not self.config.parallel_drafting:
-            raise ValueError("parallel_drafting: the draft was built without it")
-
-    # --- one flat sequence under a mask ---------------------------------------------------------
-
-    def build_peagle_block_mask(
-        self,
-        anchor_pos: Tensor,
-        depth: Tensor,
-        lengths: Tensor | Sequence[int],
-        total_seq_len: int,
-    ) -> BlockMask:
-        """The mask of one row's elements, in the order in which they are given."""
-        return peagle_block_mask(anchor_pos, depth, lengths, total_seq_len)
-
-    def forward_peagle(
-        self,
-        sampled_input_ids: Tensor,  # [1, N]: the real token at depth 0, mask_token_id deeper
-        sampled_projected_hidden: Tensor,  # [1, N, E]: fc(aux) at depth 0, the placeholder deeper
-        position_ids: Tensor,  # [1, N]: anchor + depth
-        block_mask: BlockMask,
-    ) -> Tensor:
-        """[1, N, E] what `compute_logits` takes (after the norm if `norm_output`)."""
-        hidden = sampled_projected_hidden
-        embeds = self.embed_tokens(sampled_input_ids).to(hidden.dtype)
-        for index, layer in enumerate(self.layers):
-            inputs = (embeds, hidden) if index == 0 else (hidden,)
-            layer_fn: Any = layer.forward_peagle
-            hidden = self._run_draft_layer(layer_fn, *inputs, position_ids, block_mask)
-        if self.config.norm_output:
-            hidden = self.norm(hidden)
-        return hidden
-
-    # --- what every way through the layers shares -----------------------------------------------
-
-    @property
-    def checkpoints_layers(self) -> bool:
-        """Whether layers keep nothing for the backward pass but their inputs."""
-        return self.gradient_checkpointing and self.training
-
-    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; under gradient checkpointing its activations are recomputed instead."""
-        if not self.checkpoints_layers:
-            return layer_fn(*args, **kwargs)
-        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    def layer_weights(
-        self, dtype: torch.dtype, *, recompute_mlp: bool = False
-    ) -> list[LayerWeights]:
-        """What a step computes with, layer by layer."""
-        layers = cast(Iterable[DraftLayer], self.layers)
-        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
-
-    # --- a plan ---------------------------------------------------------------------------------
-
-    def unroll_parallel(
-        self,
-        aux_TD: Tensor,  # [T, 3 * D] on the plan's key axis
-        input_ids_T: Tensor,
-        plan: ParallelPlan,
-        *,
-        compute_dtype: torch.dtype | None = None,
-        attention: AttentionKind = "fast",
-    ) -> Tensor:
-        """Head inputs (after the final norm) of all depths' rows end to end, as the plan orders.
-
-        With several segments each one's activations are dropped and recomputed in the backward
-        pass, one segment at a time; keys and values of depth 0 are all that is handed on.
-        """
-        self._check_parallel()
-        if self.config.mask_token_id is None:
-            raise ValueError("mask_token_id: the draft's config has none")
-        dtype = compute_dtype or self.fc.weight.dtype
-        step = _ParallelStep(self, plan, dtype, attention)
-        mask_id = input_ids_T.new_full((1,), self.config.mask_token_id)  # a fill: nothing to copy
-        embedding = F.embedding(torch.cat([input_ids_T, mask_id]), self.embed_tokens.weight)
-        token = step.layers[0].token_part(embedding.to(dtype))
-        assert token is not None
-        aux = torch.cat([aux_TD.to(dtype), self.mask_hidden.reshape(1, -1).to(dtype)])
-        state = self.project_hidden_states(aux, dtype)
-        outputs: list[Tensor] = []
-        earlier: list[tuple[KeysValues, ...]] = [() for _ in step.layers]
-        for segment in plan.segments:
-            output, own = step.segment(segment, state, token, earlier)
-            outputs.append(output)
-            earlier = [(*before, pair) for before, pair in zip(earlier, own, strict=True)]
-        return plan.in_order(torch.cat(outputs))
+    With several segments each one's activations are dropped and recomputed in the backward
+    pass, one segment at a time; keys and values of depth 0 are all that is handed on.
+    """
+    draft.check_parallel()
+    if draft.config.mask_token_id is None:
+        raise ValueError("mask_token_id: the draft's config has none")
+    dtype = compute_dtype or draft.fc.weight.dtype
+    step = _ParallelStep(draft, plan, dtype, attention)
+    mask_id = input_ids_T.new_full((1,), draft.config.mask_token_id)  # a fill: nothing to copy
+    embedding = F.embedding(torch.cat([input_ids_T, mask_id]), draft.embed_tokens.weight)
+    token = step.layers[0].token_part(embedding.to(dtype))
+    assert token is not None
+    aux = torch.cat([aux_TD.to(dtype), draft.mask_hidden.reshape(1, -1).to(dtype)])
+    state = draft.project_hidden_states(aux, dtype)
+    outputs: list[Tensor] = []
+    earlier: list[tuple[KeysValues, ...]] = [() for _ in step.layers]
+    for segment in plan.segments:
+        output, own = step.segment(segment, state, token, earlier)
+        outputs.append(output)
+        earlier = [(*before, pair) for before, pair in zip(earlier, own, strict=True)]
+    return plan.in_order(torch.cat(outputs))
 
 
 class _ParallelStep:
@@ -150,7 +64,7 @@ class _ParallelStep:
 
     def __init__(
         self,
-        model: ParallelDrafting,
+        model: LlamaEagle3DraftModel,
         plan: ParallelPlan,
         dtype: torch.dtype,
         attention: AttentionKind,

@@ -14,7 +14,6 @@ from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
 from fledge.models.embedded import MODELS as EMBEDDED
 from fledge.models.resolve import load_config, local_model
 from fledge.recipe.schema import Recipe
-from fledge.recipe.sections import Eagle3Objective, PeagleObjective
 from fledge.target.layers import default_aux_layer_ids, target_depth
 from fledge.train.cached import model_name
 from fledge.train.runs import checkpoint_state, draft_directory, recipe_of, run_directory
@@ -48,12 +47,7 @@ class DraftSource:
     @property
     def num_draft_tokens(self) -> int:
         """As many as it was trained for."""
-        objective = None if self.recipe is None else self.recipe.objective
-        if isinstance(objective, Eagle3Objective):
-            return objective.ttt_steps
-        return (
-            objective.num_depths if isinstance(objective, PeagleObjective) else DEFAULT_DRAFT_TOKENS
-        )
+        return DEFAULT_DRAFT_TOKENS if self.recipe is None else self.recipe.objective.depths
 
     def draft(self, target: TargetFacts) -> PlainDraft:
         """Checked, its aux layers known and ascending."""

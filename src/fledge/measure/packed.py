@@ -24,6 +24,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
 from fledge.data.pack import TokenBatch
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.peagle import unroll_parallel
 from fledge.rollout.parallel_plan import ParallelPlan, lay_out_parallel
 from fledge.rollout.plan import RolloutPlan, flatten_slots, plan_rollout
 
@@ -120,7 +121,7 @@ class Rollouts:
         aux_TD = plan.on_key_axis(batch.aux_hidden_states.to(self.device))
         ids_T = plan.on_key_axis(batch.input_ids.to(self.device))
         if isinstance(plan, ParallelPlan):
-            states = self.draft.unroll_parallel(aux_TD, ids_T, plan, compute_dtype=self.dtype)
+            states = unroll_parallel(self.draft, aux_TD, ids_T, plan, compute_dtype=self.dtype)
             return plan.by_depth(states)
         return self.draft.unroll(aux_TD, ids_T, plan, compute_dtype=self.dtype)
 

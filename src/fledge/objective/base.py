@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,20 @@ from fledge.rollout.plan import RolloutPlan
 
 _PACKING = ("position_ids", "seq_lens", "doc_remaining")
 Plan = TypeVar("Plan", bound=RolloutPlan)
+
+
+class Objective(Protocol):
+    """What a trainer module offers: see `RolloutTrainerModule`."""
+
+    @property
+    def draft_model(self) -> nn.Module: ...
+    @property
+    def depths(self) -> int: ...
+    @property
+    def compute_dtype(self) -> torch.dtype | None: ...
+    def plan(self, *masks: Any, **packing: Any) -> Any: ...
+    def prepare(self, *inputs: Any, **more: Any) -> Any: ...
+    def __call__(self, *inputs: Any, **more: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.peagle import unroll_parallel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.base import RolloutTrainerModule
 from fledge.objective.losses import LossKind, loss_spec
@@ -118,8 +119,13 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     def _states(
         self, plan: ParallelPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
-        return self.draft_model.unroll_parallel(
-            aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
+        return unroll_parallel(
+            self.draft_model,
+            aux_TD,
+            input_ids_T,
+            plan,
+            compute_dtype=dtype,
+            attention=self.attention,
         )
 
     def _charged(self, covered_N: Tensor) -> Tensor:

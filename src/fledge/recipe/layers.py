@@ -8,11 +8,12 @@ order, and an error can name the line or the override it is about. Imports no to
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from fledge.core.errors import BadInput, nearest
+from fledge.core.settings import Tagged
 from fledge.recipe.yaml_text import parse_yaml
 
 Key = tuple[str, str]
@@ -47,14 +48,12 @@ def shapes_of(recipe: type[BaseModel]) -> dict[str, Shape]:
     """The sections of a recipe class, read from its fields."""
     shapes = {}
     for name, field in recipe.model_fields.items():
-        tag = field.discriminator if isinstance(field.discriminator, str) else None
-        if tag is None:
+        tagged = next((one for one in field.metadata if isinstance(one, Tagged)), None)
+        if tagged is None:
             assert isinstance(field.annotation, type)
             shapes[name] = Shape(None, {"": field.annotation}, "")
         else:
-            models: tuple[type[BaseModel], ...] = get_args(field.annotation)
-            kinds = {str(model.model_fields[tag].default): model for model in models}
-            shapes[name] = Shape(tag, kinds, next(iter(kinds)))
+            shapes[name] = Shape(tagged.tag, tagged.kinds(), tagged.default)
     return shapes
 
 
@@ -92,8 +91,6 @@ def one_line(
     """The first complaint of pydantic, with its place, the value, and how many more there are."""
     first, more = error.errors()[0], error.error_count() - 1
     place = [str(part) for part in first["loc"]]
-    if len(place) > 1 and shapes[place[0]].tag is not None:
-        del place[1]  # the kind, which pydantic puts between section and key
     name = ".".join(place[:2]) + "".join(f"[{part}]" for part in place[2:])
     entry = entries.get((place[0], place[1])) if len(place) > 1 else None
     message = first["msg"].removeprefix("Value error, ")

@@ -11,27 +11,27 @@ Imports no torch: the command line reads recipes before anything heavy is needed
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from fledge.core.errors import BadInput
 from fledge.core.files import write_text
-from fledge.core.settings import Section
+from fledge.core.settings import Section, Tagged
+from fledge.methods.base import Method, ObjectiveSection
+from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.recipe.layers import Shape, layered, one_line, shapes_of
 from fledge.recipe.sections import (
     Checkpoint,
     Data,
     Draft,
-    Eagle3Objective,
     Evaluation,
-    Objective,
     Packing,
     Run,
     Tracking,
     Training,
 )
-from fledge.recipe.target import HfTarget, Target
+from fledge.recipe.target import HfTarget, TargetSection, target_sections
 from fledge.recipe.yaml_text import dump_yaml
 
 RESOLVED_NAME = "recipe.yaml"  # the resolved recipe inside a run's directory
@@ -40,7 +40,9 @@ RESOLVED_NAME = "recipe.yaml"  # the resolved recipe inside a run's directory
 class Recipe(Section):
     """One training run."""
 
-    target: Target = Field(default_factory=HfTarget)
+    target: Annotated[TargetSection, Tagged("backend", target_sections, default="hf")] = Field(
+        default_factory=HfTarget
+    )
     """Who answers: the frozen model that the draft will serve."""
 
     data: Data = Field(default_factory=Data)
@@ -52,7 +54,9 @@ class Recipe(Section):
     draft: Draft = Field(default_factory=Draft)
     """The model that is trained."""
 
-    objective: Objective = Field(default_factory=Eagle3Objective)
+    objective: Annotated[
+        ObjectiveSection, Tagged("kind", objective_sections, default=DEFAULT_METHOD)
+    ] = Field(default_factory=lambda: METHODS[DEFAULT_METHOD].section())
     """What it is trained for."""
 
     training: Training = Field(default_factory=Training)
@@ -73,12 +77,12 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _draft_follows_objective(cls, data: Any) -> Any:
-        """P-EAGLE wants four layers and trainable embeddings where the recipe does not say."""
+        """Where the recipe does not say what the draft is like, its method does."""
         objective = data.get("objective") if isinstance(data, dict) else None
         kind = objective.get("kind") if isinstance(objective, dict) else None
         draft = data.get("draft", {}) if isinstance(data, dict) else None
-        if kind == "peagle" and isinstance(draft, dict):
-            return {**data, "draft": {"layers": 4, "freeze_embeddings": False, **draft}}
+        if isinstance(kind, str) and kind in METHODS and isinstance(draft, dict):
+            return {**data, "draft": {**METHODS[kind].draft_defaults, **draft}}
         return data
 
     @model_validator(mode="after")
@@ -88,12 +92,12 @@ class Recipe(Section):
                 f"packing.tokens ({self.packing.tokens}) is below data.max_length"
                 f" ({self.data.max_length}); raise the one or lower the other"
             )
-        if self.objective.kind == "eagle1" and self.target.backend == "cache":
-            raise ValueError(
-                "objective.kind=eagle1 needs the full vocabulary, which a cache does not hold;"
-                " use an online target.backend"
-            )
         return self
+
+    @property
+    def method(self) -> Method[Any]:
+        """The algorithm that `objective.kind` names."""
+        return METHODS[self.objective.kind]
 
     @property
     def run_name(self) -> str:

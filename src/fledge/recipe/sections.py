@@ -6,14 +6,13 @@ they differ and why.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from fledge.core.settings import (
     Count,
     NonNegative,
     Positive,
     PositiveCount,
-    PositiveShare,
     Section,
     Share,
     ShareBelowOne,
@@ -101,95 +100,6 @@ class Draft(Section):
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` makes one of
     any other); its vocabulary map is kept."""
-
-
-class Eagle3Objective(Section):
-    """EAGLE-3: training-time test, each step from the draft's own output."""
-
-    kind: Literal["eagle3"] = "eagle3"
-    """Drafts tokens one after another; every engine serves it."""
-
-    ttt_steps: PositiveCount = 7
-    """Steps unrolled in training: as many as tokens drafted in serving."""
-
-    step_decay: PositiveShare = 0.8
-    """Weight of step k is step_decay ** k."""
-
-    depth_keep: PositiveShare = 1.0
-    """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
-
-    loss: Literal["ce", "kl", "lk_alpha", "lk_lambda"] = "ce"
-    """Soft cross entropy, KL, or the acceptance losses LK-alpha and LK-lambda."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
-
-
-class PeagleObjective(Section):
-    """P-EAGLE: all depths in one parallel pass."""
-
-    kind: Literal["peagle"] = "peagle"
-    """Drafts all tokens at once; vLLM serves it, SGLang does not."""
-
-    num_depths: PositiveCount = 8
-    """Depths trained: as many as tokens drafted in serving."""
-
-    down_sample_ratio: PositiveShare = 0.7
-    """Share of rollouts kept from each depth to the next."""
-
-    down_sample_ratio_min: Share = 0.2
-    """Floor of the share kept at a depth."""
-
-    sequence_partitions: PositiveCount = 1
-    """Cut the elements into this many parts, one after another: same gradient, less memory."""
-
-    mask_token_id: Count | None = None
-    """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""
-
-    max_anchors: PositiveCount | None = None
-    """At most this many rollouts a pack; null: all."""
-
-    loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
-    """KL(target || draft), soft cross entropy, or the acceptance losses."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
-
-    balance_depths: bool = False
-    """Give every depth the same weight instead of every element."""
-
-    @model_validator(mode="after")
-    def _floor_below_ratio(self) -> "PeagleObjective":
-        if self.down_sample_ratio_min > self.down_sample_ratio:
-            raise ValueError("down_sample_ratio_min is above down_sample_ratio")
-        return self
-
-
-class Eagle1Objective(Section):
-    """EAGLE-1/2: predict the next hidden state; online targets only."""
-
-    kind: Literal["eagle1"] = "eagle1"
-    """Full-vocabulary supervision: draft.draft_vocab_size has no effect."""
-
-    hidden_weight: NonNegative = 1.0
-    """Weight of the smooth L1 loss on hidden states."""
-
-    ce_weight: NonNegative = 0.1
-    """Weight of the soft cross entropy through the target's head."""
-
-    noise: NonNegative = 0.1
-    """Uniform noise of this size on the input features, in training only."""
-
-
-Objective = Annotated[
-    Eagle3Objective | PeagleObjective | Eagle1Objective, Field(discriminator="kind")
-]
 
 
 def _pair(value: Any) -> Any:

@@ -32,7 +32,7 @@ def _comma_separated(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
-class _Target(Section):
+class TargetSection(Section):
     """What every backend shares, so that it survives a switch of `target.backend`."""
 
     backend: str
@@ -54,7 +54,7 @@ class _Target(Section):
         return ids
 
 
-class _LoadedTarget(_Target):
+class _LoadedTarget(TargetSection):
     """A backend that loads the weights itself."""
 
     model: Text = "smollm2-135m"
@@ -123,7 +123,7 @@ class VllmTarget(_LoadedTarget):
     """Further engine arguments by their own names, for example enforce_eager, max_model_len."""
 
 
-class RemoteTarget(_Target):
+class RemoteTarget(TargetSection):
     """The target on servers started with `fledge serve-target`."""
 
     backend: Literal["remote"] = "remote"
@@ -177,7 +177,7 @@ class RemoteTarget(_Target):
         return urls
 
 
-class CacheTarget(_Target):
+class CacheTarget(TargetSection):
     """The target's answers from disk, written by `fledge precompute`."""
 
     backend: Literal["cache"] = "cache"
@@ -193,7 +193,7 @@ class CacheTarget(_Target):
     """What to do with a row whose checksum does not fit."""
 
 
-Target = Annotated[
-    HfTarget | RemoteTarget | CacheTarget | SglangTarget | VllmTarget,
-    Field(discriminator="backend"),
-]
+def target_sections() -> dict[str, type[TargetSection]]:
+    """The sections by the name of their kind."""
+    kinds = (HfTarget, RemoteTarget, CacheTarget, SglangTarget, VllmTarget)
+    return {kind.model_fields["backend"].default: kind for kind in kinds}

@@ -25,7 +25,7 @@ from torch import Tensor
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_directory, fsync_path, save_tensors, write_json
 from fledge.data.tokenise import checksum
-from fledge.draft.files import WEIGHTS_NAME, write_draft_files
+from fledge.draft.files import WEIGHTS_NAME
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
@@ -66,7 +66,7 @@ def save_checkpoint(
     """Write everything a run needs to go on as if nothing had happened."""
     path = checkpoint_path(run, state["step"])
     with atomic_directory(path) as temporary:
-        write_draft_files(temporary, draft.config, draft.state_dict())
+        draft.write(temporary)
         flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_tensors(temporary / TRAINING_NAME, flat)
         sums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}

@@ -7,13 +7,11 @@ import torch
 
 from fledge.core.errors import BadInput
 from fledge.data.vocab import DraftVocabulary
+from fledge.draft.base import DraftModel
 from fledge.draft.derive import derive_draft_config, verify_rotary
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
-from fledge.draft.warm_start import peagle_from_eagle3
+from fledge.methods.registry import load_draft, method_of
 from fledge.models.resolve import load_config
 from fledge.recipe.schema import Recipe
-from fledge.recipe.sections import PeagleObjective
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.remember import colocated
 from fledge.train.cached import model_name
@@ -26,7 +24,7 @@ def make_draft(
     vocabulary: DraftVocabulary,
     tokenizer: Any,
     device: torch.device,
-) -> LlamaEagle3DraftModel:
+) -> DraftModel:
     """A fresh draft that fits the target, or the one that the recipe starts from; in float32."""
     section = recipe.draft
     ids = torch.from_numpy(vocabulary.selected_token_ids)
@@ -35,7 +33,7 @@ def make_draft(
         draft = _warm_draft(recipe, target, vocabulary, tokenizer)
         draft.set_vocab_mapping(ids, mask)
     else:
-        draft = LlamaEagle3DraftModel(_draft_config(recipe, target, vocabulary, tokenizer))
+        draft = recipe.method.draft_type()(_draft_config(recipe, target, vocabulary, tokenizer))
         draft.set_vocab_mapping(ids, mask)
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
@@ -53,15 +51,10 @@ def _draft_config(
     recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
 ) -> Any:
     """The config of the draft that a recipe describes."""
-    section, objective = recipe.draft, recipe.objective
-    parallel, mask_token_id = isinstance(objective, PeagleObjective), None
-    if isinstance(objective, PeagleObjective):
-        rows, wanted = target.info().vocab_size, objective.mask_token_id
-        mask_token_id = (
-            choose_mask_token_id(tokenizer, rows)
-            if wanted is None
-            else check_mask_token_id(wanted, tokenizer, rows)
-        )
+    section = recipe.draft
+    settings = recipe.method.draft_settings(
+        recipe.objective, tokenizer=tokenizer, vocab_size=target.info().vocab_size
+    )
     return derive_draft_config(
         load_config(model_name(recipe)),
         draft_vocab_size=vocabulary.size,
@@ -69,18 +62,17 @@ def _draft_config(
         intermediate_size=section.intermediate_size,
         fc_norm=section.fc_norm,
         norm_output=section.norm_output,
-        parallel_drafting=parallel,
-        mask_token_id=mask_token_id,
+        **settings,
     )
 
 
 def _warm_draft(
     recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
-) -> LlamaEagle3DraftModel:
+) -> DraftModel:
     """The draft that `init_from` names; an EAGLE-3 one grows into P-EAGLE where that is trained."""
     start = starting_draft(recipe)
     assert start is not None
-    draft = LlamaEagle3DraftModel.from_pretrained(start, dtype=torch.float32)
+    draft = load_draft(start, dtype=torch.float32)
     vocab_size = target.info().vocab_size
     if draft.config.vocab_size != vocab_size:
         raise BadInput(
@@ -94,14 +86,18 @@ def _warm_draft(
             where=str(start),
             fix=f"target.aux_layer_ids={','.join(map(str, layers))}",
         )
-    parallel = isinstance(recipe.objective, PeagleObjective)
-    if parallel and not draft.config.parallel_drafting:
-        return peagle_from_eagle3(draft, _draft_config(recipe, target, vocabulary, tokenizer))
-    if draft.config.parallel_drafting and not parallel:
+    old = method_of(draft.config)
+    if old is recipe.method:
+        return draft
+    config = _draft_config(recipe, target, vocabulary, tokenizer)
+    grown = recipe.method.grow(draft, config)
+    if grown is None:
         raise BadInput(
-            "a P-EAGLE draft", where=str(start), fix="objective.kind=peagle goes on training it"
+            f"a {old.title} draft",
+            where=str(start),
+            fix=f"objective.kind={old.name} goes on training it",
         )
-    return draft
+    return grown
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,15 @@ def _operations(recipe: Any, training: "Training", tokens: int) -> float:
     target = sum(p.numel() for p in _target_weights(training) if p.ndim == 2)
     epochs = recipe.training.epochs if recipe.training.steps is None else 1
     reused = epochs if recipe.target.backend == "hf" and recipe.target.keep_states_gb else 1
-    layer = sum(p.numel() for p in training.draft.layers.parameters() if p.ndim == 2)
+    weights = training.draft.named_parameters()
+    layer = sum(p.numel() for name, p in weights if name.startswith("layers.") and p.ndim == 2)
     head = config.draft_vocab_size * config.hidden_size
     depths = parts.objective.depths
     supervised = 0.8  # a usual share; what is not supervised pays almost nothing
-    draft = 6 * supervised * depths * (layer + head) + 6 * 3 * config.hidden_size**2
+    draft = (
+        6 * supervised * depths * (layer + head)
+        + 6 * config.num_aux_hidden_states * config.hidden_size**2
+    )
     operations: float = tokens * (2.0 * target / reused + draft)
     return operations
 

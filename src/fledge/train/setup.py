@@ -19,17 +19,13 @@ from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary, special_token_ids
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.base import DraftModel
 from fledge.measure.packed import Ints
+from fledge.methods.base import TrainerInputs
 from fledge.models.resolve import load_tokenizer, local_model
-from fledge.objective.eagle3 import Eagle3TrainerModule
-from fledge.objective.peagle import PEagleTrainerModule
+from fledge.objective.base import Objective
 from fledge.recipe.schema import Recipe
-from fledge.recipe.sections import (
-    Data,
-    Eagle1Objective,
-    Eagle3Objective,
-)
+from fledge.recipe.sections import Data
 from fledge.recipe.target import (
     CacheTarget,
     HfTarget,
@@ -46,7 +42,7 @@ from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.remote import open_remote
-from fledge.train.step import Objective, Parts
+from fledge.train.step import Parts
 from fledge.train.vocabulary import choose_vocabulary
 
 VOCABULARY_NAME = "vocabulary.safetensors"
@@ -61,7 +57,7 @@ class Training:
     parts: Parts
     stream: PackStream
     held_out: list[TokenBatch]
-    draft: LlamaEagle3DraftModel
+    draft: DraftModel
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change between a run and its resumption
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
@@ -239,6 +235,7 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
         return open_cache(recipe, section, device)
     if isinstance(section, RemoteTarget):
         return open_remote(section, device)
+    assert isinstance(section, HfTarget | SglangTarget | VllmTarget)
     if not isinstance(section, HfTarget):
         try:
             return open_target(section.backend, section.model, _options(section, device))
@@ -310,46 +307,17 @@ def _vocabulary(
 
 def make_objective(
     recipe: Recipe,
-    draft: LlamaEagle3DraftModel,
+    draft: DraftModel,
     vocabulary: DraftVocabulary,
     target: Eagle3TargetBackend,
     device: torch.device,
 ) -> Objective:
-    section = recipe.objective
     wanted = recipe.training.compute_dtype
     bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
-    if isinstance(section, Eagle1Objective):
-        raise BadInput(
-            "the eagle1 objective is not part of this version",
-            where="objective.kind",
-            fix="objective.kind=eagle3 or peagle",
-        )
-    lk_loss_type = section.loss.removeprefix("lk_") if section.loss.startswith("lk_") else None
-    shared: dict[str, Any] = {
-        "selected_token_ids": torch.from_numpy(vocabulary.selected_token_ids),
-        "selected_token_mask": torch.from_numpy(vocabulary.t2d),
-        "target_head": target.info().head.to(device),
-        "loss": "ce" if lk_loss_type else section.loss,
-        "lk_loss_type": lk_loss_type,
-        "lk_kl_scale": section.lk_kl_scale,
-        "lk_kl_decay": section.lk_kl_decay,
-        "compute_dtype": torch.bfloat16 if bfloat16 else None,
-    }
-    if isinstance(section, Eagle3Objective):
-        return Eagle3TrainerModule(
-            draft,
-            ttt_steps=section.ttt_steps,
-            step_decay=section.step_decay,
-            depth_keep=section.depth_keep,
-            **shared,
-        )
-    return PEagleTrainerModule(
-        draft,
-        num_depths=section.num_depths,
-        down_sample_ratio=section.down_sample_ratio,
-        down_sample_ratio_min=section.down_sample_ratio_min,
-        sequence_partitions=section.sequence_partitions,
-        balance_depths=section.balance_depths,
-        max_anchors=section.max_anchors,
-        **shared,
+    given = TrainerInputs(
+        selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
+        selected_token_mask=torch.from_numpy(vocabulary.t2d),
+        target_head=target.info().head.to(device),
+        compute_dtype=torch.bfloat16 if bfloat16 else None,
     )
+    return recipe.method.objective(recipe.objective, draft, given)

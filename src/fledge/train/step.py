@@ -5,31 +5,18 @@ by the number of charged elements over all micro-batches and ranks. Nothing wait
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fledge.core.distributed import World
 from fledge.data.pack import TokenBatch
+from fledge.objective.base import Objective
 from fledge.target.base import Eagle3TargetBackend
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
 from fledge.train.optimizer import StepGuard
-
-
-class Objective(Protocol):
-    """What a trainer module offers: see `objective.eagle3`."""
-
-    @property
-    def draft_model(self) -> nn.Module: ...
-    @property
-    def depths(self) -> int: ...
-    @property
-    def compute_dtype(self) -> torch.dtype | None: ...
-    def plan(self, *masks: Any, **packing: Any) -> Any: ...
-    def prepare(self, *inputs: Any, **more: Any) -> Any: ...
-    def __call__(self, *inputs: Any, **more: Any) -> Any: ...
 
 
 @dataclass

@@ -1,0 +1,51 @@
+"""Things by name: algorithms, losses, kinds of targets, ways of drafting.
+
+A registry knows its own entries by import path and imports one when it is first asked for, so that
+a list of names costs nothing. Whoever brings an entry from outside calls `add`.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Generic, TypeVar, cast
+
+from fledge.core.errors import BadInput, nearest
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Mapping[str, Entry], Generic[Entry]):
+    """A mapping from names to entries, in the order in which they were named."""
+
+    def __init__(self, what: str, paths: Mapping[str, str]) -> None:
+        self.what = what  # what an entry is, for messages: "objective.kind"
+        self._entries: dict[str, Entry | str] = dict(paths)  # "package.module:attribute"
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Make `entry` known under a new name."""
+        if name in self._entries:
+            raise ValueError(f"{self.what} {name!r} is taken")
+        self._entries[name] = entry
+
+    def remove(self, name: str) -> None:
+        """Forget an entry, as a test does that added one."""
+        del self._entries[name]
+
+    def __getitem__(self, name: str) -> Entry:
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, attribute = entry.partition(":")
+            entry = self._entries[name] = cast(Entry, getattr(import_module(module), attribute))
+        return entry
+
+    def named(self, name: str) -> Entry:
+        """The entry of that name, or one line that says which names there are."""
+        if name not in self._entries:
+            fix = nearest(name, list(self._entries))
+            raise BadInput(f"unknown {self.what} '{name}'", where=self.what, fix=fix)
+        return self[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,147 @@
+"""What every draft is, whichever way it was trained: a vocabulary, an embedding, a head, files.
+
+A method's own draft model (`eagle3.py`) adds what it computes. Its `config` is a Llama-style
+transformers config with at least `vocab_size`, `draft_vocab_size`, `hidden_size`,
+`target_hidden_size`, `num_hidden_layers` and `num_aux_hidden_states`.
+
+Shapes: E draft hidden, V / W target / draft vocabulary, D target hidden.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fledge.core.files import atomic_directory
+from fledge.draft.files import check_tensors, read_draft, write_draft_files
+
+
+class HasWeight(Protocol):
+    """Anything with an embedding table: a module, or what a remote target hands over."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+
+class DraftModel(nn.Module):
+    """The base of all drafts: `embed_tokens` [V, E] and `lm_head` [W, E] are the subclass's."""
+
+    architecture: ClassVar[str]  # what config.json calls it
+    config: Any
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    gradient_checkpointing: bool = False
+    d2t: Tensor  # [W] int64: target id = draft id + d2t[draft id]
+    t2d: Tensor  # [V] bool; all False until a vocabulary mapping is set
+
+    def _register_vocabulary(self, config: Any) -> None:
+        """Room for the vocabulary mapping; a draft that knows every token has none."""
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def write(self, directory: Path) -> None:
+        """Write its files into a directory that somebody else makes whole."""
+        write_draft_files(directory, self.config, self.state_dict(), self.architecture)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write config.json and model.safetensors; an old directory is replaced as a whole."""
+        with atomic_directory(Path(directory)) as temporary:
+            self.write(temporary)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None) -> Self:
+        """Read a draft; every tensor must be there and none may be left over."""
+        config, tensors = read_draft(Path(directory))
+        with torch.device("meta"):  # before memory is spent on what the config promises
+            check_tensors(Path(directory), want=cls(config).state_dict(), have=tensors)
+        model = cls(config)
+        model.to(dtype or tensors["lm_head.weight"].dtype)
+        model.load_state_dict(tensors)
+        return model
+
+    # --- the vocabulary, and what is taken over from the target ---------------------------------
+
+    @property
+    def selected_token_ids(self) -> Tensor | None:
+        """[W] target ids in draft order; None until a mapping is set (never for a full one)."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
+        if not bool(self.t2d.any()):
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @torch.no_grad()
+    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+        """Fix which target tokens the draft can say, and in which order (engines: ascending).
+
+        A draft keeps the map it was trained with: a different one is refused.
+        """
+        ids, mask = selected_token_ids, selected_token_mask.bool()
+        width, full = self.config.draft_vocab_size, self.config.vocab_size
+        if ids.shape != (width,):
+            raise ValueError(
+                f"selected_token_ids: expected shape ({width},), got {tuple(ids.shape)}"
+            )
+        if mask.shape != (full,):
+            raise ValueError(
+                f"selected_token_mask: expected shape ({full},), got {tuple(mask.shape)}"
+            )
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"selected_token_ids: must be integers, got {ids.dtype}")
+        marked = mask.nonzero()[:, 0].to(ids.device)
+        if not torch.equal(ids.sort().values.long(), marked):
+            raise ValueError("selected_token_mask: must mark exactly the distinct ids selected")
+        current = self.selected_token_ids
+        if current is not None:
+            if not torch.equal(current.cpu(), ids.cpu()):
+                raise ValueError("selected_token_ids: the draft was trained with another map")
+            return
+        self.d2t.copy_(ids.to(self.d2t.device) - torch.arange(width, device=self.d2t.device))
+        self.t2d.copy_(mask)
+
+    @torch.no_grad()
+    def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
+        self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
+
+    @torch.no_grad()
+    def copy_head_from_target(self, head: HasWeight) -> None:
+        """Start the head from the target's rows of the draft vocabulary (`head.weight` [V, D])."""
+        ids = self.selected_token_ids
+        if ids is None:
+            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
+        self._copy_rows("head", self.lm_head.weight, head.weight[ids.to(head.weight.device)])
+
+    @staticmethod
+    def _copy_rows(what: str, own: Tensor, theirs: Tensor) -> None:
+        if own.shape != theirs.shape:
+            raise ValueError(
+                f"{what}: the target's is {tuple(theirs.shape)}, the draft's {tuple(own.shape)}"
+            )
+        own.copy_(theirs)
+
+    # --- running layers -------------------------------------------------------------------------
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers keep nothing for the backward pass but their inputs."""
+        return self.gradient_checkpointing and self.training
+
+    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; under gradient checkpointing its activations are recomputed instead."""
+        if not self.checkpoints_layers:
+            return layer_fn(*args, **kwargs)
+        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -1,0 +1,43 @@
+"""All methods. A new one is its own file, its draft's weights, and one line here."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.core.errors import BadInput
+from fledge.core.registry import Registry
+from fledge.methods.base import Method, ObjectiveSection
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.draft.base import DraftModel
+
+METHODS: Registry[Method[Any]] = Registry(
+    "objective.kind",
+    {
+        "eagle3": "fledge.methods.eagle3:EAGLE3",
+        "peagle": "fledge.methods.peagle:PEAGLE",
+    },
+)
+DEFAULT_METHOD = "eagle3"
+
+
+def objective_sections() -> dict[str, type[ObjectiveSection]]:
+    """The recipe sections by the name of their method."""
+    return {name: method.section for name, method in METHODS.items()}
+
+
+def method_of(config: Any) -> Method[Any]:
+    """The method that a draft's config belongs to: the newest that calls it its own."""
+    for name in reversed(list(METHODS)):
+        if METHODS[name].owns(config):
+            return METHODS[name]
+    raise BadInput("a draft of no method that is known here", fix=f"known: {', '.join(METHODS)}")
+
+
+def load_draft(directory: str | Path, *, dtype: "torch.dtype | None" = None) -> "DraftModel":
+    """The draft in a directory, of whichever method."""
+    from fledge.draft.files import read_draft_config
+
+    method = method_of(read_draft_config(Path(directory)))
+    return method.draft_type().from_pretrained(directory, dtype=dtype)
