@@ -434,7 +434,7 @@ def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monk
     from fledge.export.formats import FORMATS
 
     wrong = dataclasses.replace(FORMATS["plain-sglang"], aux_id_offset=1)
-    monkeypatch.setattr(module, "format_for", lambda engine, parallel: wrong)
+    monkeypatch.setitem(module.FORMATS, "plain-sglang", wrong)
     with pytest.raises(BadInput, match="aux_layer_ids"):
         export_draft(drafts["eagle3"], tmp_path / "out", engine="sglang", target=str(tiny_target))
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.export.engines import ENGINES, format_for
+from fledge.export.engines import ENGINES
 from fledge.export.formats import FORMATS, expected_tensors, get_path, set_path
 from fledge.export.layout import (
     PlainDraft,
@@ -18,6 +18,7 @@ from fledge.export.layout import (
     draft_facts,
     draft_features,
 )
+from fledge.methods.registry import method_of
 
 
 def plain(**options):
@@ -114,7 +115,7 @@ ACCEPTED = [
 def check(engine, version, options, *, trained_embeddings=False):
     draft = plain(**options)
     features = draft_features(draft, TargetFacts(layers=8), trained_embeddings=trained_embeddings)
-    layout = format_for(engine, parallel=draft.config.parallel_drafting)
+    layout = FORMATS[method_of(draft.config).formats[engine]]
     check_representable(ENGINES[engine], layout, version, features)
     return features
 

@@ -20,9 +20,9 @@ from fledge.core.distributed import World
 from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.data.tokenise import TokenRow
 from fledge.draft.derive import derive_draft_config
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.objective.eagle3 import Eagle3TrainerModule
-from fledge.objective.peagle import PEagleTrainerModule
+from fledge.methods.base import TrainerInputs
+from fledge.methods.registry import DEFAULT_METHOD, METHODS
+from fledge.recipe.sections import Draft
 from fledge.target.hf.fp8 import to_fp8
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train.batches import StepBatch
@@ -53,10 +53,10 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. 0 stands for the usual: 7 depths, 1 layer; P-EAGLE 8 depths, 4 layers."""
+    """What is measured. 0 stands for what the method's recipes have."""
 
     shape: str = "135m"
-    kind: str = "eagle3"
+    kind: str = DEFAULT_METHOD
     seq: int = 2048
     batch: int = 1
     documents: int = 0  # mean length of packed documents; 0: one document a row
@@ -68,10 +68,6 @@ class Case:
     compile: bool = True
     partitions: int = 1
     checkpointing: bool = False
-
-    @property
-    def parallel(self) -> bool:
-        return self.kind == "peagle"
 
 
 @dataclass(frozen=True)
@@ -130,36 +126,27 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def build_parts(case: Case, device: torch.device) -> Parts:
     target, shape = build_target(case, device), SHAPES[case.shape]
+    method = METHODS[case.kind]
+    usual = Draft.model_validate(method.draft_defaults)
+    section = method.bench_section(
+        depths=case.depths, depth_keep=case.depth_keep, partitions=case.partitions
+    )
     config = derive_draft_config(
         target.model.config,
         architecture="LlamaForCausalLM",
         draft_vocab_size=shape.draft_vocab,
-        num_hidden_layers=case.layers or (4 if case.parallel else 1),
-        parallel_drafting=case.parallel,
-        mask_token_id=shape.vocab - 1 if case.parallel else None,
+        num_hidden_layers=case.layers or usual.layers,
+        **method.bench_draft_settings(shape.vocab),
     )
     ids = torch.arange(shape.draft_vocab) * (shape.vocab // shape.draft_vocab)
     mask = torch.zeros(shape.vocab, dtype=torch.bool)
     mask[ids] = True
     with torch.device(device):
-        draft = LlamaEagle3DraftModel(config)
-    draft.embed_tokens.weight.requires_grad_(case.parallel)  # P-EAGLE trains its embeddings
-    shared: dict[str, Any] = {
-        "selected_token_ids": ids,
-        "selected_token_mask": mask,
-        "target_head": target.info().head,
-        "compute_dtype": _dtype(device),
-    }
-    objective: Eagle3TrainerModule | PEagleTrainerModule
-    if case.parallel:
-        draft.gradient_checkpointing = case.checkpointing
-        objective = PEagleTrainerModule(
-            draft, num_depths=case.depths or 8, sequence_partitions=case.partitions, **shared
-        )
-    else:
-        objective = Eagle3TrainerModule(
-            draft, ttt_steps=case.depths or 7, depth_keep=case.depth_keep, **shared
-        )
+        draft = method.draft_type()(config)
+    draft.embed_tokens.weight.requires_grad_(not usual.freeze_embeddings)
+    draft.gradient_checkpointing = case.checkpointing
+    given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
+    objective = method.objective(section, draft, given)
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(

@@ -31,15 +31,17 @@ app = typer.Typer(
 app.command(name="server", epilog=bench_server.EXAMPLE)(bench_server.bench)
 
 TRAIN_EXAMPLE = (
-    "Example: fledge bench train --shape 8b --seq 2048 --batch 4  (or --kind peagle --batch 2, "
-    "or --shape 135m --seq 16384 --documents 250 --profile)"
+    "Example: fledge bench train --shape 8b --seq 2048 --batch 4  "
+    "(or --shape 135m --seq 16384 --documents 250 --profile)"
 )
 
 
 @app.command(name="train", epilog=TRAIN_EXAMPLE)
 def train(
     shape: Annotated[str, typer.Option(help="Target's shape: tiny, 135m, 1b or 8b.")] = "135m",
-    kind: Annotated[str, typer.Option(help="eagle3 or peagle.")] = "eagle3",
+    kind: Annotated[
+        str, typer.Option(help="The method, as objective.kind names it; default: EAGLE-3.")
+    ] = "",
     seq: Annotated[int, typer.Option(min=8, help="Tokens a row.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Rows a step.")] = 1,
     documents: Annotated[
@@ -48,18 +50,18 @@ def train(
     supervised: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of the tokens that are supervised.")
     ] = 0.6,
-    depths: Annotated[int, typer.Option(min=0, help="0: 7 for eagle3, 8 for peagle.")] = 0,
-    layers: Annotated[int, typer.Option(min=0, help="0: 1 for eagle3, 4 for peagle.")] = 0,
+    depths: Annotated[int, typer.Option(min=0, help="0: as the method's recipes.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="0: as the method's recipes.")] = 0,
     depth_keep: Annotated[
-        float, typer.Option(min=0.05, max=1.0, help="eagle3: objective.depth_keep.")
+        float, typer.Option(min=0.05, max=1.0, help="EAGLE-3: objective.depth_keep.")
     ] = 1.0,
     fp8: Annotated[bool, typer.Option("--fp8", help="Target in fp8.")] = False,
     compile_target: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the target's layers.")
     ] = True,
-    partitions: Annotated[int, typer.Option(min=1, help="peagle: sequence partitions.")] = 1,
+    partitions: Annotated[int, typer.Option(min=1, help="P-EAGLE: sequence partitions.")] = 1,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="peagle: recompute whole layers.")
+        bool, typer.Option("--checkpointing", help="Recompute whole layers.")
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 2,
@@ -75,8 +77,10 @@ def train(
     from fledge.bench import cost as bench_cost
     from fledge.bench import train_step as bench
     from fledge.core.distributed import pick_device
+    from fledge.methods.registry import DEFAULT_METHOD, METHODS
 
-    for value, known in ((shape, list(bench.SHAPES)), (kind, ["eagle3", "peagle"])):
+    kind = kind or DEFAULT_METHOD
+    for value, known in ((shape, list(bench.SHAPES)), (kind, list(METHODS))):
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     where = pick_device(device)

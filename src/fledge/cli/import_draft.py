@@ -39,14 +39,14 @@ def import_draft(
         "layout": layout.name,
         "made_by": layout.made_by,
         "tensors": len(ours.tensors),
-        "parallel_drafting": ours.view.parallel,
+        **ours.view.method_settings,
         "draft_vocab_size": ours.view.get("draft_vocab_size"),
         "aux_layer_ids": ours.view.aux_layer_ids,
     }
     if as_json:
         print_json(facts)
         return
-    kind = "P-EAGLE" if facts["parallel_drafting"] else "EAGLE-3"
+    kind = ours.view.method.title
     out.print(
         f"{written}: {kind} from {layout.made_by}, {facts['tensors']} tensors, draft vocabulary "
         f"{facts['draft_vocab_size']:,}, listening to the outputs of {facts['aux_layer_ids']}",

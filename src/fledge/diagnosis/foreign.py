@@ -20,6 +20,8 @@ from fledge.core.errors import BadInput
 from fledge.diagnosis.weight_files import read_tensors
 from fledge.draft.files import CONFIG_NAME
 from fledge.export.formats import get_path, set_path
+from fledge.methods.base import Method
+from fledge.methods.registry import METHODS
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,16 @@ class DraftView:
             or "mask_hidden" in self.state
             or "PEagleDraftModel" in (self.config.get("architectures") or [])
         )
+
+    @property
+    def method(self) -> Method[Any]:
+        return METHODS["peagle" if self.parallel else "eagle3"]
+
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        """What our config says of the method, beyond what all drafts have."""
+        mask_token_id = self.mask_token_id if self.parallel else None
+        return {"parallel_drafting": self.parallel, "mask_token_id": mask_token_id}
 
     @property
     def mask_token_id(self) -> Any:

@@ -18,9 +18,9 @@ from transformers import LlamaConfig
 from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files
+from fledge.draft.base import DraftModel
 from fledge.draft.config import check_draft_config
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.files import CONFIG_NAME, check_tensors
+from fledge.draft.files import CONFIG_NAME
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Written anew, decided below, or not ours.
@@ -49,20 +49,16 @@ def import_draft(source: Path, out: Path, *, target: str) -> Path:
     return out
 
 
-def build_draft(subject: Subject) -> LlamaEagle3DraftModel:
+def build_draft(subject: Subject) -> DraftModel:
     """The draft in memory, as our own model, in the dtype of the files (the widest, if several)."""
     refusals = list(_refusals(subject))
     if refusals:
         raise BadInput(refusals[0], where=str(subject.directory))
     state = own_state(subject)
-    config = own_config(subject)
-    with torch.device("meta"):
-        check_tensors(
-            subject.directory, want=LlamaEagle3DraftModel(config).state_dict(), have=state
-        )
-    draft = LlamaEagle3DraftModel(config)
-    draft.to(_dtype(state))
-    draft.load_state_dict(state)
+    draft_type = subject.view.method.draft_type()
+    draft = draft_type.from_tensors(
+        own_config(subject), state, where=subject.directory, dtype=_dtype(state)
+    )
     return draft.eval()
 
 
@@ -77,8 +73,10 @@ def _refusals(subject: Subject) -> Iterator[str]:
     view = subject.view
     if view.get("norm_before_fc"):
         yield "norm_before_fc is true: our drafts norm each aux state by itself (fc_norm)"
-    if view.get("num_aux_hidden_states", 3) != 3:
-        yield f"{view.get('num_aux_hidden_states')} aux states: our drafts listen to three"
+    usual = view.method.aux_layers(view.method.section())
+    listened = view.get("num_aux_hidden_states", usual)
+    if listened != usual:
+        yield f"{listened} aux states: our {view.method.title} drafts listen to {usual}"
     if subject.aux_layer_ids is None:
         yield "the files do not say which layers the draft listens to, and the target is shallow"
     if "fc.weight" not in view.state:
@@ -96,8 +94,7 @@ def own_config(subject: Subject) -> Any:
         "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
         "tie_word_embeddings": False,
         "norm_before_residual": view.norm_before_residual,
-        "parallel_drafting": view.parallel,
-        "mask_token_id": view.mask_token_id if view.parallel else None,
+        **view.method_settings,
         OWN_AUX_KEY: subject.aux_layer_ids,
     }
     values.setdefault("target_hidden_size", int(subject.target.text.hidden_size))

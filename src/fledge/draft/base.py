@@ -7,7 +7,7 @@ transformers config with at least `vocab_size`, `draft_vocab_size`, `hidden_size
 Shapes: E draft hidden, V / W target / draft vocabulary, D target hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -66,8 +66,20 @@ class DraftModel(nn.Module):
     def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None) -> Self:
         """Read a draft; every tensor must be there and none may be left over."""
         config, tensors = read_draft(Path(directory))
+        return cls.from_tensors(config, tensors, where=Path(directory), dtype=dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: Any,
+        tensors: Mapping[str, Tensor],
+        *,
+        where: Path,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A draft with these weights, in their dtype unless another is wanted."""
         with torch.device("meta"):  # before memory is spent on what the config promises
-            check_tensors(Path(directory), want=cls(config).state_dict(), have=tensors)
+            check_tensors(where, want=cls(config).state_dict(), have=tensors)
         model = cls(config)
         model.to(dtype or tensors["lm_head.weight"].dtype)
         model.load_state_dict(tensors)

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fledge.methods.registry import method_that_drafts
+
 ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
 
 
@@ -18,12 +20,14 @@ def serve_command(
 ) -> list[str]:
     """`record` is an export's own (fledge_export.json); k defaults to what it was trained for."""
     depth = num_draft_tokens or record["num_draft_tokens"]
+    method = method_that_drafts(record["method"])
     where = [] if host is None else ["--host", host]
     where += [] if port is None else ["--port", str(port)]
     if record["engine"] == "sglang":
         return [
             "python", "-m", "sglang.launch_server", "--model-path", target,
-            "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", directory,
+            "--speculative-algorithm", method.algorithms["sglang"],
+            "--speculative-draft-model-path", directory,
             "--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1",
             "--speculative-num-draft-tokens", str(depth + 1), *where,
         ]  # fmt: skip
@@ -31,10 +35,9 @@ def serve_command(
     if record["engine"] == "speculators" and as_recorded:
         return ["vllm", "serve", directory, *where]  # target, method and k are in the file
     speculative: dict[str, Any] = {
-        "method": "eagle3",
+        "method": method.algorithms["vllm"],
         "model": directory,
         "num_speculative_tokens": depth,
+        **method.vllm_settings,
     }
-    if record["method"] == "parallel":
-        speculative["parallel_drafting"] = True
     return ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *where]

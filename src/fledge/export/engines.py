@@ -9,7 +9,7 @@ from typing import Literal
 from packaging.version import Version
 
 from fledge.core.errors import BadInput
-from fledge.export.formats import FORMATS, Feature, Format
+from fledge.export.formats import Feature
 
 EngineName = Literal["vllm", "sglang", "speculators"]
 
@@ -110,9 +110,3 @@ SPECULATORS_PEAGLE_LIMITS = (
     Limit("fc_norm", None, "--engine vllm writes the plain format, which carries it"),
     Limit("norm_output", None, "--engine vllm writes the plain format, which carries it"),
 )
-
-
-def format_for(engine: EngineName, *, parallel: bool) -> Format:
-    if engine == "speculators":
-        return FORMATS["speculators-peagle" if parallel else "speculators-eagle3"]
-    return FORMATS["plain-sglang" if engine == "sglang" else "plain-vllm"]

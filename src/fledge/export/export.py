@@ -20,8 +20,16 @@ from fledge.core.files import atomic_directory, check_place, save_tensors, write
 from fledge.data.tokenise import checksum
 from fledge.export.card import model_card
 from fledge.export.commands import serve_command
-from fledge.export.engines import ENGINES, Engine, format_for
-from fledge.export.formats import CARD_NAME, CONFIG_NAME, RECORD_NAME, WEIGHTS_NAME, Feature, Format
+from fledge.export.engines import ENGINES, Engine
+from fledge.export.formats import (
+    CARD_NAME,
+    CONFIG_NAME,
+    FORMATS,
+    RECORD_NAME,
+    WEIGHTS_NAME,
+    Feature,
+    Format,
+)
 from fledge.export.layout import (
     TargetFacts,
     check_representable,
@@ -42,6 +50,7 @@ from fledge.export.self_check import (
     with_target_embeddings,
 )
 from fledge.export.source import DraftSource, name_for_engines, read_source, target_facts
+from fledge.methods.registry import method_of
 
 Watch = Callable[[str, float, int], None]  # what is going on, done, in all
 
@@ -132,7 +141,8 @@ class _Job:
         draft = source.draft(self.target)
         self.reordered = list(source.config.aux_layer_ids) != draft.aux_layer_ids
         self.draft = draft if options.dtype is None else draft.to(options.dtype)
-        self.layout: Format = format_for(engine.name, parallel=draft.config.parallel_drafting)
+        self.method = method_of(draft.config)
+        self.layout: Format = FORMATS[self.method.formats[engine.name]]
         self.num_draft_tokens = options.num_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # before anything slow
         watch("loading the target", 0, 1)
@@ -226,12 +236,10 @@ class _Job:
         return torch.equal(self.source.tensors[name].to(self.draft.dtype), self.draft.tensors[name])
 
     def _record(self, facts: dict[str, Any], check: SelfCheck, directory: Path) -> dict[str, Any]:
-        config = self.draft.config
-        version = "EAGLE-3.1" if config.fc_norm or config.norm_output else "EAGLE-3"
         return {
             "fledge_version": __version__,
-            "kind": "P-EAGLE" if config.parallel_drafting else version,
-            "method": "parallel" if config.parallel_drafting else "chain",
+            "kind": self.method.version(self.draft.config),
+            "method": self.method.strategies[0],
             "format": self.layout.name,
             "engine": self.engine.name,
             "engine_title": self.engine.title,

@@ -19,7 +19,6 @@ from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
-FormatName = Literal["plain-vllm", "plain-sglang", "speculators-eagle3", "speculators-peagle"]
 # required: without it the engine fails or, worse, serves noise. optional: not needed; read by the
 # engine or by trainers when there. ignored: the engine takes the target's. forbidden: misread.
 Need = Literal["required", "optional", "forbidden", "ignored"]
@@ -192,7 +191,7 @@ def _speculators_keys(kind: str) -> tuple[KeyRule, ...]:
 class Format:
     """One layout on disk."""
 
-    name: FormatName
+    name: str
     tensors: tuple[TensorRule, ...]
     keys: tuple[KeyRule, ...]
     aux_ids_key: str  # where the aux layers stand; absent: the default of vLLM and SGLang
@@ -240,7 +239,7 @@ _SPECULATORS = {
     )
     for kind in ("eagle3", "peagle")
 }
-FORMATS: dict[FormatName, Format] = {
+FORMATS: dict[str, Format] = {
     one.name: one for one in (_PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS.values())
 }
 

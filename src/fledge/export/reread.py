@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.base import DraftModel
 from fledge.draft.rotary import rotary_frequencies
+from fledge.methods.registry import method_of
 
 _LLAMA = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -36,11 +37,9 @@ class Reread:
     tensors: dict[str, Tensor]  # under our names
     unread: list[str]  # names in the file that the engine skips
 
-    def model(self) -> LlamaEagle3DraftModel:
-        draft = LlamaEagle3DraftModel(self.config)
-        draft.to(self.tensors["fc.weight"].dtype)
-        draft.load_state_dict(self.tensors)
-        return draft
+    def model(self) -> DraftModel:
+        draft_type = method_of(self.config).draft_type()
+        return draft_type.from_tensors(self.config, self.tensors, where=Path("the export"))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fledge.data.pack import TokenBatch
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.base import DraftModel
 from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
@@ -187,7 +187,7 @@ class DecodingCheck:
 
     # --- the rows that training measured --------------------------------------------------------
 
-    def _same_rows(self, files: LlamaEagle3DraftModel) -> float | None:
+    def _same_rows(self, files: DraftModel) -> float | None:
         training = self._in_use.training
         if training is None or not training.held_out:
             return None
@@ -230,7 +230,7 @@ class DecodingCheck:
         template = ChatTemplate.of(tokenizer)
         return [encode_prompt(list(one.messages), template, tokenizer) for one in asked]
 
-    def _decode(self, files: LlamaEagle3DraftModel, *, unchanged: bool) -> Decoded:
+    def _decode(self, files: DraftModel, *, unchanged: bool) -> Decoded:
         tokenizer, model = self._target.tokenizer, self._target.model
         room = longest_text(model.config) - self._options.max_new_tokens
         prompts = [ids for ids in self._prompts() if len(ids) <= room]
@@ -243,7 +243,7 @@ class DecodingCheck:
         self._watch("decoding from the files", 1, 3)
         live = self._live(files, prompts, stops)
         self._watch("decoding from the checkpoint", 2, 3)
-        dtype = files.fc.weight.dtype
+        dtype = files.dtype
         checkpoint = self._source.model().to(self._device, dtype)
         before = self._live(checkpoint, prompts, stops)
         same = [one.token_ids for one in live] == [one.token_ids for one in before]
@@ -272,9 +272,7 @@ class DecodingCheck:
             same_as_checkpoint=same,
         )
 
-    def _live(
-        self, draft: LlamaEagle3DraftModel, prompts: list[list[int]], stops: Stops
-    ) -> list[Generation]:
+    def _live(self, draft: DraftModel, prompts: list[list[int]], stops: Stops) -> list[Generation]:
         decoder = SpeculativeDecoder(
             self._target.model,
             draft,
@@ -283,9 +281,7 @@ class DecodingCheck:
         )
         return decoder.generate(prompts, stops)
 
-    def _replayed(
-        self, files: LlamaEagle3DraftModel, answers: Sequence[Generation]
-    ) -> list[Sample]:
+    def _replayed(self, files: DraftModel, answers: Sequence[Generation]) -> list[Sample]:
         texts = [Text(one.prompt_ids, one.token_ids) for one in answers]
         replays = replay(self._target, files, texts, num_draft_tokens=self._depth)
         return [

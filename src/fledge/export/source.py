@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.base import DraftModel
 from fledge.draft.files import check_tensors, read_draft
 from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
+from fledge.methods.registry import method_of
 from fledge.models.embedded import MODELS as EMBEDDED
 from fledge.models.resolve import load_config, local_model
 from fledge.recipe.schema import Recipe
@@ -64,19 +65,18 @@ class DraftSource:
             self.config.aux_layer_ids = ids
         return in_layer_order(self.config, self.tensors)
 
-    def model(self) -> LlamaEagle3DraftModel:
+    def model(self) -> DraftModel:
         """The checkpoint as it is, nothing put in order."""
-        model = LlamaEagle3DraftModel(self.config)
-        model.to(self.tensors["fc.weight"].dtype)
-        model.load_state_dict(self.tensors)
-        return model
+        draft_type = method_of(self.config).draft_type()
+        return draft_type.from_tensors(self.config, self.tensors, where=self.directory)
 
 
 def read_source(path: Path) -> DraftSource:
     directory = draft_directory(path)
     config, tensors = read_draft(directory)
     with torch.device("meta"):
-        check_tensors(directory, want=LlamaEagle3DraftModel(config).state_dict(), have=tensors)
+        want = method_of(config).draft_type()(config).state_dict()
+    check_tensors(directory, want=want, have=tensors)
     if config.norm_before_residual:
         raise BadInput(
             "it was imported with norm_before_residual, which our exports do not carry",

@@ -7,7 +7,7 @@ each function imports what it returns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -82,8 +82,11 @@ class Method(ABC, Generic[Said]):
     formats: ClassVar[Mapping[str, str]]
     """Engine -> the layout in which its drafts are written for it (`export.formats`)."""
 
-    serving: ClassVar[Mapping[str, object]] = {}
-    """What vLLM's speculative config says besides the usual."""
+    algorithms: ClassVar[Mapping[str, str]]
+    """Engine -> what it calls the algorithm when it is started."""
+
+    vllm_settings: ClassVar[Mapping[str, object]] = {}
+    """What vLLM's speculative config must say besides."""
 
     # --- the draft ------------------------------------------------------------------------------
 
@@ -117,17 +120,16 @@ class Method(ABC, Generic[Said]):
     def objective(self, section: Said, draft: "DraftModel", given: TrainerInputs) -> "Objective":
         """The draft and its loss, as a training step calls them."""
 
-    @abstractmethod
-    def bench_section(self, **wanted: Any) -> Said:
-        """The section that `fledge bench train` measures; `wanted` as its flags say."""
+    def bench_section(self, **flags: Any) -> Said:
+        """The section that `fledge bench train` measures, given those of its flags that apply."""
+        return self.section(**flags)
+
+    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
+        """`draft_settings` for random weights, where there is no tokenizer to ask."""
+        return {}
 
     # --- engines --------------------------------------------------------------------------------
 
     def version(self, config: Any) -> str:
         """What a draft's card calls it."""
         return self.title
-
-
-def layers_text(ids: Sequence[int]) -> str:
-    """Layer ids as a flag or an override takes them."""
-    return ",".join(map(str, ids))

@@ -52,6 +52,7 @@ class Eagle3(Method[Eagle3Section]):
         "sglang": "plain-sglang",
         "speculators": "speculators-eagle3",
     }
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
     def owns(self, config: Any) -> bool:
         return True  # what says nothing else of itself
@@ -85,7 +86,8 @@ class Eagle3(Method[Eagle3Section]):
         )
 
     def bench_section(self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any) -> Eagle3Section:
-        return Eagle3Section(ttt_steps=depths or 7, depth_keep=depth_keep)
+        usual = Eagle3Section()
+        return Eagle3Section(ttt_steps=depths or usual.ttt_steps, depth_keep=depth_keep)
 
     def version(self, config: Any) -> str:
         return "EAGLE-3.1" if config.fc_norm or config.norm_output else self.title

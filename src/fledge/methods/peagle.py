@@ -72,7 +72,8 @@ class Peagle(Method[PeagleSection]):
         "sglang": "plain-sglang",
         "speculators": "speculators-peagle",
     }
-    serving: ClassVar[Mapping[str, object]] = {"parallel_drafting": True}
+    algorithms = EAGLE3.algorithms
+    vllm_settings: ClassVar[Mapping[str, object]] = {"parallel_drafting": True}
 
     def owns(self, config: Any) -> bool:
         return bool(config.parallel_drafting)
@@ -125,8 +126,12 @@ class Peagle(Method[PeagleSection]):
             **given.with_loss(section.loss, section.lk_kl_scale, section.lk_kl_decay),
         )
 
+    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
+        return {"parallel_drafting": True, "mask_token_id": vocab_size - 1}
+
     def bench_section(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> PeagleSection:
-        return PeagleSection(num_depths=depths or 8, sequence_partitions=partitions)
+        usual = PeagleSection()
+        return PeagleSection(num_depths=depths or usual.num_depths, sequence_partitions=partitions)
 
 
 PEAGLE = Peagle()

@@ -35,6 +35,14 @@ def method_of(config: Any) -> Method[Any]:
     raise BadInput("a draft of no method that is known here", fix=f"known: {', '.join(METHODS)}")
 
 
+def method_that_drafts(strategy: str) -> Method[Any]:
+    """The method whose own way of drafting this is, as an export's record names it."""
+    for method in METHODS.values():
+        if method.strategies[0] == strategy:
+            return method
+    raise BadInput(f"no method drafts by '{strategy}'", fix=f"known: {', '.join(METHODS)}")
+
+
 def load_draft(directory: str | Path, *, dtype: "torch.dtype | None" = None) -> "DraftModel":
     """The draft in a directory, of whichever method."""
     from fledge.draft.files import read_draft_config

@@ -76,7 +76,7 @@ class Draft(Section):
     """The draft model; what is not said here is derived from the target's configuration."""
 
     layers: PositiveCount = 1
-    """Decoder layers. Left out: 1, and 4 for peagle. SGLang 0.5.9 serves only 1."""
+    """Decoder layers. Left out: 1, and 4 for P-EAGLE. SGLang 0.5.9 serves only 1."""
 
     draft_vocab_size: PositiveCount | None = 32_000
     """Most frequent tokens the draft can propose; null: the whole target vocabulary."""
@@ -91,7 +91,7 @@ class Draft(Section):
     """EAGLE-3.1: feed the normalised state to the next step. Not in SGLang 0.5.9."""
 
     freeze_embeddings: bool = True
-    """Keep the target's embeddings. Left out: true, and false for peagle. SGLang uses the
+    """Keep the target's embeddings. Left out: true, and false for P-EAGLE. SGLang uses the
     target's in any case."""
 
     head_from_target: bool = True

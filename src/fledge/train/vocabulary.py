@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from fledge.core.errors import BadInput
 from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.methods.registry import load_draft
 from fledge.recipe.schema import Recipe
 from fledge.train.batches import RowView
 from fledge.train.runs import starting_draft
@@ -27,7 +27,7 @@ def choose_vocabulary(
     if start is None:
         size = recipe.draft.draft_vocab_size
         return select_vocabulary(counts_V, size, special_ids=special_ids, fingerprint=fingerprint)
-    ids = LlamaEagle3DraftModel.from_pretrained(start).selected_token_ids
+    ids = load_draft(start).selected_token_ids
     if ids is None:
         raise BadInput("the draft has no vocabulary map", where=str(start))
     covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))

@@ -20,6 +20,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.checks.positions import own_rope, target_rope
+from fledge.draft.base import DraftModel
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import FusedDraftLayer
 from fledge.draft.rotary import Rotary
@@ -191,9 +192,8 @@ class _LastNormed(Eagle3TargetBackend):
 class Probe:
     """One draft's files under every reading that differs in one setting."""
 
-    def __init__(
-        self, subject: Subject, draft: LlamaEagle3DraftModel, answering: Answering
-    ) -> None:
+    def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
+        assert isinstance(draft, LlamaEagle3DraftModel)  # what `import_draft` makes of EAGLE files
         ids = subject.aux_layer_ids
         assert ids is not None
         model, info = answering.first.model, answering.first.info()

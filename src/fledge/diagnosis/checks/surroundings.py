@@ -138,14 +138,16 @@ def target_quantised(subject: Subject) -> Iterator[Finding]:
 @check("serving", "static", "what each engine needs to be told, and what it cannot take")
 def serving(subject: Subject) -> Iterator[Finding]:
     view = subject.view
-    speculative = 'vLLM: method "eagle3"'
-    if view.parallel:
-        flag = "" if view.layout.nested else ' and "parallel_drafting": true'
-        yield note(f"P-EAGLE. {speculative}{flag} in --speculative-config")
+    method = view.method
+    speculative = f'vLLM: method "{method.algorithms["vllm"]}"'
+    if method.vllm_settings:
+        settings = json.dumps(dict(method.vllm_settings)).strip("{}")
+        flags = "" if view.layout.nested else f" and {settings}"
+        yield note(f"{method.title}. {speculative}{flags} in --speculative-config")
     else:
         yield note(
-            f"{speculative}; SGLang: --speculative-algorithm EAGLE3 (EAGLE would accept exactly "
-            "nothing, without a warning)"
+            f"{speculative}; SGLang: --speculative-algorithm {method.algorithms['sglang']} (EAGLE "
+            "would accept exactly nothing, without a warning)"
         )
     for engine, evidence, fix in _limits(subject):
         yield subject.needs(engine, evidence, fix)

@@ -1,0 +1,56 @@
+"""Names, verbs, flags and recipe keys that users rely on: none may go away without a decision.
+
+`interface.json` lists them. What is new need not be listed; what is removed on purpose is taken out
+of the list in the same commit, and named in CHANGELOG.md.
+"""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import fledge
+from fledge.cli.main import app
+from fledge.compat.precompute_eagle3 import _build_parser
+from fledge.recipe.schema import recipe_shapes
+
+LISTED = json.loads((Path(__file__).parent / "interface.json").read_text())
+
+
+@pytest.mark.parametrize("name", LISTED["names"])
+def test_public_names_take_what_they_took(name):
+    thing, listed = getattr(fledge, name), LISTED["names"][name]
+    if listed is None:
+        return
+    arguments = list(inspect.signature(thing).parameters)
+    assert not set(listed["arguments"]) - set(arguments)
+    assert not [member for member in listed["members"] if not hasattr(thing, member)]
+
+
+def flags_by_verb(command, path=()):
+    if hasattr(command, "commands"):
+        for name, sub in command.commands.items():
+            yield from flags_by_verb(sub, (*path, name))
+    else:
+        options = (name for p in command.params for name in (*p.opts, *p.secondary_opts))
+        yield " ".join(path), set(options)
+
+
+def test_verbs_and_flags():
+    here = dict(flags_by_verb(typer.main.get_command(app)))
+    for verb, flags in LISTED["verbs"].items():
+        assert not set(flags) - here[verb], verb
+
+
+def test_recipe_keys():
+    shapes = recipe_shapes()
+    for place, keys in LISTED["recipe"].items():
+        section, _, tag = place.partition(".")
+        assert not set(keys) - set(shapes[section].fields(tag.partition("=")[2])), place
+
+
+def test_flags_of_precompute_eagle3():
+    here = {name for action in _build_parser()._actions for name in action.option_strings}
+    assert not set(LISTED["precompute_eagle3"]) - here
