@@ -22,7 +22,6 @@ from fledge.data.tokenise import TokenRow
 from fledge.draft.derive import derive_draft_config
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
-from fledge.recipe.sections import Draft
 from fledge.target.hf.fp8 import to_fp8
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train.batches import StepBatch
@@ -127,15 +126,15 @@ def _dtype(device: torch.device) -> torch.dtype:
 def build_parts(case: Case, device: torch.device) -> Parts:
     target, shape = build_target(case, device), SHAPES[case.shape]
     method = METHODS[case.kind]
-    usual = Draft.model_validate(method.draft_defaults)
-    section = method.bench_section(
+    usual = {"layers": 1, "freeze_embeddings": True, **method.draft_defaults}
+    options = method.bench_options(
         depths=case.depths, depth_keep=case.depth_keep, partitions=case.partitions
     )
     config = derive_draft_config(
         target.model.config,
         architecture="LlamaForCausalLM",
         draft_vocab_size=shape.draft_vocab,
-        num_hidden_layers=case.layers or usual.layers,
+        num_hidden_layers=case.layers or usual["layers"],
         **method.bench_draft_settings(shape.vocab),
     )
     ids = torch.arange(shape.draft_vocab) * (shape.vocab // shape.draft_vocab)
@@ -143,10 +142,10 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     mask[ids] = True
     with torch.device(device):
         draft = method.draft_type()(config)
-    draft.embed_tokens.weight.requires_grad_(not usual.freeze_embeddings)
+    draft.embed_tokens.weight.requires_grad_(not usual["freeze_embeddings"])
     draft.gradient_checkpointing = case.checkpointing
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
-    objective = method.objective(section, draft, given)
+    objective = method.objective(draft, given, **options)
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(

@@ -257,7 +257,7 @@ class DraftView:
         )
 
     @property
-    def method(self) -> Method[Any]:
+    def method(self) -> Method:
         return METHODS["peagle" if self.parallel else "eagle3"]
 
     @property

@@ -73,7 +73,7 @@ def _refusals(subject: Subject) -> Iterator[str]:
     view = subject.view
     if view.get("norm_before_fc"):
         yield "norm_before_fc is true: our drafts norm each aux state by itself (fc_norm)"
-    usual = view.method.aux_layers(view.method.section())
+    usual = view.method.aux_layers()
     listened = view.get("num_aux_hidden_states", usual)
     if listened != usual:
         yield f"{listened} aux states: our {view.method.title} drafts listen to {usual}"

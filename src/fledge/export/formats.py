@@ -228,7 +228,7 @@ _PLAIN_SGLANG = Format(
 )
 _SPECULATORS = {
     kind: Format(
-        f"speculators-{kind}",  # type: ignore[arg-type]
+        f"speculators-{kind}",
         _tensors(
             "layers.0", _DEEP_NORMS, embeddings="required", t2d="required", parallel="required"
         ),

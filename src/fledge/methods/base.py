@@ -1,17 +1,15 @@
 """A method: everything that depends on the algorithm, in one object.
 
 Whoever needs to know how a draft is built, trained, decoded, replayed, written for engines or
-measured asks its method; nobody else compares an algorithm's name. A method's file imports neither
-torch nor another room when it is loaded, because recipes are read before anything heavy is needed:
-each function imports what it returns.
+measured asks its method; nobody else compares an algorithm's name. A method's file imports no other
+room when it is loaded: recipes are read without torch, steps run without pydantic. Each function
+imports what it returns.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
-
-from fledge.core.settings import Section
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -19,22 +17,8 @@ if TYPE_CHECKING:
 
     from fledge.core.head import HeadLike
     from fledge.draft.base import DraftModel
+    from fledge.methods.section import ObjectiveSection
     from fledge.objective.base import Objective
-
-
-class ObjectiveSection(Section):
-    """What a recipe says under `objective`; each method has its own."""
-
-    kind: str
-    """Each method says its own name; it stands here so that it comes first."""
-
-    @property
-    def depths(self) -> int:
-        """Tokens that a draft is trained to propose: as many as serving should ask for."""
-        raise NotImplementedError
-
-
-Said = TypeVar("Said", bound=ObjectiveSection)
 
 
 @dataclass(frozen=True)
@@ -46,22 +30,19 @@ class TrainerInputs:
     target_head: "HeadLike"
     compute_dtype: "torch.dtype | None"
 
-    def with_loss(self, loss: str, lk_kl_scale: float, lk_kl_decay: float) -> dict[str, Any]:
-        """The same as keyword arguments of a trainer module, with its loss."""
-        lk_loss_type = loss.removeprefix("lk_") if loss.startswith("lk_") else None
-        return {
-            "selected_token_ids": self.selected_token_ids,
-            "selected_token_mask": self.selected_token_mask,
-            "target_head": self.target_head,
-            "compute_dtype": self.compute_dtype,
-            "loss": "ce" if lk_loss_type else loss,
-            "lk_loss_type": lk_loss_type,
-            "lk_kl_scale": lk_kl_scale,
-            "lk_kl_decay": lk_kl_decay,
-        }
+    def arguments(self) -> dict[str, Any]:
+        """The same as keyword arguments of a trainer module."""
+        return dict(vars(self))
 
 
-class Method(ABC, Generic[Said]):
+def loss_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    loss = options.get("loss", "")
+    if loss.startswith("lk_"):
+        return {**options, "loss": "ce", "lk_loss_type": loss.removeprefix("lk_")}
+    return options
+
+
+class Method(ABC):
     """One algorithm."""
 
     name: ClassVar[str]
@@ -70,10 +51,7 @@ class Method(ABC, Generic[Said]):
     title: ClassVar[str]
     """As people write it."""
 
-    section: type[Said]
-    """Its section of a recipe."""
-
-    draft_defaults: ClassVar[Mapping[str, object]] = {}
+    draft_defaults: ClassVar[Mapping[str, Any]] = {}
     """Keys of the draft's section where a recipe is silent, if not the usual ones."""
 
     strategies: ClassVar[tuple[str, ...]]
@@ -88,6 +66,13 @@ class Method(ABC, Generic[Said]):
     vllm_settings: ClassVar[Mapping[str, object]] = {}
     """What vLLM's speculative config must say besides."""
 
+    # --- its recipe -----------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def section(self) -> "type[ObjectiveSection]":
+        """Its section of a recipe."""
+
     # --- the draft ------------------------------------------------------------------------------
 
     @abstractmethod
@@ -99,14 +84,16 @@ class Method(ABC, Generic[Said]):
         """The class of its drafts."""
 
     @abstractmethod
-    def aux_layers(self, section: Said) -> int:
-        """How many of the target's layers its drafts listen to."""
+    def aux_layers(self, section: "ObjectiveSection | None" = None) -> int:
+        """How many of the target's layers its drafts listen to; without a section, the usual."""
 
     @abstractmethod
     def default_aux_layer_ids(self, depth: int, count: int) -> list[int]:
         """Which layers of a target with `depth` layers, where nobody says."""
 
-    def draft_settings(self, section: Said, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    def draft_settings(
+        self, section: "ObjectiveSection", *, tokenizer: Any, vocab_size: int
+    ) -> dict[str, Any]:
         """What its drafts' configs hold besides the usual, for `derive_draft_config`."""
         return {}
 
@@ -117,12 +104,12 @@ class Method(ABC, Generic[Said]):
     # --- training -------------------------------------------------------------------------------
 
     @abstractmethod
-    def objective(self, section: Said, draft: "DraftModel", given: TrainerInputs) -> "Objective":
-        """The draft and its loss, as a training step calls them."""
+    def objective(self, draft: "DraftModel", given: TrainerInputs, **options: Any) -> "Objective":
+        """The draft and its loss, as a training step calls them; `options` as its section has."""
 
-    def bench_section(self, **flags: Any) -> Said:
-        """The section that `fledge bench train` measures, given those of its flags that apply."""
-        return self.section(**flags)
+    def bench_options(self, **flags: Any) -> dict[str, Any]:
+        """`options` for `fledge bench train`, given its flags (0: the usual)."""
+        return {}
 
     def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
         """`draft_settings` for random weights, where there is no tokenizer to ask."""

@@ -1,51 +1,21 @@
 """EAGLE-3 and EAGLE-3.1: one token after another, each from the draft's own last state."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fledge.core.settings import NonNegative, PositiveCount, PositiveShare, Share
-from fledge.methods.base import Method, ObjectiveSection, TrainerInputs
+from fledge.methods.base import Method, TrainerInputs, loss_arguments
 
 if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
+    from fledge.methods.eagle3_section import Eagle3Section
     from fledge.objective.base import Objective
 
 AUX_LAYERS = 3  # low, middle, high
 
 
-class Eagle3Section(ObjectiveSection):
-    """EAGLE-3: training-time test, each step from the draft's own output."""
-
-    kind: Literal["eagle3"] = "eagle3"
-    """Drafts tokens one after another; every engine serves it."""
-
-    ttt_steps: PositiveCount = 7
-    """Steps unrolled in training: as many as tokens drafted in serving."""
-
-    step_decay: PositiveShare = 0.8
-    """Weight of step k is step_decay ** k."""
-
-    depth_keep: PositiveShare = 1.0
-    """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
-
-    loss: Literal["ce", "kl", "lk_alpha", "lk_lambda"] = "ce"
-    """Soft cross entropy, KL, or the acceptance losses LK-alpha and LK-lambda."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
-
-    @property
-    def depths(self) -> int:
-        return self.ttt_steps
-
-
-class Eagle3(Method[Eagle3Section]):
+class Eagle3(Method):
     name = "eagle3"
     title = "EAGLE-3"
-    section = Eagle3Section
     strategies = ("chain", "tree")
     formats: ClassVar[Mapping[str, str]] = {
         "vllm": "plain-vllm",
@@ -53,6 +23,12 @@ class Eagle3(Method[Eagle3Section]):
         "speculators": "speculators-eagle3",
     }
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle3", "sglang": "EAGLE3"}
+
+    @property
+    def section(self) -> "type[Eagle3Section]":
+        from fledge.methods.eagle3_section import Eagle3Section
+
+        return Eagle3Section
 
     def owns(self, config: Any) -> bool:
         return True  # what says nothing else of itself
@@ -62,7 +38,7 @@ class Eagle3(Method[Eagle3Section]):
 
         return LlamaEagle3DraftModel
 
-    def aux_layers(self, section: Any) -> int:
+    def aux_layers(self, section: Any = None) -> int:
         return AUX_LAYERS
 
     def default_aux_layer_ids(self, depth: int, count: int) -> list[int]:
@@ -70,24 +46,17 @@ class Eagle3(Method[Eagle3Section]):
 
         return default_aux_layer_ids(depth)
 
-    def objective(
-        self, section: Eagle3Section, draft: "DraftModel", given: TrainerInputs
-    ) -> "Objective":
+    def objective(self, draft: "DraftModel", given: TrainerInputs, **options: Any) -> "Objective":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel
         from fledge.objective.eagle3 import Eagle3TrainerModule
 
         assert isinstance(draft, LlamaEagle3DraftModel)
-        return Eagle3TrainerModule(
-            draft,
-            ttt_steps=section.ttt_steps,
-            step_decay=section.step_decay,
-            depth_keep=section.depth_keep,
-            **given.with_loss(section.loss, section.lk_kl_scale, section.lk_kl_decay),
-        )
+        return Eagle3TrainerModule(draft, **given.arguments(), **loss_arguments(options))
 
-    def bench_section(self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any) -> Eagle3Section:
-        usual = Eagle3Section()
-        return Eagle3Section(ttt_steps=depths or usual.ttt_steps, depth_keep=depth_keep)
+    def bench_options(
+        self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any
+    ) -> dict[str, Any]:
+        return {"ttt_steps": depths or 7, "depth_keep": depth_keep}
 
     def version(self, config: Any) -> str:
         return "EAGLE-3.1" if config.fc_norm or config.norm_output else self.title

@@ -1,71 +1,21 @@
 """P-EAGLE: all tokens of a round in one pass, from a learned placeholder."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import model_validator
-
-from fledge.core.settings import Count, NonNegative, PositiveCount, PositiveShare, Share
-from fledge.methods.base import Method, ObjectiveSection, TrainerInputs
+from fledge.methods.base import Method, TrainerInputs, loss_arguments
 from fledge.methods.eagle3 import AUX_LAYERS, EAGLE3
 
 if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
+    from fledge.methods.peagle_section import PeagleSection
     from fledge.objective.base import Objective
 
 
-class PeagleSection(ObjectiveSection):
-    """P-EAGLE: all depths in one parallel pass."""
-
-    kind: Literal["peagle"] = "peagle"
-    """Drafts all tokens at once; vLLM serves it, SGLang does not."""
-
-    num_depths: PositiveCount = 8
-    """Depths trained: as many as tokens drafted in serving."""
-
-    down_sample_ratio: PositiveShare = 0.7
-    """Share of rollouts kept from each depth to the next."""
-
-    down_sample_ratio_min: Share = 0.2
-    """Floor of the share kept at a depth."""
-
-    sequence_partitions: PositiveCount = 1
-    """Cut the elements into this many parts, one after another: same gradient, less memory."""
-
-    mask_token_id: Count | None = None
-    """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""
-
-    max_anchors: PositiveCount | None = None
-    """At most this many rollouts a pack; null: all."""
-
-    loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
-    """KL(target || draft), soft cross entropy, or the acceptance losses."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
-
-    balance_depths: bool = False
-    """Give every depth the same weight instead of every element."""
-
-    @model_validator(mode="after")
-    def _floor_below_ratio(self) -> "PeagleSection":
-        if self.down_sample_ratio_min > self.down_sample_ratio:
-            raise ValueError("down_sample_ratio_min is above down_sample_ratio")
-        return self
-
-    @property
-    def depths(self) -> int:
-        return self.num_depths
-
-
-class Peagle(Method[PeagleSection]):
+class Peagle(Method):
     name = "peagle"
     title = "P-EAGLE"
-    section = PeagleSection
-    draft_defaults: ClassVar[Mapping[str, object]] = {"layers": 4, "freeze_embeddings": False}
+    draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 4, "freeze_embeddings": False}
     strategies = ("parallel", "chain", "tree")
     formats: ClassVar[Mapping[str, str]] = {
         "vllm": "plain-vllm",
@@ -75,6 +25,12 @@ class Peagle(Method[PeagleSection]):
     algorithms = EAGLE3.algorithms
     vllm_settings: ClassVar[Mapping[str, object]] = {"parallel_drafting": True}
 
+    @property
+    def section(self) -> "type[PeagleSection]":
+        from fledge.methods.peagle_section import PeagleSection
+
+        return PeagleSection
+
     def owns(self, config: Any) -> bool:
         return bool(config.parallel_drafting)
 
@@ -83,15 +39,13 @@ class Peagle(Method[PeagleSection]):
 
         return LlamaEagle3DraftModel  # one class: its config says what it has
 
-    def aux_layers(self, section: Any) -> int:
+    def aux_layers(self, section: Any = None) -> int:
         return AUX_LAYERS
 
     def default_aux_layer_ids(self, depth: int, count: int) -> list[int]:
         return EAGLE3.default_aux_layer_ids(depth, count)
 
-    def draft_settings(
-        self, section: PeagleSection, *, tokenizer: Any, vocab_size: int
-    ) -> dict[str, Any]:
+    def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
 
         if section.mask_token_id is None:
@@ -108,30 +62,18 @@ class Peagle(Method[PeagleSection]):
             return None  # nothing of it means the same here
         return peagle_from_eagle3(draft, config)
 
-    def objective(
-        self, section: PeagleSection, draft: "DraftModel", given: TrainerInputs
-    ) -> "Objective":
+    def objective(self, draft: "DraftModel", given: TrainerInputs, **options: Any) -> "Objective":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel
         from fledge.objective.peagle import PEagleTrainerModule
 
         assert isinstance(draft, LlamaEagle3DraftModel)
-        return PEagleTrainerModule(
-            draft,
-            num_depths=section.num_depths,
-            down_sample_ratio=section.down_sample_ratio,
-            down_sample_ratio_min=section.down_sample_ratio_min,
-            sequence_partitions=section.sequence_partitions,
-            balance_depths=section.balance_depths,
-            max_anchors=section.max_anchors,
-            **given.with_loss(section.loss, section.lk_kl_scale, section.lk_kl_decay),
-        )
+        return PEagleTrainerModule(draft, **given.arguments(), **loss_arguments(options))
+
+    def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
+        return {"num_depths": depths or 8, "sequence_partitions": partitions}
 
     def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
         return {"parallel_drafting": True, "mask_token_id": vocab_size - 1}
-
-    def bench_section(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> PeagleSection:
-        usual = PeagleSection()
-        return PeagleSection(num_depths=depths or usual.num_depths, sequence_partitions=partitions)
 
 
 PEAGLE = Peagle()

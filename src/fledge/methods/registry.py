@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput
 from fledge.core.registry import Registry
-from fledge.methods.base import Method, ObjectiveSection
+from fledge.methods.base import Method
 
 if TYPE_CHECKING:
     import torch
 
     from fledge.draft.base import DraftModel
+    from fledge.methods.section import ObjectiveSection
 
-METHODS: Registry[Method[Any]] = Registry(
+METHODS: Registry[Method] = Registry(
     "objective.kind",
     {
         "eagle3": "fledge.methods.eagle3:EAGLE3",
@@ -22,12 +23,12 @@ METHODS: Registry[Method[Any]] = Registry(
 DEFAULT_METHOD = "eagle3"
 
 
-def objective_sections() -> dict[str, type[ObjectiveSection]]:
+def objective_sections() -> "dict[str, type[ObjectiveSection]]":
     """The recipe sections by the name of their method."""
     return {name: method.section for name, method in METHODS.items()}
 
 
-def method_of(config: Any) -> Method[Any]:
+def method_of(config: Any) -> Method:
     """The method that a draft's config belongs to: the newest that calls it its own."""
     for name in reversed(list(METHODS)):
         if METHODS[name].owns(config):
@@ -35,7 +36,7 @@ def method_of(config: Any) -> Method[Any]:
     raise BadInput("a draft of no method that is known here", fix=f"known: {', '.join(METHODS)}")
 
 
-def method_that_drafts(strategy: str) -> Method[Any]:
+def method_that_drafts(strategy: str) -> Method:
     """The method whose own way of drafting this is, as an export's record names it."""
     for method in METHODS.values():
         if method.strategies[0] == strategy:

@@ -18,8 +18,9 @@ from pydantic import Field, ValidationError, model_validator
 from fledge.core.errors import BadInput
 from fledge.core.files import write_text
 from fledge.core.settings import Section, Tagged
-from fledge.methods.base import Method, ObjectiveSection
+from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
+from fledge.methods.section import ObjectiveSection
 from fledge.recipe.layers import Shape, layered, one_line, shapes_of
 from fledge.recipe.sections import (
     Checkpoint,
@@ -56,7 +57,7 @@ class Recipe(Section):
 
     objective: Annotated[
         ObjectiveSection, Tagged("kind", objective_sections, default=DEFAULT_METHOD)
-    ] = Field(default_factory=lambda: METHODS[DEFAULT_METHOD].section())
+    ] = Field(default_factory=lambda: METHODS[DEFAULT_METHOD].section.model_validate({}))
     """What it is trained for."""
 
     training: Training = Field(default_factory=Training)
@@ -95,7 +96,7 @@ class Recipe(Section):
         return self
 
     @property
-    def method(self) -> Method[Any]:
+    def method(self) -> Method:
         """The algorithm that `objective.kind` names."""
         return METHODS[self.objective.kind]
 

@@ -320,4 +320,4 @@ def make_objective(
         target_head=target.info().head.to(device),
         compute_dtype=torch.bfloat16 if bfloat16 else None,
     )
-    return recipe.method.objective(recipe.objective, draft, given)
+    return recipe.method.objective(draft, given, **recipe.objective.options())

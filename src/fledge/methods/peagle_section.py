@@ -1,0 +1,57 @@
+"""P-EAGLE's section of a recipe."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from fledge.core.settings import Count, NonNegative, PositiveCount, PositiveShare, Share
+from fledge.methods.section import ObjectiveSection
+
+
+class PeagleSection(ObjectiveSection):
+    """P-EAGLE: all depths in one parallel pass."""
+
+    not_options = ("mask_token_id",)
+
+    kind: Literal["peagle"] = "peagle"
+    """Drafts all tokens at once; vLLM serves it, SGLang does not."""
+
+    num_depths: PositiveCount = 8
+    """Depths trained: as many as tokens drafted in serving."""
+
+    down_sample_ratio: PositiveShare = 0.7
+    """Share of rollouts kept from each depth to the next."""
+
+    down_sample_ratio_min: Share = 0.2
+    """Floor of the share kept at a depth."""
+
+    sequence_partitions: PositiveCount = 1
+    """Cut the elements into this many parts, one after another: same gradient, less memory."""
+
+    mask_token_id: Count | None = None
+    """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""
+
+    max_anchors: PositiveCount | None = None
+    """At most this many rollouts a pack; null: all."""
+
+    loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
+    """KL(target || draft), soft cross entropy, or the acceptance losses."""
+
+    lk_kl_scale: Share = 1.0
+    """lk_lambda: weight of the cross entropy at acceptance 0."""
+
+    lk_kl_decay: NonNegative = 3.0
+    """lk_lambda: how fast that weight falls with acceptance."""
+
+    balance_depths: bool = False
+    """Give every depth the same weight instead of every element."""
+
+    @model_validator(mode="after")
+    def _floor_below_ratio(self) -> "PeagleSection":
+        if self.down_sample_ratio_min > self.down_sample_ratio:
+            raise ValueError("down_sample_ratio_min is above down_sample_ratio")
+        return self
+
+    @property
+    def depths(self) -> int:
+        return self.num_depths
