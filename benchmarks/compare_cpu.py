@@ -23,10 +23,12 @@ def build(kind: str) -> tuple[Any, dict[str, Any]]:
     import torch
     from transformers import LlamaConfig
 
-    from fledge.core.head import TargetHead
-    from fledge.draft.eagle3 import LlamaEagle3DraftModel
-    from fledge.objective.eagle3 import Eagle3TrainerModule
-    from fledge.objective.peagle import PEagleTrainerModule
+    from fledge import (  # public names: both versions have them
+        Eagle3TrainerModule,
+        LlamaEagle3DraftModel,
+        PEagleTrainerModule,
+        TargetHead,
+    )
 
     torch.manual_seed(0)
     parallel, hidden, vocab, width = kind == "peagle", 576, 8192, 1024
