@@ -4,8 +4,8 @@
     python benchmarks/compare_gpu.py ../before/src src [--steps 7] [--only decode]
 
 Every row of docs/performance.md is measured with both versions, one right after the other, each in
-a process of its own (`fledge bench train`); decoding runs greedy rounds of random models of the shape
-of SmolLM2 through the public decoder. Prints the ratio second / first of tokens or rounds a second.
+a process of its own (`fledge bench train`); decoding runs greedy rounds of random models of the
+shape of SmolLM2 through the public decoder. Prints the ratio of tokens or rounds a second.
 """
 
 import argparse
