@@ -23,8 +23,9 @@ import torch
 
 from cache_io import feed, forget, read_all, shards, size_of, write
 from cache_training import LIVE, tau, waiting
-from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
+from fledge.core.rows import TokenBatch
 from fledge.data.prepare import prepare_rows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.models.resolve import local_model
@@ -55,19 +56,14 @@ class NoiseTarget(Eagle3TargetBackend):
     def get_input_embeddings(self) -> InputEmbedding:
         return InputEmbedding(self._weight_VD)
 
-    def generate_batch(
-        self, input_ids, attention_mask, loss_mask, position_ids=None, seq_lens=None,
-        doc_remaining=None,
-    ) -> Eagle3TargetBatch:  # fmt: skip
-        rows, width = input_ids.shape
-        states = self._noise_ND[: rows * width].view(rows, width, -1)
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        states = self._noise_ND[: rows.tokens].view(*rows.shape, -1)
         split = 3 * self._hidden
-        return Eagle3TargetBatch(
+        return Eagle3TargetBatch.about(
+            rows,
             aux_hidden_states=states[..., :split],
-            input_ids=_shift_left_with_zero(input_ids),
-            attention_mask=attention_mask,
-            loss_mask=_shift_left_with_zero(loss_mask),
             last_hidden_states=states[..., split:],
+            shifted=True,
         )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.remote.client import RemoteEagle3TargetModel
@@ -39,15 +39,13 @@ class Ready(Eagle3TargetBackend):
         self._states = torch.randn(tokens, 4 * HIDDEN).bfloat16()
         self._weight = torch.randn(VOCABULARY, HIDDEN).bfloat16()
 
-    def generate_batch(self, input_ids, attention_mask, loss_mask, *packing):
-        rows, width = input_ids.shape
-        states = self._states[: rows * width]
-        return Eagle3TargetBatch(
-            aux_hidden_states=states.flatten()[: 3 * HIDDEN * rows * width].view(rows, width, -1),
-            last_hidden_states=states.flatten()[: HIDDEN * rows * width].view(rows, width, -1),
-            input_ids=_shift_left_with_zero(input_ids),
-            attention_mask=attention_mask,
-            loss_mask=_shift_left_with_zero(loss_mask),
+    def answer(self, rows):
+        states = self._states[: rows.tokens].flatten()
+        return Eagle3TargetBatch.about(
+            rows,
+            aux_hidden_states=states[: 3 * HIDDEN * rows.tokens].view(*rows.shape, -1),
+            last_hidden_states=states[: HIDDEN * rows.tokens].view(*rows.shape, -1),
+            shifted=True,
         )
 
     def get_input_embeddings(self):

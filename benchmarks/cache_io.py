@@ -68,7 +68,7 @@ def feed(directory: Path, *, tokens: int, device: torch.device | str = "cpu") ->
         for step in stream.prefetched(0, 2):
             for batch in step.micro:
                 if batch is not None:
-                    target.generate_batch(*batch.arguments())
+                    target.answer(batch)
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begin

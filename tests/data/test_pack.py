@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenRow
 from fledge.data.pack import Piece, collate, one_per_row, pack_rows
-from fledge.data.tokenise import TokenRow
 
 lengths = st.lists(st.integers(0, 40), max_size=60)
 

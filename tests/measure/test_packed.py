@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.tiny_decode import AUX, STOPS, plain_greedy
+from fledge.core.rows import TokenRow
 from fledge.data.pack import collate, pack_rows
-from fledge.data.tokenise import TokenRow
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.measure.figures import Acceptance, count_rounds

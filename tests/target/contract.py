@@ -14,6 +14,7 @@ import torch
 
 from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.head import target_distribution
+from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
 
 AUX_LAYER_IDS = [1, 3, 4]  # the default of 8 layers
@@ -35,6 +36,10 @@ class Case:
         backend = self.make(self.supervision)
         backend.set_vocab_mapping(*draft_vocabulary(self.model))
         return backend
+
+
+def ask(backend: Eagle3TargetBackend, *tensors: Any) -> Eagle3TargetBatch:
+    return backend.answer(TokenBatch(*tensors))
 
 
 CHECKS: list[Callable[[Case], None]] = []
@@ -66,7 +71,7 @@ def padded_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def packed_rows(
     documents: list[list[list[int]]], width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of documents as the six arguments of `generate_batch`; everything is supervised."""
+    """Rows of documents as the six tensors of a `TokenBatch`; everything is supervised."""
     rows, most = len(documents), max(len(row) for row in documents)
     ids, mask, positions, remaining = (torch.zeros((rows, width), dtype=torch.long) for _ in "1234")
     seq_lens = torch.zeros((rows, most), dtype=torch.long)
@@ -118,7 +123,7 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 def aux_states_are_the_outputs_of_three_layers(case: Case) -> None:
     ids, mask, loss = padded_rows()
     with case.backend() as backend:
-        batch = backend.generate_batch(ids, mask, loss)
+        batch = ask(backend, ids, mask, loss)
     states = reference(case, ids, mask).hidden_states
     expected = torch.cat([states[i + 1] for i in AUX_LAYER_IDS], dim=-1)
     assert backend.aux_layer_ids == AUX_LAYER_IDS
@@ -132,7 +137,7 @@ def aux_states_are_the_outputs_of_three_layers(case: Case) -> None:
 def supervision_is_the_target_shifted_by_one(case: Case) -> None:
     ids, mask, loss = padded_rows()
     with case.backend() as backend:
-        batch = backend.generate_batch(ids, mask, loss)
+        batch = ask(backend, ids, mask, loss)
     supervised = batch.loss_mask.bool()
     logits = shifted(reference(case, ids, mask).logits)[supervised]
     if batch.supervision == "logits":
@@ -155,7 +160,7 @@ def tokens_and_loss_mask_shift_and_the_rest_does_not(case: Case) -> None:
     ids, mask, loss = padded_rows()
     originals = ids.clone(), mask.clone(), loss.clone()
     with case.backend() as backend:
-        batch = backend.generate_batch(ids, mask, loss)
+        batch = ask(backend, ids, mask, loss)
     assert torch.equal(batch.input_ids, shifted(ids))
     assert torch.equal(batch.loss_mask, shifted(loss))
     assert torch.equal(batch.attention_mask, mask)
@@ -163,7 +168,7 @@ def tokens_and_loss_mask_shift_and_the_rest_does_not(case: Case) -> None:
     assert batch.seq_lens is None
     packed = packed_rows(some_documents(), 14)
     with case.backend() as backend:
-        batch = backend.generate_batch(*packed)
+        batch = ask(backend, *packed)
     assert batch.position_ids is not None
     assert batch.seq_lens is not None
     assert batch.doc_remaining is not None
@@ -175,10 +180,10 @@ def tokens_and_loss_mask_shift_and_the_rest_does_not(case: Case) -> None:
 @check
 def same_tokens_give_the_same_batch(case: Case) -> None:
     with case.backend() as backend:
-        first = backend.generate_batch(*padded_rows())
-        backend.generate_batch(*padded_rows(seed=1))
-        again = backend.generate_batch(*padded_rows())
-        future = backend.generate_batch_async(*padded_rows()).result(timeout=60)
+        first = ask(backend, *padded_rows())
+        ask(backend, *padded_rows(seed=1))
+        again = ask(backend, *padded_rows())
+        future = backend.answer_async(TokenBatch(*padded_rows())).result(timeout=60)
     for name, tensor in first.tensors():
         assert torch.equal(tensor, dict(again.tensors())[name]), name
         assert torch.equal(tensor, dict(future.tensors())[name]), name
@@ -186,14 +191,27 @@ def same_tokens_give_the_same_batch(case: Case) -> None:
 
 
 @check
+def six_arguments_are_the_same_question(case: Case) -> None:
+    """`generate_batch` is public, and older than `answer`."""
+    for given in (padded_rows(), packed_rows(some_documents(), 14)):
+        with case.backend() as backend:
+            expected = dict(ask(backend, *given).tensors())
+            batch = backend.generate_batch(*given)
+            future = backend.generate_batch_async(*given).result(timeout=60)
+        for name, tensor in expected.items():
+            assert torch.equal(dict(batch.tensors())[name], tensor), name
+            assert torch.equal(dict(future.tensors())[name], tensor), name
+
+
+@check
 def masks_may_have_any_dtype(case: Case) -> None:
     packed = packed_rows(some_documents(), 14)
     with case.backend() as backend:
         for ids, mask, loss, *packing in (padded_rows(), packed):
-            expected = backend.generate_batch(ids, mask, loss, *packing)
+            expected = ask(backend, ids, mask, loss, *packing)
             real = mask.bool()
             for dtype in (torch.bool, torch.int32, torch.float32):
-                batch = backend.generate_batch(ids, mask.to(dtype), loss.to(dtype), *packing)
+                batch = ask(backend, ids, mask.to(dtype), loss.to(dtype), *packing)
                 assert batch.loss_mask.dtype == dtype
                 assert torch.equal(batch.loss_mask.long(), expected.loss_mask)
                 _close(batch.aux_hidden_states[real], expected.aux_hidden_states[real])
@@ -204,8 +222,8 @@ def masks_may_have_any_dtype(case: Case) -> None:
 def what_stands_in_the_padding_does_not_matter(case: Case) -> None:
     ids, mask, loss = padded_rows()
     with case.backend() as backend:
-        batch = backend.generate_batch(ids, mask, loss)
-        other = backend.generate_batch(torch.where(mask.bool(), ids, 7), mask, loss)
+        batch = ask(backend, ids, mask, loss)
+        other = ask(backend, torch.where(mask.bool(), ids, 7), mask, loss)
     real = mask.bool()
     assert torch.equal(batch.aux_hidden_states[real], other.aux_hidden_states[real])
     assert torch.equal(answer(batch), answer(other))
@@ -215,13 +233,13 @@ def what_stands_in_the_padding_does_not_matter(case: Case) -> None:
 def packed_documents_equal_documents_alone(case: Case) -> None:
     documents = some_documents()
     with case.backend() as backend:
-        packed = backend.generate_batch(*packed_rows(documents, 14))
+        packed = ask(backend, *packed_rows(documents, 14))
         for row, tokens_of_documents in enumerate(documents):
             begin = 0
             for tokens in tokens_of_documents:
                 length = len(tokens)
                 ids = torch.tensor([tokens])
-                alone = backend.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+                alone = ask(backend, ids, torch.ones_like(ids), torch.ones_like(ids))
                 slots = slice(begin, begin + length)
                 _close(packed.aux_hidden_states[row, slots], alone.aux_hidden_states[0])
                 for name in ("logits", "last_hidden_states", "target_probs"):
@@ -237,8 +255,8 @@ def documents_never_see_each_other(case: Case) -> None:
     changed = [[list(tokens) for tokens in row] for row in documents]
     changed[0][1] = [(token + 5) % 90 for token in changed[0][1]]
     with case.backend() as backend:
-        batch = backend.generate_batch(*packed_rows(documents, 14))
-        other = backend.generate_batch(*packed_rows(changed, 14))
+        batch = ask(backend, *packed_rows(documents, 14))
+        other = ask(backend, *packed_rows(changed, 14))
     untouched = torch.ones(3, 14, dtype=torch.bool)
     untouched[0, 3:5] = False
     same = batch.aux_hidden_states == other.aux_hidden_states
@@ -267,8 +285,8 @@ def bad_input_is_refused_by_name(case: Case) -> None:
             "attention_mask ": (packed[0], hole, *packed[2:]),
         }.items():
             with pytest.raises(ValueError, match=name.strip()):
-                backend.generate_batch(*arguments)  # type: ignore[arg-type]
-        backend.generate_batch(ids, mask, loss)  # and a refusal breaks nothing
+                ask(backend, *arguments)  # type: ignore[arg-type]
+        ask(backend, ids, mask, loss)  # and a refusal breaks nothing
 
 
 @check
@@ -277,7 +295,7 @@ def probs_need_a_draft_vocabulary(case: Case) -> None:
     with case.make(case.supervision) as backend:
         if case.supervision == "probs":
             with pytest.raises(ValueError, match="set_vocab_mapping"):
-                backend.generate_batch(*padded_rows())
+                ask(backend, *padded_rows())
         with pytest.raises(ValueError, match="selected_token_mask"):
             backend.set_vocab_mapping(ids[1:], mask)
         with pytest.raises(ValueError, match="selected_token_ids"):
@@ -287,12 +305,13 @@ def probs_need_a_draft_vocabulary(case: Case) -> None:
 @check
 def closing_twice_is_fine_and_use_after_close_is_not(case: Case) -> None:
     backend = case.backend()
-    backend.generate_batch(*padded_rows())
+    ask(backend, *padded_rows())
     backend.close()
     backend.close()
     for use in (
+        lambda: ask(backend, *padded_rows()),
         lambda: backend.generate_batch(*padded_rows()),
-        lambda: backend.generate_batch_async(*padded_rows()).result(timeout=60),
+        lambda: backend.answer_async(TokenBatch(*padded_rows())).result(timeout=60),
         backend.get_input_embeddings,
         backend.info,
         backend.__enter__,

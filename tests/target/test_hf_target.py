@@ -14,8 +14,8 @@ from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
 import fledge
-from fledge.core.batch import _shift_left_with_zero
 from fledge.core.head import target_distribution
+from fledge.core.rows import shift_left
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
@@ -339,8 +339,8 @@ def test_unknown_supervision_names_the_nearest() -> None:
 
 
 def test_shift_keeps_shape_and_dtype() -> None:
-    assert _shift_left_with_zero(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, 0]]
-    assert _shift_left_with_zero(torch.tensor([[True, True]])).tolist() == [[True, False]]
-    assert _shift_left_with_zero(torch.ones(2, 1, 3)).tolist() == [[[0.0] * 3]] * 2
+    assert shift_left(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, 0]]
+    assert shift_left(torch.tensor([[True, True]])).tolist() == [[True, False]]
+    assert shift_left(torch.ones(2, 1, 3)).tolist() == [[[0.0] * 3]] * 2
     states = torch.randn(2, 4, 3, dtype=torch.bfloat16)
-    assert torch.equal(_shift_left_with_zero(states)[:, :-1], states[:, 1:])
+    assert torch.equal(shift_left(states)[:, :-1], states[:, 1:])

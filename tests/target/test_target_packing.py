@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
 
+from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import Documents, find_documents, group_documents, plan_groups
 
@@ -65,15 +66,16 @@ def test_take_and_put_are_inverse_on_documents(lengths: list[int], overhead: int
 
 def test_the_worked_example() -> None:
     """Width 8, documents of 3 and 2 tokens (SEMANTICS 5)."""
-    ids, mask, _, positions, seq_lens, remaining = packed_rows([[[11, 12, 13], [14, 15]]], 8)
+    ids, mask, loss, positions, seq_lens, remaining = packed_rows([[[11, 12, 13], [14, 15]]], 8)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert mask.tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
     assert seq_lens.tolist() == [[3, 5]]
     assert remaining.tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
-    documents = find_documents(ids, mask, positions, seq_lens, remaining)
+    documents = find_documents(TokenBatch(ids, mask, loss, positions, seq_lens, remaining))
     assert documents == Documents((0, 3), (3, 2))
     zeroed = positions * mask  # positions of padding are nobody's business
-    assert find_documents(ids, mask, zeroed, seq_lens, remaining) == documents
+    again = TokenBatch(ids, mask, loss, zeroed, seq_lens, remaining)
+    assert find_documents(again) == documents
     plan = plan_groups(documents.lengths, overhead_tokens=100, max_tokens=8)
     (group,) = group_documents(documents, plan, device=torch.device("cpu"))
     assert group.take(ids).tolist() == [[11, 12, 13], [14, 15, 15]]
@@ -84,7 +86,7 @@ def test_the_worked_example() -> None:
 def test_a_row_of_padding_only_has_no_document() -> None:
     ids, mask, loss, positions, seq_lens, remaining = packed_rows([[[5, 6, 7]], [[8, 9]]], 4)
     mask[1] = 0
-    documents = find_documents(ids, mask, positions, seq_lens, remaining)
+    documents = find_documents(TokenBatch(ids, mask, loss, positions, seq_lens, remaining))
     assert documents == Documents((0,), (3,))
     target = HFEagle3TargetModel(tiny_model("llama"))
     batch = target.generate_batch(ids, mask, loss * mask, positions, seq_lens, remaining)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,6 +13,7 @@ from contract import draft_vocabulary, packed_rows, padded_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 import fledge
+from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel, TargetRunner
 from fledge.target.testing import HFTargetRunner
@@ -139,12 +141,36 @@ def test_two_methods_make_a_backend() -> None:
     with TwoMethods(tiny_model("llama")) as backend:
         assert backend.supervision == backend.generate_batch(*padded_rows()).supervision == "logits"
         assert backend.generate_batch_async(*padded_rows()).result().logits is not None
+        rows = TokenBatch(*padded_rows())  # what a trainer asks
+        assert_same(backend.answer(rows), backend.inner.answer(rows))
+        assert_same(backend.answer_async(rows).result(), backend.inner.answer(rows))
         with pytest.raises(fledge.BadInput, match=r"TwoMethods.*head"):
             backend.info()
     with pytest.raises(RuntimeError, match="closed"):
         backend.generate_batch(*padded_rows())
     with pytest.raises(TypeError, match="abstract"):
         fledge.Eagle3TargetBackend()
+
+
+class NoMethod(fledge.Eagle3TargetBackend):
+    def get_input_embeddings(self) -> Any:
+        raise NotImplementedError
+
+
+class InItsOwnTime(TwoMethods):
+    """An older asynchronous backend: it never heard of `answer`."""
+
+    def generate_batch_async(self, *rows: Any, **more: Any) -> Future[fledge.Eagle3TargetBatch]:
+        self.asked = len(rows)
+        return super().generate_batch_async(*rows, **more)
+
+
+def test_a_backend_that_cannot_answer_is_refused_when_it_is_built() -> None:
+    with pytest.raises(TypeError, match=r"NoMethod cannot answer.*answer\(rows\).*generate_batch"):
+        NoMethod()
+    late = InItsOwnTime(tiny_model("llama"))
+    assert late.answer_async(TokenBatch(*padded_rows())).result().logits is not None
+    assert late.asked == 6
 
 
 def test_a_runner_may_show_a_model_that_is_no_module() -> None:

@@ -23,16 +23,12 @@ class Distant:
     def __init__(self, prefetch, at_once=True):
         self.prefetch, self.at_once, self.futures = prefetch, at_once, []
 
-    def generate_batch_async(self, number):
+    def answer_async(self, number):
         future = Future()
         if self.at_once:
             future.set_result(number)
         self.futures.append(future)
         return future
-
-
-def rows(number):
-    return SimpleNamespace(arguments=lambda: (number,))
 
 
 def parts(target, world=None):
@@ -41,7 +37,7 @@ def parts(target, world=None):
 
 def steps(count, micro):
     for step in range(count):
-        numbers = [rows(step * micro + index) for index in range(micro)]
+        numbers = [step * micro + index for index in range(micro)]
         yield StepBatch(step, 0, (*numbers, None))
 
 
@@ -54,9 +50,7 @@ def test_batches_stay_in_order_and_are_asked_so_far_ahead(micro, prefetch):
         behind = len(target.futures) - (number + 1) * micro
         assert min(prefetch, (9 - number) * micro) <= behind <= prefetch + micro - 1
     assert len(target.futures) == 10 * micro  # each once
-    asked = [
-        (batch, answer) for batch, answer in answers_ahead(target, [rows(i) for i in range(7)])
-    ]
+    asked = [(batch, answer) for batch, answer in answers_ahead(target, list(range(7)))]
     assert [answer for _, answer in asked] == list(range(7))
 
 

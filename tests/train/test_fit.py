@@ -282,8 +282,8 @@ class _Poisoned:
     def __init__(self, inner, when):
         self.inner, self.when, self.calls = inner, when, 0
 
-    def generate_batch(self, *args):
-        batch = self.inner.generate_batch(*args)
+    def answer(self, rows):
+        batch = self.inner.answer(rows)
         self.calls += 1
         if self.calls in self.when:
             batch.aux_hidden_states.fill_(float("nan"))

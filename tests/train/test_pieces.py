@@ -1,5 +1,7 @@
 """The loop's parts on their own: order of the data, schedule, guard, memory of a target."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.core.distributed import World
-from fledge.data.tokenise import TokenRow
+from fledge.core.rows import TokenRow
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream, split_rows
@@ -173,15 +175,14 @@ def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats
         tiny_target, aux_layer_ids=[0, 1, 2], dtype=torch.float64, device="cpu"
     )
     calls = []
-    real = plain.generate_batch
-    plain.generate_batch = lambda *args: calls.append(1) or real(*args)
+    real = plain.answer
+    plain.answer = lambda rows: calls.append(1) or real(rows)
     remembering = RememberingTarget(plain, 2**30)
     for epoch in range(3):
         packing = pack_rows(rows.lengths, 200, epoch=epoch)
         for pack in packing.packs:
             batch = collate(rows, [pack], 200, 0)
-            given = batch.arguments()
-            ours, theirs = remembering.generate_batch(*given), real(*given)
+            ours, theirs = remembering.answer(batch), real(batch)
             real_slots = batch.doc_remaining > 0  # what a trainer may read
             for name, tensor in theirs.tensors():
                 mine = getattr(ours, name)
@@ -194,8 +195,8 @@ def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats
     assert len(calls) == first  # later epochs asked nobody
     empty = torch.zeros_like(batch.attention_mask)
     with pytest.raises(ValueError, match="no token at all"):
-        remembering.generate_batch(batch.input_ids, empty, *batch.arguments()[2:])
+        remembering.answer(replace(batch, attention_mask=empty))
     calls.pop()
     small = RememberingTarget(plain, 0)
-    small.generate_batch(*batch.arguments())
+    small.answer(batch)
     assert len(calls) == first + 1

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fledge.bench.cost import step_flops
 from fledge.core.distributed import World
+from fledge.core.rows import TokenRow
 from fledge.data.pack import collate, one_per_row, pack_rows
-from fledge.data.tokenise import TokenRow
 from fledge.draft.derive import derive_draft_config
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS

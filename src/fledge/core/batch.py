@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 
 from fledge.core.head import TargetHead, target_distribution, target_distribution_from_hidden
+from fledge.core.rows import TokenBatch, check_shape, check_tensor, check_tokens, shift_left
 
 Supervision = Literal["logits", "probs", "hidden"]
 SUPERVISIONS: tuple[Supervision, ...] = ("logits", "probs", "hidden")
-PACKING_FIELDS = ("position_ids", "seq_lens", "doc_remaining")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +60,16 @@ class Eagle3TargetBatch:
     logits: Tensor | None = None  # [B, T, V], shifted
     target_probs: Tensor | None = None  # [B, T, W] over the draft vocabulary, shifted
     position_mask: Tensor | None = None  # [B, T, 1], supervised and the draft can say the top token
-    last_hidden_states: Tensor | None = None  # [B, T, D], the head's input, shifted
     position_ids: Tensor | None = None  # [B, T], restart at 0 with each document, unshifted
     seq_lens: Tensor | None = None  # [B, max_docs], 0-padded; every row sums to T
     doc_remaining: Tensor | None = None  # [B, T], real tokens after the slot in its document
+    last_hidden_states: Tensor | None = None  # [B, T, D], the head's input, shifted
 
     def __post_init__(self) -> None:
-        check_rows(self.input_ids, self.attention_mask, self.loss_mask)
-        check_packing(self.input_ids, self.position_ids, self.seq_lens, self.doc_remaining)
+        check_tokens(
+            *(self.input_ids, self.attention_mask, self.loss_mask),
+            *(self.position_ids, self.seq_lens, self.doc_remaining),
+        )
         rows_BT = tuple(self.input_ids.shape)
         _check_states("aux_hidden_states", self.aux_hidden_states, rows_BT)
         self._check_one_encoding()
@@ -76,7 +78,7 @@ class Eagle3TargetBatch:
             if states is not None:
                 _check_states(name, states, rows_BT)
         if self.position_mask is not None:
-            _check_shape("position_mask", self.position_mask, (*rows_BT, 1))
+            check_shape("position_mask", self.position_mask, (*rows_BT, 1))
         if self.last_hidden_states is not None:
             hidden, aux = self.last_hidden_states.shape[-1], self.aux_hidden_states.shape[-1]
             if aux != 3 * hidden:
@@ -84,6 +86,43 @@ class Eagle3TargetBatch:
                     f"aux_hidden_states is {aux} wide, three layers of last_hidden_states' "
                     f"{hidden} would be {3 * hidden}"
                 )
+
+    @classmethod
+    def about(
+        cls,
+        rows: TokenBatch,
+        *,
+        aux_hidden_states: Tensor,  # [B, T, 3D]
+        logits: Tensor | None = None,  # [B, T, V]
+        last_hidden_states: Tensor | None = None,  # [B, T, D]
+        target_probs: Tensor | None = None,  # [B, T, W]
+        position_mask: Tensor | None = None,  # [B, T, 1]
+        shifted: bool = False,
+    ) -> "Eagle3TargetBatch":
+        """The answer about `rows`, where the states lie: the one place where a batch is shifted.
+
+        Supervision is given as the target computes it, slot t about token t, and moves left here
+        together with ids and loss mask; `shifted` says that it has moved already, as what was kept
+        or sent has.
+        """
+        rows = rows.to(aux_hidden_states.device)
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or shifted else shift_left(tensor)
+
+        return cls(
+            aux_hidden_states=aux_hidden_states,
+            input_ids=shift_left(rows.input_ids),
+            attention_mask=rows.attention_mask,
+            loss_mask=shift_left(rows.loss_mask),
+            logits=moved(logits),
+            target_probs=moved(target_probs),
+            position_mask=moved(position_mask),
+            position_ids=rows.position_ids,
+            seq_lens=rows.seq_lens,
+            doc_remaining=rows.doc_remaining,
+            last_hidden_states=moved(last_hidden_states),
+        )
 
     def _check_one_encoding(self) -> None:
         if (self.target_probs is None) != (self.position_mask is None):
@@ -234,70 +273,8 @@ class Eagle3TargetBatch:
         )
 
 
-def _shift_left_with_zero(tensor: Tensor) -> Tensor:
-    """[B, T, ...] moved one position to the left along T, zeros in the last position."""
-    shifted = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-    shifted[:, :-1] = tensor[:, 1:]
-    return shifted
-
-
-def check_rows(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> None:
-    """Ids [B, T] and the two masks that go with them, or a ValueError that names the field."""
-    _check_integers("input_ids", input_ids)
-    if input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise ValueError(f"input_ids must be [B, T], not empty; got {list(input_ids.shape)}")
-    _check_shape("attention_mask", attention_mask, tuple(input_ids.shape))
-    _check_shape("loss_mask", loss_mask, tuple(input_ids.shape))
-
-
-def check_packing(
-    input_ids: Tensor,
-    position_ids: Tensor | None,
-    seq_lens: Tensor | None,
-    doc_remaining: Tensor | None,
-) -> None:
-    """All three packing fields or none, with shapes that fit the rows."""
-    trio = dict(zip(PACKING_FIELDS, (position_ids, seq_lens, doc_remaining), strict=True))
-    missing = [name for name, tensor in trio.items() if tensor is None]
-    if len(missing) == len(trio):
-        return
-    if missing:
-        raise ValueError(
-            f"{' and '.join(missing)} missing: a packed batch needs all of "
-            f"{', '.join(PACKING_FIELDS)}, a padded one none"
-        )
-    assert position_ids is not None
-    assert seq_lens is not None
-    assert doc_remaining is not None
-    rows, width = input_ids.shape
-    for name, tensor in (("position_ids", position_ids), ("doc_remaining", doc_remaining)):
-        _check_integers(name, tensor)
-        _check_shape(name, tensor, (rows, width))
-    _check_integers("seq_lens", seq_lens)
-    if seq_lens.ndim != 2 or seq_lens.shape[0] != rows:
-        raise ValueError(f"seq_lens must be [{rows}, max_docs], got {list(seq_lens.shape)}")
-    if seq_lens.device.type == "cpu":
-        wrong = [row for row, total in enumerate(seq_lens.sum(1).tolist()) if total != width]
-        if wrong or bool((seq_lens < 0).any()):
-            raise ValueError(
-                f"seq_lens must be non-negative and sum to the width {width} in every row (trailing"
-                f" padding belongs to the last document); wrong in row {wrong[0] if wrong else 0}"
-            )
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-
-
-def _check_integers(name: str, tensor: Tensor) -> None:
-    _check_tensor(name, tensor)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"{name} must hold integers, got {tensor.dtype}")
-
-
 def _check_states(name: str, tensor: Tensor, rows_BT: tuple[int, ...]) -> None:
-    _check_tensor(name, tensor)
+    check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
     if tensor.ndim != 3 or tuple(tensor.shape[:2]) != rows_BT:
@@ -305,9 +282,3 @@ def _check_states(name: str, tensor: Tensor, rows_BT: tuple[int, ...]) -> None:
             f"{name} must be [{rows_BT[0]}, {rows_BT[1]}, width] like input_ids, got "
             f"{list(tensor.shape)}"
         )
-
-
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    _check_tensor(name, tensor)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")

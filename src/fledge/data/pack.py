@@ -12,16 +12,13 @@ tokens (trailing padding counts as part of the last document, so `seq_lens` sums
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
-from fledge.data.tokenise import TokenRow
-
-if TYPE_CHECKING:
-    import torch
+from fledge.core.rows import TokenBatch, TokenRow
 
 WINDOW = 16384  # documents packed together: enough for a tight fit, few enough to stay shuffled
 
@@ -117,30 +114,6 @@ def _best_fit(pieces: Sequence[Piece], budget: int) -> list[Pack]:
 def one_per_row(lengths: Sequence[int], width: int) -> list[Pack]:
     """The padded batch: one document per row."""
     return [(Piece(row, 0, min(length, width)),) for row, length in enumerate(lengths)]
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Packed token rows as a target takes them; nothing is shifted yet."""
-
-    input_ids: "torch.Tensor"  # [B, T] int64
-    attention_mask: "torch.Tensor"  # [B, T] int64
-    loss_mask: "torch.Tensor"  # [B, T] int64
-    position_ids: "torch.Tensor"  # [B, T] int64, restarting with every document
-    seq_lens: "torch.Tensor"  # [B, max_docs] int64, zero padded; every row sums to T
-    doc_remaining: "torch.Tensor"  # [B, T] int64
-    places: tuple[tuple[str, ...], ...]  # where each document came from
-
-    def arguments(self) -> "tuple[torch.Tensor, ...]":
-        """What a target's `generate_batch` takes, in its order."""
-        return (
-            self.input_ids,
-            self.attention_mask,
-            self.loss_mask,
-            self.position_ids,
-            self.seq_lens,
-            self.doc_remaining,
-        )
 
 
 def collate(rows: Sequence[TokenRow], packs: Sequence[Pack], width: int, pad_id: int) -> TokenBatch:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, write_json
+from fledge.core.rows import TokenRow
 from fledge.data.drops import DropReport
-from fledge.data.tokenise import TokenisedPart, TokenRow, checksum
+from fledge.data.tokenise import TokenisedPart, checksum
 
 _SCHEMA = pa.schema(
     [

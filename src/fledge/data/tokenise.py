@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenRow
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.mask import MaskedText, MaskOptions, masked_texts
@@ -30,16 +30,6 @@ class TokeniseOptions:
 
     def fingerprint(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """One document: ids and mask [T], where it came from, and whether its end is missing."""
-
-    input_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.uint8]
-    place: str
-    truncated: bool
 
 
 class Encoder:

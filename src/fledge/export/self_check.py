@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.data.pack import TokenBatch
+from fledge.core.rows import TokenBatch
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
@@ -321,6 +321,7 @@ class DecodingCheck:
 def _prompts_of(batch: TokenBatch) -> list[list[int]]:
     """The documents of a pack, each up to its first supervised token."""
     found = []
+    assert batch.seq_lens is not None
     for ids_T, mask_T, lengths in zip(
         batch.input_ids, batch.loss_mask, batch.seq_lens, strict=True
     ):

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
-from fledge.data.pack import TokenBatch
+from fledge.core.rows import TokenBatch
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.peagle import unroll_parallel
 from fledge.rollout.parallel_plan import ParallelPlan, lay_out_parallel
@@ -52,6 +52,7 @@ class Answer:
 def answers_of(tokens: TokenBatch) -> Iterator[Answer]:
     """Every run of supervised tokens that has something before it."""
     loss_BT = tokens.loss_mask.numpy() != 0
+    assert tokens.seq_lens is not None
     for row, lens in enumerate(tokens.seq_lens.tolist()):
         begin = 0
         for length in lens:
@@ -66,6 +67,7 @@ def answers_of(tokens: TokenBatch) -> Iterator[Answer]:
 def drafting_slots(tokens: TokenBatch) -> Tensor:
     """[B, T] bool: slots that draft a token of an answer."""
     loss_BT = F.pad(tokens.loss_mask, (0, 2)).bool()
+    assert tokens.doc_remaining is not None
     return loss_BT[:, 1:-1] & loss_BT[:, 2:] & (tokens.doc_remaining >= 2)
 
 

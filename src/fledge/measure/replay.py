@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.data.pack import Pack, Piece, TokenBatch, collate, pack_rows
-from fledge.data.tokenise import TokenRow
+from fledge.core.rows import TokenBatch, TokenRow
+from fledge.data.pack import Pack, Piece, collate, pack_rows
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.measure.figures import Acceptance, count_rounds
@@ -116,7 +116,7 @@ def _replay_pack(
 
 def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
     """The target's states over a pack."""
-    batch = target.generate_batch(*tokens.arguments())
+    batch = target.answer(tokens)
     if batch.last_hidden_states is None:
         raise ValueError("supervision: replay needs a target with supervision 'hidden'")
     return batch

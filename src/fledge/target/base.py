@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, get_args
+from typing import Any, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from fledge.core.batch import SUPERVISIONS, Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput, nearest
 from fledge.core.head import TargetHead
+from fledge.core.rows import TokenBatch
 from fledge.target.layers import FinalNorm
 
 
@@ -47,17 +48,27 @@ class TargetInfo:
 class Eagle3TargetBackend(ABC):
     """A frozen target that turns token rows into supervision.
 
-    Every backend takes the same arguments and gives the same batch, packed or padded, in the
-    encoding it was built for; `tests/target/contract.py` holds them to it.
+    Every backend takes the same rows and gives the same batch, packed or padded, in the encoding it
+    was built for; `tests/target/contract.py` holds them to it. A backend implements `answer`, or
+    `generate_batch` with its six arguments: each is made of the other.
     """
 
     aux_layer_ids: list[int]
     supervision: Supervision = "logits"
-    supports_async: bool = False  # whether generate_batch_async really overlaps with the caller
+    supports_async: bool = False  # whether answer_async really overlaps with the caller
     prefetch: int = 0  # if so: how many batches a trainer should ask for in advance
     _selected_token_ids: Tensor | None = None
     _selected_token_mask: Tensor | None = None
     _closed = False
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        made, base = super().__new__(cls), Eagle3TargetBackend
+        if cls.answer is base.answer and cls.generate_batch is base.generate_batch:
+            raise TypeError(
+                f"{cls.__name__} cannot answer: it has neither answer(rows) nor generate_batch "
+                "with its six arguments"
+            )
+        return made
 
     def __init__(self, supervision: Supervision = "logits") -> None:
         if supervision not in get_args(Supervision):
@@ -67,7 +78,16 @@ class Eagle3TargetBackend(ABC):
             )
         self.supervision = supervision
 
-    @abstractmethod
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        """Run the target once over these rows, which may lie on any device."""
+        return self.generate_batch(*rows.arguments())
+
+    def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
+        """`answer` as a future. A backend without `supports_async` has finished already."""
+        if type(self).generate_batch_async is not Eagle3TargetBackend.generate_batch_async:
+            return self.generate_batch_async(*rows.arguments())
+        return _finished(self.answer(rows))
+
     def generate_batch(
         self,
         input_ids: Tensor,  # [B, T]
@@ -77,7 +97,25 @@ class Eagle3TargetBackend(ABC):
         seq_lens: Tensor | None = None,  # [B, max_docs]
         doc_remaining: Tensor | None = None,  # [B, T]
     ) -> Eagle3TargetBatch:
-        """Run the target once over these rows. Inputs may lie on any device."""
+        """`answer` for callers that have the tensors of a `TokenBatch` and not the batch."""
+        packing = (position_ids, seq_lens, doc_remaining)
+        return self.answer(TokenBatch(input_ids, attention_mask, loss_mask, *packing))
+
+    def generate_batch_async(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Future[Eagle3TargetBatch]:
+        """`answer_async`, from the same six tensors."""
+        packing = (position_ids, seq_lens, doc_remaining)
+        rows = TokenBatch(input_ids, attention_mask, loss_mask, *packing)
+        if type(self).answer_async is not Eagle3TargetBackend.answer_async:
+            return self.answer_async(rows)
+        return _finished(self.answer(rows))
 
     @abstractmethod
     def get_input_embeddings(self) -> HasWeight:
@@ -99,24 +137,6 @@ class Eagle3TargetBackend(ABC):
         check_vocab_mapping(selected_token_ids, selected_token_mask)
         self._selected_token_ids = selected_token_ids
         self._selected_token_mask = selected_token_mask.bool()
-
-    def generate_batch_async(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-    ) -> Future[Eagle3TargetBatch]:
-        """`generate_batch` as a future. A backend without `supports_async` has finished already."""
-        future: Future[Eagle3TargetBatch] = Future()
-        future.set_result(
-            self.generate_batch(
-                input_ids, attention_mask, loss_mask, position_ids, seq_lens, doc_remaining
-            )
-        )
-        return future
 
     def close(self) -> None:
         """Let go of the target. A second call does nothing; anything else then raises."""
@@ -147,6 +167,12 @@ class Eagle3TargetBackend(ABC):
         self._selected_token_ids = self._selected_token_ids.to(device)
         self._selected_token_mask = self._selected_token_mask.to(device)
         return self._selected_token_ids, self._selected_token_mask
+
+
+def _finished(batch: Eagle3TargetBatch) -> Future[Eagle3TargetBatch]:
+    future: Future[Eagle3TargetBatch] = Future()
+    future.set_result(batch)
+    return future
 
 
 def check_vocab_mapping(selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:

@@ -1,7 +1,7 @@
 """What the backends that run the target in this process share: rows in, one batch out.
 
-Checks, moves, runs padded rows as they are and packed ones document by document, shifts once, and
-derives probabilities where they are wanted. A subclass runs rows.
+Moves, runs padded rows as they are and packed ones document by document, and derives probabilities
+where they are wanted. A subclass runs rows.
 """
 
 from abc import abstractmethod
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero, check_rows
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
-from fledge.core.transfer import send
+from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.capture import AuxBuffer
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
@@ -49,49 +49,36 @@ class InProcessTarget(Eagle3TargetBackend):
         """Ids below this are known to the input embedding; None when unknown."""
 
     @torch.no_grad()
-    def generate_batch(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-    ) -> Eagle3TargetBatch:
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         """Run the target and capture aux hidden states plus supervision.
 
-        With the packing trio, documents never see each other (see `packing`); without it the rows
-        run as they are, under their attention mask.
+        Documents of packed rows never see each other (see `packing`); padded rows run as they are,
+        under their attention mask.
         """
         self._check_open()
-        check_rows(input_ids, attention_mask, loss_mask)
-        documents = find_documents(input_ids, attention_mask, position_ids, seq_lens, doc_remaining)
-        self._check_vocabulary(input_ids)
+        documents = find_documents(rows)
+        self._check_vocabulary(rows.input_ids)
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
-        ids_BT, mask_BT = send(input_ids, device), send(attention_mask, device)
-        aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
-        if documents is None:
-            answer_BTX = self._forward(ids_BT, mask_BT, aux, None)
-        else:
-            answer_BTX = self._run_documents(ids_BT, documents, aux)
-        self._check_captured(aux.captured)
-        answer_BTX = _shift_left_with_zero(answer_BTX)
-        batch = Eagle3TargetBatch(
-            aux_hidden_states=aux.result(),
-            input_ids=_shift_left_with_zero(ids_BT),
-            attention_mask=mask_BT,
-            loss_mask=_shift_left_with_zero(send(loss_mask, device)),
-            logits=answer_BTX if self._answers_logits() else None,
-            last_hidden_states=None if self._answers_logits() else answer_BTX,
-            position_ids=None if position_ids is None else send(position_ids, device),
-            seq_lens=None if seq_lens is None else send(seq_lens, device),
-            doc_remaining=None if doc_remaining is None else send(doc_remaining, device),
-        )
+        batch = self._run_rows(rows.to(device), documents)
         if mapping is not None:
             head = None if self._answers_logits() else self._head_of_states()
             batch = batch.with_probs(head, *mapping)
         return batch
+
+    def _run_rows(self, rows: TokenBatch, documents: Documents | None) -> Eagle3TargetBatch:
+        aux = AuxBuffer(rows.input_ids.shape, self.aux_layer_ids)
+        if documents is None:
+            answer_BTX = self._forward(rows.input_ids, rows.attention_mask, aux, None)
+        else:
+            answer_BTX = self._run_documents(rows.input_ids, documents, aux)
+        self._check_captured(aux.captured)
+        return Eagle3TargetBatch.about(
+            rows,
+            aux_hidden_states=aux.result(),
+            logits=answer_BTX if self._answers_logits() else None,
+            last_hidden_states=None if self._answers_logits() else answer_BTX,
+        )
 
     def _run_documents(self, ids_BT: Tensor, documents: Documents, aux: AuxBuffer) -> Tensor:
         answer_BTX: Tensor | None = None

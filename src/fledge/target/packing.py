@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fledge.core.batch import check_packing
+from fledge.core.rows import TokenBatch, check_lengths
 from fledge.core.transfer import send
 
 
@@ -61,25 +61,20 @@ class Group:
         )
 
 
-def find_documents(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor | None,
-    seq_lens: Tensor | None,
-    doc_remaining: Tensor | None,
-) -> Documents | None:
-    """Check the packing fields and locate the documents; None when the batch is not packed.
+def find_documents(rows: TokenBatch) -> Documents | None:
+    """Locate the documents of packed rows; None when the batch is not packed.
 
     Lengths are needed on the host: keep `seq_lens` and `attention_mask` on the CPU until here and
     no device queue is stalled.
     """
-    if seq_lens is not None:
-        seq_lens = seq_lens.detach().cpu()
-    check_packing(input_ids, position_ids, seq_lens, doc_remaining)
-    if seq_lens is None or position_ids is None:
+    if rows.packing is None:
         return None
-    width = input_ids.shape[1]
-    real_BT = attention_mask.detach().cpu().bool()
+    position_ids, seq_lens, _ = rows.packing
+    width = rows.shape[1]
+    if seq_lens.device.type != "cpu":  # not looked at before
+        seq_lens = seq_lens.detach().cpu()
+        check_lengths(seq_lens, width)
+    real_BT = rows.attention_mask.detach().cpu().bool()
     real_B = real_BT.sum(1)
     if not torch.equal(real_BT, torch.arange(width) < real_B[:, None]):
         raise ValueError("attention_mask of a packed row must be ones followed by zeros")
@@ -95,7 +90,7 @@ def find_documents(
             begin += length
     if position_ids.device.type == "cpu":  # what padding says about itself does not matter
         start_D, length_D = torch.tensor([starts, lengths], dtype=torch.long)
-        slot_N = torch.arange(input_ids.numel())[real_BT.flatten()]
+        slot_N = torch.arange(rows.tokens)[real_BT.flatten()]
         expected_N = slot_N - start_D.repeat_interleave(length_D)
         wrong_BT = torch.zeros_like(real_BT)
         wrong_BT[real_BT] = position_ids[real_BT] != expected_N

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.core.batch import Eagle3TargetBatch, _shift_left_with_zero
-from fledge.core.transfer import send
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import find_documents
@@ -49,30 +49,21 @@ class RememberingTarget(Eagle3TargetBackend):
         super().close()
 
     @torch.no_grad()
-    def generate_batch(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-    ) -> Eagle3TargetBatch:
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         self._check_open()
-        packing = (position_ids, seq_lens, doc_remaining)
-        documents = find_documents(input_ids, attention_mask, *packing)
+        documents = find_documents(rows)
         if documents is None:  # padded rows are not looked up: packs of one do the same
-            return self.inner.generate_batch(input_ids, attention_mask, loss_mask, *packing)
-        flat = input_ids.flatten()
+            return self.inner.answer(rows)
+        flat = rows.input_ids.flatten()
         spans = [
             (slice(start, start + length), _key(flat[start : start + length]))
             for start, length in zip(documents.starts, documents.lengths, strict=True)
         ]
         if not spans or any(key not in self._known for _, key in spans):
-            batch = self.inner.generate_batch(input_ids, attention_mask, loss_mask, *packing)
+            batch = self.inner.answer(rows)
             self._learn(batch, spans)
             return batch
-        return self._recall(input_ids, attention_mask, loss_mask, packing, spans)
+        return self._recall(rows, spans)
 
     def _learn(self, batch: Eagle3TargetBatch, spans: list[tuple[slice, bytes]]) -> None:
         assert batch.last_hidden_states is not None
@@ -84,33 +75,17 @@ class RememberingTarget(Eagle3TargetBackend):
                 self._known[key] = _Memory(aux[span].clone(), hidden[span].clone())
                 self._free -= size
 
-    def _recall(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        packing: tuple[Tensor | None, Tensor | None, Tensor | None],
-        spans: list[tuple[slice, bytes]],
-    ) -> Eagle3TargetBatch:
+    def _recall(self, rows: TokenBatch, spans: list[tuple[slice, bytes]]) -> Eagle3TargetBatch:
         some = self._known[spans[0][1]]
-        rows = input_ids.shape[0] * input_ids.shape[1]
-        aux = some.aux.new_zeros((rows, some.aux.shape[-1]))
-        hidden = some.hidden.new_zeros((rows, some.hidden.shape[-1]))
+        aux = some.aux.new_zeros((rows.tokens, some.aux.shape[-1]))
+        hidden = some.hidden.new_zeros((rows.tokens, some.hidden.shape[-1]))
         for span, key in spans:
             aux[span], hidden[span] = self._known[key].aux, self._known[key].hidden
-        device = aux.device
-        position_ids, seq_lens, doc_remaining = (
-            None if tensor is None else send(tensor, device) for tensor in packing
-        )
-        return Eagle3TargetBatch(
-            aux_hidden_states=aux.view(*input_ids.shape, -1),
-            input_ids=_shift_left_with_zero(send(input_ids, device)),
-            attention_mask=send(attention_mask, device),
-            loss_mask=_shift_left_with_zero(send(loss_mask, device)),
-            last_hidden_states=hidden.view(*input_ids.shape, -1),
-            position_ids=position_ids,
-            seq_lens=seq_lens,
-            doc_remaining=doc_remaining,
+        return Eagle3TargetBatch.about(
+            rows,
+            aux_hidden_states=aux.view(*rows.shape, -1),
+            last_hidden_states=hidden.view(*rows.shape, -1),
+            shifted=True,
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
 from fledge.core.errors import TargetUnreachable
-from fledge.data.pack import TokenBatch
+from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
 from fledge.train.batches import StepBatch
 from fledge.train.step import Parts
@@ -37,7 +37,7 @@ def ask_ahead(
     asked: deque[StepBatch] = deque()
     try:
         for batch in batches:
-            futures = tuple(_ask(target, rows) for rows in batch.micro if rows is not None)
+            futures = tuple(target.answer_async(rows) for rows in batch.micro if rows is not None)
             asked.append(replace(batch, answers=futures))
             while sum(len(later.answers) for later in asked) - len(asked[0].answers) >= max(
                 1, target.prefetch
@@ -59,12 +59,8 @@ def answers_ahead(
     asked: deque[Future[Eagle3TargetBatch]] = deque()
     for index, batch in enumerate(batches):
         while len(asked) <= ahead and index + len(asked) < len(batches):
-            asked.append(_ask(target, batches[index + len(asked)]))
+            asked.append(target.answer_async(batches[index + len(asked)]))
         yield batch, asked.popleft().result()
-
-
-def _ask(target: Eagle3TargetBackend, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
-    return target.generate_batch_async(*rows.arguments())
 
 
 def _arrived(parts: Parts, batch: StepBatch, stopping: Callable[[], bool]) -> StepBatch:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
-from fledge.data.pack import Pack, Packing, TokenBatch, collate, one_per_row, pack_rows
-from fledge.data.tokenise import TokenRow
+from fledge.core.rows import TokenBatch, TokenRow
+from fledge.data.pack import Pack, Packing, collate, one_per_row, pack_rows
 
 
 class Rows(Protocol):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fledge.data.pack import TokenBatch
+from fledge.core.rows import TokenBatch
 from fledge.measure.figures import Acceptance
 from fledge.measure.packed import Ints, Rollouts, target_picks
 from fledge.measure.replay import replay_held_out

@@ -14,7 +14,8 @@ import torch
 
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
-from fledge.data.pack import TokenBatch, collate, pack_rows
+from fledge.core.rows import TokenBatch
+from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.distributed import World
-from fledge.data.pack import TokenBatch
+from fledge.core.rows import TokenBatch, shift_left
 from fledge.objective.base import Objective
 from fledge.target.base import Eagle3TargetBackend
 from fledge.train.batches import StepBatch
@@ -88,9 +88,8 @@ def plan_batch(objective: Objective, batch: TokenBatch, *, seed: int) -> Any:
     """Lay out the rollout from host masks; the loss mask moves with its
     tokens (slot t reads token t + 1), as everything in the target's answer does. `seed` decides
     what is sampled, where an objective samples: a resumed run draws what it would have drawn."""
-    shifted_BT = torch.nn.functional.pad(batch.loss_mask[:, 1:], (0, 1))
     return objective.plan(
-        shifted_BT,
+        shift_left(batch.loss_mask),
         batch.attention_mask,
         position_ids=batch.position_ids,
         seq_lens=batch.seq_lens,
@@ -105,7 +104,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     micro = [rows for rows in batch.micro if rows is not None]
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
-        answers = early or [parts.target.generate_batch(*rows.arguments()) for rows in micro]
+        answers = early or [parts.target.answer(rows) for rows in micro]
         inputs = [
             answer.to(parts.device, non_blocking=True).to_trainer_inputs() for answer in answers
         ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fledge.data.tokenise import TokenRow
+from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.format import FORMAT, Shape
 from fledge.target.cache.manifest import dtype_name

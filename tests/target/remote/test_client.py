@@ -66,13 +66,13 @@ def test_the_least_loaded_server_is_asked(monkeypatch):
     with running() as busy, running() as idle:
         go = threading.Event()
         backend = busy.server.target.backend
-        real = backend.generate_batch
+        real = backend.answer
 
         def held(*args):
             assert go.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(backend, "generate_batch", held)
+        monkeypatch.setattr(backend, "answer", held)
         with RemoteEagle3TargetModel([busy.url, idle.url], prefetch=3, **QUICK) as target:
             futures = [target.generate_batch_async(*padded_rows(seed)) for seed in range(20)]
             wait_for(lambda: sum(future.done() for future in futures) >= 17)
@@ -228,7 +228,7 @@ def test_closing_ends_calls_that_wait_for_a_slow_server(monkeypatch):
             assert go.wait(30)
             raise RuntimeError("too late")
 
-        monkeypatch.setattr(backend, "generate_batch", held)
+        monkeypatch.setattr(backend, "answer", held)
         target = RemoteEagle3TargetModel(started.url, **QUICK | {"timeout_s": 300.0})
         futures = [target.generate_batch_async(*padded_rows()) for _ in range(5)]
         assert begun.wait(20)

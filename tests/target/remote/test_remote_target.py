@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
-from fledge.target.remote.protocol import Question, Rows, Shapes, encode_answer
+from fledge.target.remote.protocol import Question, Shapes, encode_answer
 from fledge.target.remote.server.merge import merge, split
 from target.contract import (
     CHECKS,
@@ -93,7 +94,7 @@ def test_bytes_on_the_wire_are_what_was_announced():
     """hidden, bfloat16, 8B shape: at most 34 kB a token; and the client's bound is exact."""
     hidden, tokens = 4096, 64
     ids = torch.ones(1, tokens, dtype=torch.long)
-    rows = Rows(ids, ids, ids)
+    rows = TokenBatch(ids, ids, ids)
     batch = Eagle3TargetBatch(
         aux_hidden_states=torch.zeros(1, tokens, 3 * hidden, dtype=torch.bfloat16),
         last_hidden_states=torch.zeros(1, tokens, hidden, dtype=torch.bfloat16),
@@ -122,7 +123,7 @@ def questions(draw):
             lengths = lengths or [1]
             documents.append([[draw(st.integers(3, 90)) for _ in range(n)] for n in lengths])
         six = packed_rows(documents, width)
-        found.append(Rows(*six) if packed else Rows(*six[:3]))
+        found.append(TokenBatch(*six) if packed else TokenBatch(*six[:3]))
     return found
 
 
@@ -130,9 +131,9 @@ def questions(draw):
 @settings(max_examples=25, deadline=None)
 def test_merged_questions_get_the_answers_they_would_get_alone(asked):
     target = local()
-    together = split(target.generate_batch(*merge(asked).arguments()), asked)
+    together = split(target.answer(merge(asked)), asked)
     for rows, found in zip(asked, together, strict=True):
-        alone = target.generate_batch(*rows.arguments())
+        alone = target.answer(rows)
         real = rows.attention_mask.bool()
         for name in ("aux_hidden_states", "last_hidden_states"):
             ours, theirs = getattr(found, name), getattr(alone, name)
@@ -172,14 +173,14 @@ def value(text, name):
 def test_a_question_that_spoils_a_merged_pass_spoils_only_its_own(monkeypatch):
     with running() as started:
         backend = started.server.target.backend
-        real = backend.generate_batch
+        real = backend.answer
 
-        def moody(input_ids, *more):
-            if (input_ids == 66).any():
+        def moody(rows):
+            if (rows.input_ids == 66).any():
                 raise RuntimeError("out of something")
-            return real(input_ids, *more)
+            return real(rows)
 
-        monkeypatch.setattr(backend, "generate_batch", moody)
+        monkeypatch.setattr(backend, "answer", moody)
         ids = torch.arange(3, 11)[None]
         bad = torch.full_like(ids, 66)
         ones = torch.ones_like(ids)

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
-from fledge.target.remote.protocol import Question, Rows
+from fledge.target.remote.protocol import Question
 from fledge.target.remote.server.run import Address
 from fledge.target.remote.wire import Message, check_digest, unpack
 from target.contract import packed_rows, padded_rows, some_documents
@@ -37,7 +38,7 @@ def call(server, path, body=None, *, method=None, headers=None):
 
 
 def question(**changes):
-    given = {"request_id": "0" * 32, "rows": Rows(*padded_rows()), **changes}
+    given = {"request_id": "0" * 32, "rows": TokenBatch(*padded_rows()), **changes}
     return Question(**given).to_message().to_bytes()
 
 
@@ -99,7 +100,7 @@ def test_large_bodies_are_413_and_the_server_lives_on():
         chunked = iter([b"x" * 15_000, b"y" * 15_000])  # no length announced
         assert call(started, "/v1/generate", chunked, method="POST")[0] == 413
         wide = torch.ones(1, 41, dtype=torch.long)
-        assert call(started, "/v1/generate", question(rows=Rows(wide, wide, wide)))[0] == 413
+        assert call(started, "/v1/generate", question(rows=TokenBatch(wide, wide, wide)))[0] == 413
         assert answers(started)
 
 
@@ -114,10 +115,10 @@ def garbage():
     yield "pickle", b"\x80\x04\x95\x10" + b"\0" * 50
     yield "no rows", Message({}, {"protocol": "1", "request_id": "0" * 32}).to_bytes()
     yield "old protocol", Message({}, {"protocol": "0"}).to_bytes()
-    rows = Rows(*padded_rows())
-    yield "ids", question(rows=Rows(rows.input_ids + 1000, rows.attention_mask, rows.loss_mask))
-    yield "negative", question(rows=Rows(rows.input_ids - 99, rows.attention_mask, rows.loss_mask))
-    yield "nothing", question(rows=Rows(rows.input_ids, rows.attention_mask * 0, rows.loss_mask))
+    ids, mask, loss = padded_rows()
+    yield "ids", question(rows=TokenBatch(ids + 1000, mask, loss))
+    yield "negative", question(rows=TokenBatch(ids - 99, mask, loss))
+    yield "nothing", question(rows=TokenBatch(ids, mask * 0, loss))
     yield "encoding", question(encoding="logits")
     yield "dtype", question(dtype="int8")
     yield "no vocabulary", question(encoding="probs")
@@ -128,7 +129,7 @@ def garbage():
     packed = packed_rows(some_documents(), 14)
     many = torch.zeros(3, 1000, dtype=torch.long)
     many[:, :3] = packed[4]
-    yield "documents", question(rows=Rows(*packed[:4], many, packed[5]))
+    yield "documents", question(rows=TokenBatch(*packed[:4], many, packed[5]))
 
 
 def test_garbage_is_400_in_one_line_and_the_server_lives_on(server):
@@ -177,7 +178,7 @@ class Held:
     def __init__(self, server, monkeypatch):
         self.go, self.begun, self.calls = threading.Event(), threading.Semaphore(0), 0
         backend = server.server.target.backend
-        real = backend.generate_batch
+        real = backend.answer
 
         def waiting(*args):
             self.calls += 1
@@ -185,7 +186,7 @@ class Held:
             assert self.go.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(backend, "generate_batch", waiting)
+        monkeypatch.setattr(backend, "answer", waiting)
 
 
 def wait_for(condition):
@@ -267,7 +268,7 @@ def test_an_error_inside_the_target_is_500_and_the_server_lives_on(monkeypatch):
             def broken(*args):
                 raise RuntimeError("CUDA out of memory\nand much more")
 
-            patch.setattr(backend, "generate_batch", broken)
+            patch.setattr(backend, "answer", broken)
             status, _, data = call(started, "/v1/generate", question())
         assert status == 500
         assert json.loads(data)["error"] == "the target failed (RuntimeError: CUDA out of memory)"

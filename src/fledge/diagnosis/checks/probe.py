@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.checks.positions import own_rope, target_rope
 from fledge.draft.base import DraftModel
@@ -174,8 +175,8 @@ class _LastNormed(Eagle3TargetBackend):
         super().__init__("hidden")
         self.inner, self.aux_layer_ids = inner, inner.aux_layer_ids
 
-    def generate_batch(self, *args: Any, **options: Any) -> Eagle3TargetBatch:
-        batch = self.inner.generate_batch(*args, **options)
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        batch = self.inner.answer(rows)
         chunks = list(batch.aux_hidden_states.chunk(len(self.aux_layer_ids), dim=-1))
         last = self.inner.info().depth - 1
         assert batch.last_hidden_states is not None
@@ -297,7 +298,7 @@ class Probe:
             wanted[:, len(one.prompt_ids) - 1 : text.shape[1] - 3] = 1
             if not wanted.any():
                 continue
-            batch = backend.generate_batch(text, real, real)
+            batch = backend.answer(TokenBatch(text, real, real))
             device = self.draft.fc.weight.device
             plan = plan_rollout(wanted, real, num_depths=1, device=device)
             aux = plan.on_key_axis(batch.aux_hidden_states.to(device))

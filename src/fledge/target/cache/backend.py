@@ -13,14 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fledge.core.batch import (
-    Eagle3TargetBatch,
-    Supervision,
-    _shift_left_with_zero,
-    check_rows,
-)
+from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput
-from fledge.core.transfer import send
+from fledge.core.rows import TokenBatch
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache.codec import decode_states
@@ -110,65 +105,44 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             )
 
     @torch.no_grad()
-    def generate_batch(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-    ) -> Eagle3TargetBatch:
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         """Look the documents of these rows up; a row without packing is one document."""
         self._check_open()
-        check_rows(input_ids, attention_mask, loss_mask)
-        packing = (position_ids, seq_lens, doc_remaining)
-        documents = find_documents(input_ids, attention_mask, *packing)
+        documents = find_documents(rows)
         mapping = self._vocab_mapping(self._device) if self.supervision == "probs" else None
         if documents is None:
-            documents = _rows_as_documents(attention_mask)
-        found = self._find(input_ids, loss_mask, documents)
+            documents = _rows_as_documents(rows.attention_mask)
+        found = self._find(rows, documents)
         whole = [document for document in found if self.store.check(document.row)]
         if len(whole) < len(found):  # skipped by choice: where nothing is known, nothing is learnt
-            loss_mask = _only_within(loss_mask, whole)
-        device, rows_BT = self._device, input_ids.shape
+            rows = replace(rows, loss_mask=_only_within(rows.loss_mask, whole))
         states = {
-            name: tensor.view(*rows_BT, -1) for name, tensor in self._states(rows_BT, whole).items()
+            name: tensor.view(*rows.shape, -1)
+            for name, tensor in self._states(rows.tokens, whole).items()
         }
-        loss_BT = _shift_left_with_zero(send(loss_mask, device))
-        if "position_mask" in states:
-            states["position_mask"] = states["position_mask"] & loss_BT.bool()[..., None]
-        position_ids, seq_lens, doc_remaining = (
-            None if tensor is None else send(tensor, device) for tensor in packing
-        )
-        batch = Eagle3TargetBatch(
-            **states,
-            input_ids=_shift_left_with_zero(send(input_ids, device)),
-            attention_mask=send(attention_mask, device),
-            loss_mask=loss_BT,
-            position_ids=position_ids,
-            seq_lens=seq_lens,
-            doc_remaining=doc_remaining,
-        )
+        batch = Eagle3TargetBatch.about(rows, **states, shifted=True)
+        if batch.position_mask is not None:
+            sayable_BT1 = batch.position_mask & batch.loss_mask.bool()[..., None]
+            batch = replace(batch, position_mask=sayable_BT1)
         if mapping is not None and self.shape.is_hidden:
             return batch.with_probs(self._info.head, *mapping)
         if self.supervision == "logits":
             return batch.with_logits(self._info.head)
         return batch
 
-    def _find(self, input_ids: Tensor, loss_mask: Tensor, documents: Documents) -> list[_Found]:
-        flat_ids = input_ids.cpu().flatten().numpy()
-        flat_mask = loss_mask.cpu().flatten().numpy() != 0
+    def _find(self, rows: TokenBatch, documents: Documents) -> list[_Found]:
+        flat_ids = rows.input_ids.cpu().flatten().numpy()
+        flat_mask = rows.loss_mask.cpu().flatten().numpy() != 0
         found = []
         for start, length in zip(documents.starts, documents.lengths, strict=True):
             span = slice(start, start + length)
-            rows = self.store.find(flat_ids[span].astype(np.int32))
-            if not rows:
+            known = self.store.find(flat_ids[span].astype(np.int32))
+            if not known:
                 raise ValueError(
                     f"input_ids: no row of the cache {self.store.directory} has the {length} "
                     f"tokens {flat_ids[span][:8].tolist()} ...; train on the cache's own rows"
                 )
-            found.append(self._covering(rows, start, flat_mask[span]))
+            found.append(self._covering(known, start, flat_mask[span]))
         return found
 
     def _covering(self, rows: list[int], start: int, wanted: NDArray[np.bool_]) -> _Found:
@@ -183,12 +157,11 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             "when the cache was made; it keeps supervised slots only"
         )
 
-    def _states(self, rows_BT: torch.Size, found: list[_Found]) -> dict[str, Tensor]:
-        """Everything kept about the documents, at their slots of the flat batch, decoded.
+    def _states(self, total: int, found: list[_Found]) -> dict[str, Tensor]:
+        """Everything kept about the documents, at their slots of `total` flat ones, decoded.
 
         To a GPU the bytes go as they are stored; decoding is the device's work.
         """
-        total = rows_BT[0] * rows_BT[1]
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.data.tokenise import TokenRow
+from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.target.cache.format import FORMAT, Encoding, seed_layout_bytes

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
+from fledge.core.rows import TokenRow
 from fledge.data.pack import Piece, collate
-from fledge.data.tokenise import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.codec import encode_rows
@@ -225,8 +225,7 @@ def _compute(
 ) -> "_Payload":
     lengths = [len(row.input_ids) for row in rows]
     packs = [(Piece(i, 0, n),) for i, n in enumerate(lengths)]
-    given = collate(rows, packs, max(lengths), job.pad_id)
-    batch = target.generate_batch(*given.arguments())
+    batch = target.answer(collate(rows, packs, max(lengths), job.pad_id))
     slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
     device = batch.aux_hidden_states.device
     mapping = None if vocabulary is None else (vocabulary[0].to(device), vocabulary[1].to(device))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
-from fledge.data.tokenise import TokenRow
+from fledge.core.rows import TokenRow
 from fledge.target.cache.format import shard_name
 from fledge.target.cache.manifest import check_complete, read_manifest, shape_of, shards_of
 from fledge.target.cache.shard import Shard, row_key

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput, TargetUnreachable
+from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache.manifest import assemble_target
 from fledge.target.layers import validate_aux_layer_ids
@@ -35,13 +36,7 @@ from fledge.target.remote.http import (
     ServerDown,
     ServerFault,
 )
-from fledge.target.remote.protocol import (
-    Question,
-    Rows,
-    Shapes,
-    WireEncoding,
-    decode_answer,
-)
+from fledge.target.remote.protocol import Question, Shapes, WireEncoding, decode_answer
 from fledge.target.remote.segment import Segment, Segments, available
 from fledge.target.remote.wire import WireError, unpack
 
@@ -54,7 +49,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     `supervision` says what the trainer gets and what travels: `hidden` states (default), `probs`
     over the draft vocabulary, or `topk` of them (which arrive as probs); `logits` are made here
-    from hidden states. `prefetch` calls of `generate_batch_async` are under way at once.
+    from hidden states. `prefetch` calls of `answer_async` are under way at once.
 
     While no server is up, calls wait up to `wait_s` and then raise `TargetUnreachable`.
     """
@@ -136,37 +131,15 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             with atomic_file(directory / name) as handle:
                 handle.write(content.numpy().tobytes())
 
-    def generate_batch(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-    ) -> Eagle3TargetBatch:
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         """Ask a server about these rows. The batch lies on the CPU."""
-        return self.generate_batch_async(
-            input_ids, attention_mask, loss_mask, position_ids, seq_lens, doc_remaining
-        ).result()
+        return self.answer_async(rows).result()
 
-    def generate_batch_async(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-    ) -> Future[Eagle3TargetBatch]:
+    def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
         """Ask in the background; `prefetch` calls at a time, the others wait their turn."""
         self._check_open()
-        packing = (position_ids, seq_lens, doc_remaining)
-        rows = Rows(
-            *(tensor.detach().cpu() for tensor in (input_ids, attention_mask, loss_mask)),
-            *(None if tensor is None else tensor.detach().cpu() for tensor in packing),
-        )
-        find_documents(rows.input_ids, rows.attention_mask, *rows.packing())
+        rows = rows.map(lambda tensor: tensor.detach().cpu())
+        find_documents(rows)
         self._check_vocabulary(rows.input_ids)
         vocabulary = None
         if self._encoding != "hidden":

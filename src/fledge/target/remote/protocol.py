@@ -22,14 +22,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fledge.core.batch import (
-    PACKING_FIELDS,
-    Eagle3TargetBatch,
-    _shift_left_with_zero,
-    check_packing,
-    check_rows,
-)
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead, target_distribution_from_hidden
+from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.cache.codec import decode_states, keep_top
 from fledge.target.cache.format import DTYPES, Shape
 from fledge.target.remote.wire import Message, WireError
@@ -46,46 +41,11 @@ IDENTITY = (
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Token rows as `generate_batch` takes them, on the CPU."""
-
-    input_ids: Tensor  # [B, T]
-    attention_mask: Tensor  # [B, T]
-    loss_mask: Tensor  # [B, T]
-    position_ids: Tensor | None = None  # [B, T]
-    seq_lens: Tensor | None = None  # [B, max_docs]
-    doc_remaining: Tensor | None = None  # [B, T]
-
-    def __post_init__(self) -> None:
-        check_rows(self.input_ids, self.attention_mask, self.loss_mask)
-        check_packing(self.input_ids, self.position_ids, self.seq_lens, self.doc_remaining)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, width = self.input_ids.shape
-        return rows, width
-
-    @property
-    def tokens(self) -> int:
-        return self.input_ids.numel()
-
-    def packing(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the order of `PACKING_FIELDS`."""
-        return self.position_ids, self.seq_lens, self.doc_remaining
-
-    def arguments(
-        self,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """In the order of `generate_batch`."""
-        return self.input_ids, self.attention_mask, self.loss_mask, *self.packing()
-
-
-@dataclass(frozen=True)
 class Question:
-    """One call of `generate_batch`, as it travels."""
+    """Rows that a target is asked about, as they travel."""
 
     request_id: str
-    rows: Rows
+    rows: TokenBatch  # on the CPU
     encoding: WireEncoding = "hidden"
     dtype: str = "auto"  # of the states on the wire; auto: the target's own
     top_k: int = 0
@@ -130,7 +90,8 @@ class Question:
             for name, tensor in tensors.items()
             if not tensor.is_floating_point()
         }
-        rows = Rows(**{name: t for name, t in {**tensors, **wide}.items() if name != "vocabulary"})
+        named = {name: t for name, t in {**tensors, **wide}.items() if name != "vocabulary"}
+        rows = TokenBatch(**named)  # type: ignore[arg-type]  # `known` holds its tensors
         encoding, dtype = metadata.get("encoding", ""), metadata.get("dtype", "")
         if encoding not in WIRE_ENCODINGS:
             raise WireError(f"encoding {encoding!r} is none of {', '.join(WIRE_ENCODINGS)}")
@@ -237,15 +198,14 @@ def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def decode_answer(
     tensors: dict[str, Tensor],
     metadata: dict[str, str],
-    rows: Rows,
+    rows: TokenBatch,
     shapes: Shapes,
     request_id: str,
 ) -> Eagle3TargetBatch:
     """A batch from an answer and the rows that were asked about; a WireError if they do not fit."""
     if metadata.get("request_id") != request_id:
         raise WireError(f"an answer to request {metadata.get('request_id')!r}, not to {request_id}")
-    loss_BT = _shift_left_with_zero(rows.loss_mask)
-    supervised_BT = loss_BT.bool()
+    supervised_BT = shift_left(rows.loss_mask).bool()
     for name, shape in _expected(shapes, rows.shape, int(supervised_BT.sum())).items():
         found = tensors.get(name)
         if found is None or tuple(found.shape) != shape:
@@ -256,15 +216,7 @@ def decode_answer(
         states["last_hidden_states"] = tensors["last_hidden_states"]
     else:
         states |= _scattered(tensors, shapes, supervised_BT)
-    return Eagle3TargetBatch(
-        **states,
-        input_ids=_shift_left_with_zero(rows.input_ids),
-        attention_mask=rows.attention_mask,
-        loss_mask=loss_BT,
-        position_ids=rows.position_ids,
-        seq_lens=rows.seq_lens,
-        doc_remaining=rows.doc_remaining,
-    )
+    return Eagle3TargetBatch.about(rows, **states, shifted=True)
 
 
 def _expected(

@@ -25,7 +25,7 @@ class Target:
         rows = question.rows
         if rows.seq_lens is not None and rows.seq_lens.shape[1] > rows.shape[1]:
             raise WireError("seq_lens has room for more documents than a row has tokens")
-        find_documents(rows.input_ids, rows.attention_mask, *rows.packing())
+        find_documents(rows)
         low, high = int(rows.input_ids.min()), int(rows.input_ids.max())
         if low < 0 or high >= self._known_ids:
             raise WireError(
@@ -45,7 +45,7 @@ class Target:
     def answer(self, questions: Sequence[Question]) -> list[Message]:
         """One pass for all of them."""
         rows = [question.rows for question in questions]
-        batch = self.backend.generate_batch(*merge(rows).arguments())
+        batch = self.backend.answer(merge(rows))
         return [
             encode_answer(part, question, self.info.head)
             for part, question in zip(split(batch, rows), questions, strict=True)

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fledge.target.remote.protocol import Question, Rows
+from fledge.core.rows import TokenBatch
+from fledge.target.remote.protocol import Question
 from fledge.target.remote.server.answers import Target
 from fledge.target.remote.server.merge import may_merge, merged_tokens
 from fledge.target.remote.server.metrics import Metrics
@@ -148,7 +149,7 @@ class AnswerQueue:
                 rows.append(job.question.rows)
         return group
 
-    def _fits(self, rows: list[Rows], question: Question) -> bool:
+    def _fits(self, rows: list[TokenBatch], question: Question) -> bool:
         together = [*rows, question.rows]
         return may_merge(rows[0], question.rows) and merged_tokens(together) <= self._merge_tokens
 

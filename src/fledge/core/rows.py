@@ -1,0 +1,161 @@
+"""Token rows: one document on the host, and the batch of rows that every target is asked about.
+
+A batch is [B, T]: right-padded rows of one document each, or rows that several documents share
+(`fledge.data.pack` draws one). Nothing in it is shifted; `shift_left` is the one place that does.
+Imports no torch when loaded: worker processes that tokenise have no use for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PACKING_FIELDS = ("position_ids", "seq_lens", "doc_remaining")
+SixTensors = tuple["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None", "Tensor | None"]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One document: ids and mask [T], where it came from, and whether its end is missing."""
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    place: str
+    truncated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Rows as a target takes them, on any device.
+
+    Construction checks shapes and dtypes, and names the field that is wrong. Packed rows have the
+    last three tensors, padded rows have none of them.
+    """
+
+    input_ids: "Tensor"  # [B, T]
+    attention_mask: "Tensor"  # [B, T], 1 at real tokens
+    loss_mask: "Tensor"  # [B, T]
+    position_ids: "Tensor | None" = None  # [B, T], restart at 0 with each document
+    seq_lens: "Tensor | None" = None  # [B, max_docs], 0-padded; every row sums to T
+    doc_remaining: "Tensor | None" = None  # [B, T], real tokens after the slot in its document
+    places: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)  # of the documents
+
+    def __post_init__(self) -> None:
+        check_tokens(*self.arguments())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, width = self.input_ids.shape
+        return rows, width
+
+    @property
+    def tokens(self) -> int:
+        """Cells of the batch, padding included."""
+        return self.input_ids.numel()
+
+    @property
+    def packing(self) -> "tuple[Tensor, Tensor, Tensor] | None":
+        """`position_ids`, `seq_lens` and `doc_remaining`; None: padded rows."""
+        if self.position_ids is None or self.seq_lens is None or self.doc_remaining is None:
+            return None
+        return self.position_ids, self.seq_lens, self.doc_remaining
+
+    def arguments(self) -> SixTensors:
+        """In the order of `generate_batch`."""
+        return (
+            *(self.input_ids, self.attention_mask, self.loss_mask),
+            *(self.position_ids, self.seq_lens, self.doc_remaining),
+        )
+
+    def to(self, device: "torch.device") -> "TokenBatch":
+        """The same rows on `device`, without waiting for it."""
+        from fledge.core.transfer import send
+
+        return self.map(lambda tensor: send(tensor, device))
+
+    def map(self, change: "Callable[[Tensor], Tensor]") -> "TokenBatch":
+        """The same batch with every tensor changed."""
+        tensors = [t for t in self.arguments() if t is not None]
+        changed = [change(tensor) for tensor in tensors]
+        if all(new is old for new, old in zip(changed, tensors, strict=True)):
+            return self
+        return TokenBatch(*changed, places=self.places)
+
+
+def shift_left(tensor: "Tensor") -> "Tensor":
+    """[B, T, ...] moved one position to the left along T, zeros in the last position."""
+    shifted = tensor.new_zeros(tensor.shape)
+    shifted[:, :-1] = tensor[:, 1:]
+    return shifted
+
+
+def check_tokens(
+    input_ids: "Tensor",
+    attention_mask: "Tensor",
+    loss_mask: "Tensor",
+    position_ids: "Tensor | None",
+    seq_lens: "Tensor | None",
+    doc_remaining: "Tensor | None",
+) -> None:
+    """Ids [B, T], their masks, and all three packing fields or none; else a ValueError that names
+    the field. Values are looked at only where looking costs nothing."""
+    check_integers("input_ids", input_ids)
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids must be [B, T], not empty; got {list(input_ids.shape)}")
+    rows, width = input_ids.shape
+    check_shape("attention_mask", attention_mask, (rows, width))
+    check_shape("loss_mask", loss_mask, (rows, width))
+    trio = (position_ids, seq_lens, doc_remaining)
+    missing = [name for name, t in zip(PACKING_FIELDS, trio, strict=True) if t is None]
+    if missing and len(missing) < len(trio):
+        raise ValueError(
+            f"{' and '.join(missing)} missing: a packed batch needs all of "
+            f"{', '.join(PACKING_FIELDS)}, a padded one none"
+        )
+    if position_ids is None or seq_lens is None or doc_remaining is None:
+        return
+    for name, tensor in (("position_ids", position_ids), ("doc_remaining", doc_remaining)):
+        check_integers(name, tensor)
+        check_shape(name, tensor, (rows, width))
+    check_integers("seq_lens", seq_lens)
+    if seq_lens.ndim != 2 or seq_lens.shape[0] != rows:
+        raise ValueError(f"seq_lens must be [{rows}, max_docs], got {list(seq_lens.shape)}")
+    if seq_lens.device.type == "cpu":
+        check_lengths(seq_lens, width)
+
+
+def check_lengths(seq_lens: "Tensor", width: int) -> None:
+    """Whether the documents of every row fill it; `seq_lens` lies on the CPU."""
+    wrong = [row for row, total in enumerate(seq_lens.sum(1).tolist()) if total != width]
+    if wrong or bool((seq_lens < 0).any()):
+        raise ValueError(
+            f"seq_lens must be non-negative and sum to the width {width} in every row (trailing"
+            f" padding belongs to the last document); wrong in row {wrong[0] if wrong else 0}"
+        )
+
+
+def check_tensor(name: str, value: object) -> None:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_integers(name: str, tensor: "Tensor") -> None:
+    import torch
+
+    check_tensor(name, tensor)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{name} must hold integers, got {tensor.dtype}")
+
+
+def check_shape(name: str, tensor: "Tensor", shape: tuple[int, ...]) -> None:
+    check_tensor(name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")

@@ -1,0 +1,99 @@
+"""Token rows: what a batch of them refuses, how it moves, and the one shift."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.rows import TokenBatch, shift_left
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+MASK = (IDS != 0).long()
+POSITIONS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
+LENGTHS = torch.tensor([[4], [4]])
+REMAINING = torch.tensor([[3, 2, 1, 0], [1, 0, 0, 0]])
+
+
+def packed(**changes):
+    trio = {"position_ids": POSITIONS, "seq_lens": LENGTHS, "doc_remaining": REMAINING}
+    return TokenBatch(IDS, MASK, MASK, **{**trio, **changes})
+
+
+@pytest.mark.parametrize(
+    ("message", "make"),
+    {
+        r"input_ids must be \[B, T\]": lambda: TokenBatch(IDS[0], MASK[0], MASK[0]),
+        "input_ids must hold integers": lambda: TokenBatch(IDS.float(), MASK, MASK),
+        "input_ids must be a tensor, got list": lambda: TokenBatch(IDS.tolist(), MASK, MASK),
+        "input_ids must be .* not empty": lambda: TokenBatch(IDS[:0], MASK[:0], MASK[:0]),
+        r"attention_mask must be \[2, 4\]": lambda: TokenBatch(
+            IDS, MASK[:, 1:], MASK
+        ),
+        r"loss_mask must be \[2, 4\], got \[1, 4\]": lambda: TokenBatch(IDS, MASK, MASK[:1]),
+        "seq_lens missing: a packed batch needs all": lambda: packed(seq_lens=None),
+        "position_ids must hold integers": lambda: packed(position_ids=POSITIONS.float()),
+        r"doc_remaining must be \[2, 4\]": lambda: packed(doc_remaining=REMAINING[:, 1:]),
+        r"seq_lens must be \[2, max_docs\]": lambda: packed(seq_lens=LENGTHS[:1]),
+        "sum to the width 4 .* wrong in row 1": lambda: packed(seq_lens=torch.tensor([[4], [3]])),
+        "wrong in row 0": lambda: packed(seq_lens=torch.tensor([[5, -1], [4, 0]])),
+    }.items(),
+)
+def test_construction_names_the_field_that_is_wrong(message, make):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_padded_rows_have_no_packing_and_packed_rows_all_of_it():
+    assert TokenBatch(IDS, MASK, MASK).packing is None
+    assert packed().packing == (POSITIONS, LENGTHS, REMAINING)
+    assert packed().arguments() == (IDS, MASK, MASK, POSITIONS, LENGTHS, REMAINING)
+    assert (packed().shape, packed().tokens) == ((2, 4), 8)
+
+
+def test_rows_that_lie_there_already_are_not_copied():
+    rows = TokenBatch(IDS, MASK, MASK, places=(("a",), ("b",)))
+    assert rows.to(torch.device("cpu")) is rows
+    wide = rows.map(lambda tensor: tensor.int())
+    assert wide.loss_mask.dtype == torch.int32
+    assert wide.places == rows.places
+
+
+def test_shift_left_moves_one_slot_and_leaves_zeros():
+    assert shift_left(IDS).tolist() == [[6, 7, 8, 0], [10, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("rows", [TokenBatch(IDS, MASK, MASK), packed()], ids=["padded", "packed"])
+def test_an_answer_about_rows_is_shifted_once(rows):
+    aux, hidden = torch.randn(2, 4, 6), torch.randn(2, 4, 2)
+    states = {"aux_hidden_states": aux, "last_hidden_states": hidden}
+    batch = Eagle3TargetBatch.about(rows, **states)
+    assert torch.equal(batch.last_hidden_states, shift_left(hidden))
+    assert batch.aux_hidden_states is aux
+    assert torch.equal(batch.input_ids, shift_left(IDS))
+    assert torch.equal(batch.loss_mask, shift_left(MASK))
+    assert batch.attention_mask is MASK
+    assert (batch.position_ids, batch.seq_lens, batch.doc_remaining) == rows.arguments()[3:]
+    kept = {**states, "last_hidden_states": batch.last_hidden_states}
+    again = Eagle3TargetBatch.about(rows, **kept, shifted=True)
+    assert again.last_hidden_states is batch.last_hidden_states
+    assert torch.equal(again.input_ids, batch.input_ids)
+
+
+def test_every_supervision_is_shifted_with_its_rows():
+    rows, aux = TokenBatch(IDS, MASK, MASK), torch.randn(2, 4, 6)
+    probs, position = torch.rand(2, 4, 3), torch.ones(2, 4, 1, dtype=torch.bool)
+    batch = Eagle3TargetBatch.about(
+        rows, aux_hidden_states=aux, target_probs=probs, position_mask=position
+    )
+    assert torch.equal(batch.target_probs, shift_left(probs))
+    assert torch.equal(batch.position_mask, shift_left(position))
+    logits = torch.randn(2, 4, 9)
+    batch = Eagle3TargetBatch.about(rows, aux_hidden_states=aux, logits=logits)
+    assert torch.equal(batch.logits, shift_left(logits))
+
+
+def test_whoever_tokenises_needs_no_torch():
+    code = "import fledge.data.pack, fledge.data.tokenise, sys; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
