@@ -19,7 +19,7 @@ import torch
 from fledge.cli.loading import load_draft, load_target
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.measure.answers import Answered, cached_answers
+from fledge.measure.answers import AnsweredTurn, cached_answers
 from fledge.measure.prompts import read_prompts
 from fledge.measure.replay import Text, replay
 from fledge.train.runs import draft_directory
@@ -32,7 +32,7 @@ def clock(device: torch.device) -> float:
 
 
 def decode_live(
-    decoder: SpeculativeDecoder, turns: list[Answered], stops: Stops, batch: int
+    decoder: SpeculativeDecoder, turns: list[AnsweredTurn], stops: Stops, batch: int
 ) -> tuple[float, list[Generation]]:
     """Seconds, and the texts in the turns' order; those of similar length run together."""
     order = sorted(range(len(turns)), key=lambda i: len(turns[i].prompt_ids))
@@ -47,7 +47,7 @@ def decode_live(
 
 
 def replay_all(
-    target: Any, draft: Any, turns: list[Answered], draft_tokens: int, batch_tokens: int
+    target: Any, draft: Any, turns: list[AnsweredTurn], draft_tokens: int, batch_tokens: int
 ) -> tuple[float, float, Any]:
     """(seconds the first time, seconds when warm, what was found)."""
     texts = [Text(one.prompt_ids, one.answer_ids) for one in turns]
@@ -61,7 +61,7 @@ def replay_all(
     return seconds[0], seconds[1], found
 
 
-def same_rounds(turns: list[Answered], live: list[Generation], replays: Any) -> tuple[int, int]:
+def same_rounds(turns: list[AnsweredTurn], live: list[Generation], replays: Any) -> tuple[int, int]:
     """(rounds that are equal, rounds in all) of the texts that both ways agree on."""
     pairs = [
         (one.rounds, found.rounds)

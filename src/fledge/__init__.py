@@ -39,7 +39,7 @@ _PUBLIC = {
     "simulated_accept_length": "fledge.objective.eagle3",
     "SpeculativeDecoder": "fledge.decode.speculative",
     "Stops": "fledge.decode.stops",
-    "TreeShape": "fledge.decode.tree",
+    "TreeShape": "fledge.decode.strategies.shape",
     "replay": "fledge.measure.replay",
     "diagnose": "fledge.diagnosis.diagnose",
     "export_draft": "fledge.export.export",

@@ -10,6 +10,8 @@ import time
 import pytest
 
 from fledge.cli.train import acceptance_table
+from fledge.decode.strategies.registry import own_strategy
+from fledge.methods.registry import METHODS
 from train.tiny import make_chats, make_target, recipe_for
 
 
@@ -49,8 +51,12 @@ def test_plan_train_and_train_again(place):
 
 def test_the_table_says_how_tokens_were_drafted():
     figures = {"acceptance_length": 1.5, "joint": [0.4, 0.1]}
-    assert acceptance_table(figures, figures, parallel=False).title.endswith("greedy chain")
-    assert "tokens in parallel" in acceptance_table(figures, figures, parallel=True).title
+    titles = {
+        name: acceptance_table(figures, figures, own_strategy(method).drafted).title
+        for name, method in METHODS.items()
+    }
+    assert titles["eagle3"].endswith("greedy chain")
+    assert "tokens in parallel" in titles["peagle"]
 
 
 def test_a_signal_leaves_a_resumable_run(place):

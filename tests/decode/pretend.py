@@ -55,7 +55,8 @@ class PretendPasses(Passes):
         self.caches = list  # where the caches lie
 
     def _learn(self, key, run, inputs):
-        self.learned.append(key[:2])
+        function, constants = key[:2]
+        self.learned.append((function.__name__, dict(constants).get("used")))
         return super()._learn(key, run, inputs)
 
     def _recorded(self, run, inputs):

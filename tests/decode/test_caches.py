@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
-from decode.tiny_decode import AUX, NumberedTarget, make_draft
-from fledge.decode.drafter import Drafter
-from fledge.decode.tree import TreeShape, propose_tree, tree_layout
+from decode.tiny_decode import AUX, NumberedTarget, make_draft, round_state
+from fledge.decode.proposal import Chooser
+from fledge.decode.strategies.drafter import Drafter
+from fledge.decode.strategies.shape import DraftShape, TreeShape
+from fledge.decode.strategies.tree import Tree, tree_layout
 from fledge.rollout.plan import plan_rollout
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -79,9 +81,9 @@ def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
     cached = NumberedTarget(target, AUX[:2])
     with torch.no_grad():
         cached.begin(rows)
-        depth, visible = tree_layout(torch.tensor(parents), 3)
+        layout = tree_layout(torch.tensor(parents), 3)
         token = torch.tensor([[root, *own] for root, own in zip(roots, nodes, strict=True)])
-        answer = cached.step(token, depth_BN=depth, visible_BNN=visible)
+        answer = cached.step(token, layout)
         for index, row in enumerate(rows):
             for node, path in paths.items():
                 text = [*row, roots[index], *(nodes[index][i] for i in path)]
@@ -102,9 +104,9 @@ def test_a_window_counts_places_in_the_text_not_nodes():
     cached = NumberedTarget(model, AUX[:2])
     with torch.no_grad():
         cached.begin([row])
-        depth, visible = tree_layout(torch.tensor([[-1, -1, 1, 2]]), 3)
+        layout = tree_layout(torch.tensor([[-1, -1, 1, 2]]), 3)
         token = torch.tensor([[4, *nodes]])
-        answer = cached.step(token, depth_BN=depth, visible_BNN=visible)
+        answer = cached.step(token, layout)
         logits, aux = whole_pass(model, [*row, 4, 12, 13, 14])
     torch.testing.assert_close(answer.logits_BNV[0, -1], logits[-1], **EXACT)
     torch.testing.assert_close(answer.aux_BND[0, -1], aux[-1], **EXACT)
@@ -124,11 +126,11 @@ def test_the_cached_draft_computes_the_rollout_of_training(target, options):
         begin = 0
         for anchor in (2, 3, 5):  # after two, one and two more verified slots
             own = slice(begin, anchor + 1)
-            slots = drafter.slots(
-                batch.aux_hidden_states[:, own], batch.input_ids[:, own], [begin],
+            verified = round_state(
+                drafter, batch.aux_hidden_states[:, own], batch.input_ids[:, own], [begin],
                 [anchor + 1 - begin], ahead=2,
             )  # fmt: skip
-            state = drafter.extend(slots)
+            state = drafter.extend(verified)
             for depth in range(3):
                 if depth:
                     token = batch.input_ids[:, anchor + depth, None]
@@ -152,10 +154,10 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
     shape = TreeShape(depth=4, width=4, nodes=nodes)
     aux, ids = torch.randn(2, 5, 48).double(), torch.randint(0, 40, (2, 5))
     with torch.no_grad():
-        drafter = Drafter(draft)
-        drafter.start(2)
-        slots = drafter.slots(aux, ids, [0, 0], [5, 3], ahead=shape.behind(20))
-        tree = propose_tree(drafter, slots, shape)
+        strategy = Tree(draft, DraftShape(tree=shape))
+        strategy.drafter.start(2)
+        state = round_state(strategy.drafter, aux, ids, [0, 0], [5, 3], ahead=shape.behind(20))
+        tree = strategy.propose(state, Chooser())
         for row, count in enumerate([5, 3]):
             scores = score_paths(draft, aux[row, :count], ids[row, :count], shape)
             paths = []
@@ -169,8 +171,8 @@ def forced(draft, aux, ids, path, width):
     """The likeliest next tokens after a forced path, with their log-probabilities."""
     drafter = Drafter(draft)
     drafter.start(1)
-    slots = drafter.slots(aux[None], ids[None], [0], [len(ids)], ahead=len(path))
-    state = drafter.extend(slots)
+    verified = round_state(drafter, aux[None], ids[None], [0], [len(ids)], ahead=len(path))
+    state = drafter.extend(verified)
     for depth, said in enumerate(path, start=1):
         index = torch.tensor([[len(ids) - 1 + depth]])
         token = torch.tensor([[said]])

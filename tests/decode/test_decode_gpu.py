@@ -10,7 +10,7 @@ from decode.tiny_decode import AUX, STOPS
 from fledge.decode import recorded
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
-from fledge.decode.tree import TreeShape
+from fledge.decode.strategies.shape import TreeShape
 from fledge.measure.replay import Text, replay
 from fledge.target.hf.model import HFEagle3TargetModel
 

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from decode.pretend import PretendPasses
 from decode.tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
 from fledge.decode import recorded, speculative
-from fledge.decode.clock import Clock
+from fledge.decode.clock import RoundClock
 from fledge.decode.recorded import Passes
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
+from fledge.decode.strategies.shape import TreeShape
 from fledge.decode.target import CachedTarget
-from fledge.decode.tree import TreeShape
 
 TREE = TreeShape(depth=4, width=3, nodes=9)
 LONG = Stops(30, frozenset({3}))
@@ -37,8 +37,8 @@ def decoder(target, draft=None, **options):
 
 def addresses(decoder):
     held = [x for layer in decoder.target._cache.layers for x in (layer.keys, layer.values)]
-    if decoder.drafter is not None:
-        held.append(decoder.drafter._cache_LKBUGC)
+    if decoder.strategy is not None:
+        held.append(decoder.strategy.drafter._cache_LKBUGC)
     return [None if x is None else x.data_ptr() for x in held]
 
 
@@ -150,7 +150,7 @@ def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, target,
     for layer in ours.target._cache.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
-    ours.drafter._cache_LKBUGC.fill_(float("nan"))
+    ours.strategy.drafter._cache_LKBUGC.fill_(float("nan"))
     assert said(ours.generate(asked[:3], STOPS)) == want
 
 
@@ -163,7 +163,7 @@ def test_a_pass_recorded_at_any_time_has_done_no_harm(narrow, target, drafts, as
 
     def look(rows):
         nonlocal seen
-        ours.passes.forget()
+        ours.passes.drop_recordings()
         [row] = rows
         if row.finish is None:
             seen += row.rounds[-1].accepted > 2
@@ -194,10 +194,29 @@ def test_only_so_many_passes_are_kept(monkeypatch):
     passes = PretendPasses(torch.device("cpu"))
     passes.begin(greedy=True)
     for size in (1, 2, 1, 3, 1, 2):
-        got = passes("double", lambda x: x * 2, {"x": torch.arange(size)}, used=8)
+        got = passes(times, {"x": torch.arange(size)}, factor=2)
         assert got.tolist() == [2 * i for i in range(size)]
     assert len(passes.learned) == 4  # when 3 comes, 2 has gone unused for longest; and comes again
     assert len(passes._held) == 2
+
+
+def times(x, *, factor):
+    return x * factor
+
+
+def negative(x, *, factor):
+    return -x * factor
+
+
+def test_a_recording_is_of_its_function_and_all_of_its_constants():
+    passes = PretendPasses(torch.device("cpu"))
+    passes.begin(greedy=True)
+    x = {"x": torch.arange(3)}
+    for _ in range(2):
+        assert passes(times, x, factor=2).tolist() == [0, 2, 4]
+        assert passes(times, x, factor=3).tolist() == [0, 3, 6]
+        assert passes(negative, x, factor=3).tolist() == [0, -3, -6]
+    assert [name for name, _ in passes.learned] == ["times", "times", "negative"]
 
 
 def test_a_cpu_records_nothing():
@@ -213,7 +232,7 @@ def test_a_cpu_records_nothing():
 def test_recording_is_in_nobodys_time(monkeypatch):
     now = iter([0.0, 1.0, 5.0, 5.0, 6.0, 8.0])  # two rounds: begin, drafted, end
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"))
+    clock = RoundClock(torch.device("cpu"))
     for recording_s in (0.0, 0.5, 3.5, 3.5, 3.5, 4.0):
         clock.mark(recording_s)
     draft_s, target_s, decode_s = clock.read()

@@ -18,7 +18,7 @@ from decode.tiny_decode import AUX, STOPS, make_draft, make_target, plain_greedy
 from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
-from fledge.decode.tree import TreeShape
+from fledge.decode.strategies.shape import TreeShape
 
 TREE = TreeShape(depth=4, width=3, nodes=9)
 

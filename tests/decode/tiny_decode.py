@@ -3,6 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fledge.decode.state import RoundTable, RowState
 from fledge.decode.stops import Stops
 from fledge.decode.target import CachedTarget
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
@@ -100,6 +101,16 @@ def plain_greedy(model, prompt, stops: Stops):
             return new[:count], finish
 
 
+def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):
+    """Verified slots by plain numbers, with room for `ahead` more entries behind them."""
+    rows = [
+        RowState(begin + n, tokens[:n], range(n))
+        for begin, n, tokens in zip(start, count, token_BQ.tolist(), strict=True)
+    ]
+    table = RoundTable.to_device(rows, drafter.device, width=token_BQ.shape[1])
+    return table.with_states(aux_BQD, drafter.room(max(start) + token_BQ.shape[1] + ahead))
+
+
 class NumberedTarget(CachedTarget):
     """The target's passes by plain numbers, as a decoder's rounds would ask for them."""
 
@@ -107,11 +118,13 @@ class NumberedTarget(CachedTarget):
         self.lengths = [len(prompt) for prompt in prompts]
         return super().begin(prompts, **options)
 
-    def step(self, token_BN, **tree):
+    def step(self, token_BN, layout=None):
         """Read new tokens behind each row. They stay in the cache until `keep` is called."""
         used = self.room(max(self.lengths) + token_BN.shape[1])
         level = len({*self.lengths}) == 1
-        return self.read(token_BN, torch.tensor(self.lengths), used=used, level=level, **tree)
+        return self.read(
+            token_BN, torch.tensor(self.lengths), used=used, level=level, layout=layout
+        )
 
     def keep(self, rows, kept):
         """Go on with these rows, each with these of its last step's tokens (ascending)."""

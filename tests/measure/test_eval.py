@@ -13,6 +13,8 @@ from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import eos_token_ids
+from fledge.decode.strategies.registry import STRATEGIES
+from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.measure.answers import cached_answers
 from fledge.measure.evaluation import DraftEvaluation, EvalOptions
 from fledge.measure.figures import (
@@ -356,8 +358,15 @@ def test_speed_arithmetic():
 
 
 def test_every_method_has_its_definition():
-    assert "k = 4 tokens drafted in parallel" in definition("parallel", 4).replace("K", "k")
-    assert "temperature 1" in definition("chain", 4, temperature=1.0)
+    target, shape = make_target(), DraftShape(4, TreeShape(depth=3, nodes=5))
+    labels = {
+        name: strategy(make_draft(target, parallel=name == "parallel"), shape).label
+        for name, strategy in STRATEGIES.items()
+    }
+    assert "A chain of k = 4 drafted tokens per round" in definition(labels["chain"])
+    assert "K = 4 tokens drafted in parallel per round" in definition(labels["parallel"])
+    assert "A tree of 5 nodes, 3 deep per round" in definition(labels["tree"])
+    assert "temperature 1" in definition(labels["chain"], temperature=1.0)
 
 
 def test_eval_keeps_answers_token_by_token(place, own_cache, tmp_path):

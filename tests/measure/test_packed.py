@@ -11,15 +11,11 @@ from fledge.core.rows import TokenRow
 from fledge.data.pack import collate, pack_rows
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
+from fledge.decode.strategies.parallel import run_lengths
+from fledge.decode.strategies.registry import rollouts_of
+from fledge.decode.strategies.rollouts import drafting_slots
 from fledge.measure.figures import Acceptance, count_rounds
-from fledge.measure.packed import (
-    Rollouts,
-    _run_lengths,
-    accepted_lengths,
-    answers_of,
-    drafting_slots,
-    target_picks,
-)
+from fledge.measure.packed import accepted_lengths, answers_of, drafted_tokens, target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -54,7 +50,7 @@ def test_held_out_rounds_are_the_live_rounds(target, drafts, asked, kind, width)
     depth = 4
     rows, expected = talks(target, drafts[kind], asked[:24], depth)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
-    rollouts = Rollouts(drafts[kind], depth, drafts[kind].config.parallel_drafting)
+    rollouts = rollouts_of(drafts[kind], depth)
     found = Acceptance.none(depth)
     for tokens in packs_of(rows, width):
         batch = backend.generate_batch(*tokens.arguments())
@@ -76,7 +72,7 @@ def test_every_encoding_says_the_same(target, drafts, asked):
         backend.set_vocab_mapping(ids, member)
         batch = backend.generate_batch(*tokens.arguments())
         picks = target_picks(batch, tokens, backend.info().head, ids)
-        found = replay_held_out(batch, tokens, Rollouts(draft, 3, False), picks)
+        found = replay_held_out(batch, tokens, rollouts_of(draft, 3), picks)
         assert found == expected, supervision
         if supervision == "logits":
             likeliest = picks
@@ -105,11 +101,11 @@ def test_on_foreign_text_a_hit_is_what_the_target_would_have_said(target, drafts
     assert (picks[4:58] == likeliest[5:59]).all()
     assert (picks[:4] == -1).all()
     assert (picks[58:] == -1).all()
-    rollouts = Rollouts(draft, depth, False)
+    rollouts = rollouts_of(draft, depth)
     accepted = accepted_lengths(rollouts, batch, tokens, picks)[0]
     plan = rollouts.plan(tokens)
     with torch.no_grad():
-        said = [rollouts.tokens(states) for states in rollouts.head_inputs(batch, plan)]
+        said = [drafted_tokens(rollouts, states) for states in rollouts.head_inputs(batch, plan)]
     drafted = {
         (int(plan.slot_T[slot]), k): int(token)
         for k, (rows, tokens_N) in enumerate(zip(plan.depths, said, strict=True))
@@ -150,7 +146,7 @@ def test_an_answer_without_a_prompt_has_no_rounds():
 @given(st.lists(st.booleans(), max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_run_lengths_count_to_the_next_gap(marked):
-    found = _run_lengths(np.array(marked, dtype=bool)).tolist()
+    found = run_lengths(np.array(marked, dtype=bool)).tolist()
     for at, length in enumerate(found):
         assert all(marked[at : at + length])
         assert at + length == len(marked) or not marked[at + length]

@@ -9,7 +9,7 @@ from decode.tiny_decode import AUX, STOPS
 from fledge.decode.pieces import Pieces
 from fledge.decode.rounds import Round
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.measure.packed import Rollouts
+from fledge.decode.strategies.registry import rollouts_of
 from fledge.measure.replay import Text
 from fledge.measure.tokens import look_closely, written_tokens
 from fledge.models.resolve import load_tokenizer
@@ -34,7 +34,7 @@ def test_every_token_has_its_writer_and_both_models_probabilities(target, drafts
         if not one.rounds:
             continue
         text = Text(one.prompt_ids, one.token_ids)
-        rollouts = Rollouts(draft, depth, kind == "parallel")
+        rollouts = rollouts_of(draft, depth)
         tokens = look_closely(backend, rollouts, text, one.rounds, Numbers())
         assert "".join(t.text for t in tokens) == Numbers().decode(one.token_ids)
         ids = one.prompt_ids + one.token_ids
@@ -69,7 +69,7 @@ def test_the_drafts_probability_is_that_of_its_own_distribution(target, drafts):
     [one] = live.generate([[5, 6, 7]], STOPS)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
     text = Text(one.prompt_ids, one.token_ids)
-    tokens = look_closely(backend, Rollouts(draft, 1, False), text, one.rounds, Numbers())
+    tokens = look_closely(backend, rollouts_of(draft, 1), text, one.rounds, Numbers())
     first = one.rounds[0]
     ids = (one.prompt_ids + one.token_ids)[: first.context]
     ones = torch.ones(1, len(ids), dtype=torch.long)

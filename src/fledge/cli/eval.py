@@ -130,8 +130,10 @@ def measure(
     with watching() as watch:
         watch("loading the target", 0, 1)
         backend = load_target(paths[0], target, aux_layers, dtype, device)
+        loaded = []
         for label, path in zip(labels, paths, strict=True):  # a bad one is told before the answers
-            check_fits(backend, load_draft(path, backend), label)
+            loaded.append((label, load_draft(path, backend)))
+            check_fits(backend, loaded[-1][1], label)
         answers = cached_answers(
             backend,
             asked,
@@ -142,10 +144,7 @@ def measure(
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         evaluation = DraftEvaluation(backend, answers.turns, options, watch)
-        reports = [
-            evaluation.evaluate(label, load_draft(path, backend))
-            for label, path in zip(labels, paths, strict=True)
-        ]
+        reports = [evaluation.evaluate(label, draft) for label, draft in loaded]
     return Measured(reports, answers, backend, prompts)
 
 
@@ -162,12 +161,12 @@ def _labels(drafts: list[Path]) -> list[str]:
 def _options(
     draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int, samples: int
 ) -> Any:
-    from fledge.decode.tree import TreeShape
+    from fledge.decode.strategies.shape import TreeShape
     from fledge.measure.evaluation import EvalOptions
 
     return EvalOptions(
         num_draft_tokens=draft_tokens,
-        method=method or None,  # type: ignore[arg-type]
+        method=method or None,
         tree=TreeShape(*numbers(tree, 3, "--tree")),
         live=live,
         max_new_tokens=max_new_tokens,

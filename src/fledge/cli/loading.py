@@ -7,7 +7,7 @@ from fledge.core.errors import BadInput
 
 
 def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
-    from fledge.draft.files import read_config
+    from fledge.draft.files import read_config, read_draft_config
     from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.train.runs import recipe_of
 
@@ -16,7 +16,9 @@ def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: s
     if not name:
         raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
     dtype = dtype or (getattr(recipe.target, "dtype", "auto") if recipe is not None else "auto")
-    ids = numbers(aux_layers, 3, "--aux-layers") if aux_layers else None
+    ids = None
+    if aux_layers:
+        ids = numbers(aux_layers, read_draft_config(draft).num_aux_hidden_states, "--aux-layers")
     if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
         ids = read_config(draft).get("aux_layer_ids")
     if ids is None and recipe is not None:
@@ -37,10 +39,9 @@ def parse_dtype(name: str) -> Any:
 
 
 def load_draft(path: Path, target: Any) -> Any:
-    from fledge.draft.eagle3 import LlamaEagle3DraftModel
+    from fledge.methods.registry import load_draft
 
-    draft = LlamaEagle3DraftModel.from_pretrained(path, dtype=target.info().dtype)
-    return draft.to(target.model.device)
+    return load_draft(path, dtype=target.info().dtype).to(target.model.device)
 
 
 def numbers(text: str, count: int, where: str) -> list[int]:

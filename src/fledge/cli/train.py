@@ -157,15 +157,17 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
         out.print(f"stopped after step {state.step}; the same command continues the run")
         return
     if state.last:
-        parallel = recipe.objective.kind == "peagle"
-        out.print(acceptance_table(state.first, state.last, parallel=parallel))
+        from fledge.decode.strategies.registry import own_strategy
+        from fledge.methods.registry import METHODS
+
+        drafted = own_strategy(METHODS[recipe.objective.kind]).drafted
+        out.print(acceptance_table(state.first, state.last, drafted))
     out.print(predicted.table(truth))
     out.print(f"best checkpoint (a loadable draft): {directory}/best", soft_wrap=True)
 
 
-def acceptance_table(before: dict[str, Any], after: dict[str, Any], *, parallel: bool) -> Table:
+def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str) -> Table:
     """Held-out acceptance before and after training, per drafted token."""
-    drafted = "tokens in parallel" if parallel else "chain"
     table = Table(title=f"held-out acceptance, greedy {drafted}", title_justify="left", box=None)
     table.add_column("", no_wrap=True)
     table.add_column("length", justify="right")

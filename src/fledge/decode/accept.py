@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.decode.propose import Chooser, Proposal
+from fledge.decode.proposal import Chooser, Proposal
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Verdict:
     tokens: list[int]
 
 
-def told(proposal: Proposal, logits_BNV: Tensor, chooser: Chooser) -> Tensor:
+def pack_picks(proposal: Proposal, logits_BNV: Tensor, chooser: Chooser) -> Tensor:
     """Tokens, parents (of a tree) and the target's picks side by side: one copy to the host.
 
     `logits_BNV` [B, N + 1, V]: after the verified text, then after each node.
@@ -39,11 +39,11 @@ def told(proposal: Proposal, logits_BNV: Tensor, chooser: Chooser) -> Tensor:
     return torch.cat([part for part in parts if part is not None], dim=1)
 
 
-def judge(told: Sequence[Sequence[int]], count: int) -> list[Verdict]:
-    """What `told` says of every row, for `count` proposed tokens of each."""
+def judge(packed: Sequence[Sequence[int]], count: int) -> list[Verdict]:
+    """Walk every row of what `pack_picks` put together, with `count` proposed tokens each."""
     chain = range(-1, count - 1)
     verdicts = []
-    for row in told:
+    for row in packed:
         tokens, parents, picks = row[:count], row[count : -count - 1], row[-count - 1 :]
         verdicts.append(walk(tokens, parents or chain, picks))
     return verdicts
@@ -78,8 +78,8 @@ def judge_drawn(
     rows_B = torch.arange(len(accepted_B), device=p_BN.device)
     token_B = chooser.draw(residual(p_BNV[rows_B, accepted_B], q_BNV[rows_B, accepted_B]))
     columns = (proposal.token_BN, accepted_B[:, None], token_B[:, None])
-    told = torch.cat(columns, dim=1).tolist()
-    return [Verdict(list(range(n)), [*drafted[:n], own]) for *drafted, n, own in told]
+    packed = torch.cat(columns, dim=1).tolist()
+    return [Verdict(list(range(n)), [*drafted[:n], last]) for *drafted, n, last in packed]
 
 
 def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import time
 import torch
 
 
-class Clock:
+class RoundClock:
     """Marks at the beginning of each round, after the draft, and at the end of the round."""
 
     def __init__(self, device: torch.device) -> None:

@@ -3,7 +3,11 @@
 A pass is plain tensor code that writes into caches. Everywhere but on a GPU it is simply called. On
 a GPU it is recorded the first time its shapes are seen, and from then on started with one call. So
 that shapes come back, caches are then looked at in widths of 256, 512, ... instead of exactly what
-is used, and the memory of the caches stays where it is; whoever moves it says `forget`.
+is used, and the memory of the caches stays where it is; whoever moves it calls `drop_recordings`.
+
+A pass is a function of its arguments and of nothing else: of tensors, whose values may change from
+call to call, and of constants (an engine with its caches, a width, a flag), which are part of what
+is recorded.
 
 Recording runs a pass twice. So it must give the same results when it is run again on the same
 inputs, or name inputs for the rehearsal that do no harm. Results lie in memory that the next pass,
@@ -12,7 +16,8 @@ whichever it is, overwrites.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -51,30 +56,30 @@ class Passes:
             return needed
         return max(_NARROWEST, 1 << (needed - 1).bit_length())
 
-    def forget(self) -> None:
-        """The caches lie elsewhere now."""
+    def drop_recordings(self) -> None:
+        """Record everything anew: the caches lie elsewhere now."""
         self._held.clear()
         self._pool = None
 
     def __call__(
         self,
-        name: str,
         run: Callable[..., Result],
-        inputs: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         *,
-        used: int,
-        rehearse: Callable[[], dict[str, Tensor]] | None = None,
+        rehearse: Callable[..., dict[str, Tensor]] | None = None,
+        **constants: Hashable,
     ) -> Result:
-        """`run(**inputs)`; what else it depends on is told by `name`, `used` and the shapes."""
+        """`run(**tensors, **constants)`; `rehearse(**tensors)`: tensors to record with instead."""
         if not self.fixed:
-            return run(**inputs)
-        key = (name, used, *((tensor.shape, tensor.dtype) for tensor in inputs.values()))
+            return run(**tensors, **constants)
+        shapes = ((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        key = (run, tuple(constants.items()), *shapes)
         if key not in self._held:
-            rehearsal = inputs if rehearse is None else rehearse()
-            if not self._learn(key, run, rehearsal):
-                return run(**inputs)
+            rehearsal = tensors if rehearse is None else rehearse(**tensors)
+            if not self._learn(key, partial(run, **constants), rehearsal):
+                return run(**tensors, **constants)
         held = self._held[key] = self._held.pop(key)  # the last to be thrown out
-        result: Result = held(inputs)
+        result: Result = held(tensors)
         return result
 
     def _learn(self, key: Any, run: Callable[..., Result], inputs: dict[str, Tensor]) -> bool:
@@ -87,7 +92,7 @@ class Passes:
             reason = first_line(error)
             log.warning("decoding runs step by step: a pass could not be recorded (%s)", reason)
             self._able = self.fixed = False
-            self.forget()
+            self.drop_recordings()
         self.recording_s += self._now() - begin
         return key in self._held
 

@@ -2,32 +2,31 @@
 
 One round: the draft runs the slots that the last round verified, with the target's true features,
 and proposes tokens; the target reads the last known token and all proposed ones in one pass; the
-accepted ones and one token of the target's own are added; both caches forget the rest.
+accepted ones and one token of the target's own are added; both caches forget the rest. How tokens
+are drafted is the strategy's matter (`strategies`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fledge.core.errors import BadInput, nearest
-from fledge.core.transfer import send
-from fledge.decode.accept import Verdict, judge, judge_drawn, told
-from fledge.decode.clock import Clock
-from fledge.decode.drafter import Drafter, TrueSlots
-from fledge.decode.propose import Chooser, Proposal, propose_chain, propose_parallel
+from fledge.decode.accept import Verdict, judge, judge_drawn, pack_picks
+from fledge.decode.clock import RoundClock
+from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.recorded import Passes
 from fledge.decode.rounds import Round
+from fledge.decode.state import RoundState, RoundTable, RowState
 from fledge.decode.stops import Finish, Stops
+from fledge.decode.strategies.base import Strategy
+from fledge.decode.strategies.registry import choose
+from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.decode.target import CachedTarget, take
-from fledge.decode.tree import TreeShape, propose_tree, tree_layout
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.target.layers import default_aux_layer_ids, target_depth, validate_aux_layer_ids
-
-Method = Literal["chain", "parallel", "tree"]
+from fledge.draft.base import DraftModel
+from fledge.methods.registry import method_of
+from fledge.target.layers import target_depth, validate_aux_layer_ids
 
 
 @dataclass
@@ -65,47 +64,44 @@ class Timing:
 class SpeculativeDecoder:
     """A Hugging Face target with a draft, or, for comparison, without one.
 
-    `method` None takes what the draft was trained for. `num_draft_tokens` is the length of a chain,
-    or the number of parallel tokens; a tree has its own shape. `record`: whether greedy decoding on
-    a GPU runs recorded passes (`recorded`).
+    `method` names a strategy; None takes what the draft was trained for. `num_draft_tokens` is the
+    length of a chain, or the number of parallel tokens; a tree has its own shape. `record`: whether
+    greedy decoding on a GPU runs recorded passes (`recorded`).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        draft: LlamaEagle3DraftModel | None = None,
+        draft: DraftModel | None = None,
         *,
         aux_layer_ids: Sequence[int] | None = None,
-        method: Method | None = None,
+        method: str | None = None,
         num_draft_tokens: int = 7,
         tree: TreeShape | None = None,
         draft_dtype: torch.dtype | None = None,
         record: bool = True,
     ) -> None:
-        self.method = None if draft is None else check_method(draft, method)
-        if num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens must be positive, got {num_draft_tokens}")
-        self.num_draft_tokens = num_draft_tokens
-        self.tree = tree or TreeShape()
-        ids: list[int] | None = None
-        if draft is not None:
-            depth = target_depth(model.config)
-            known = getattr(draft.config, "aux_layer_ids", None)  # what it was trained on
-            ids = validate_aux_layer_ids(
-                aux_layer_ids or known or default_aux_layer_ids(depth), depth
-            )
+        kind = None if draft is None else choose(draft, method)
+        shape = DraftShape(num_draft_tokens, tree or TreeShape())
+        ids = None if draft is None else _aux_layer_ids(model, draft, aux_layer_ids)
         self.target = CachedTarget(model, ids)
         self.passes = self.target.passes = Passes(self.target.device, record=record)
-        self.drafter: Drafter | None = None
-        if draft is not None:
-            self.drafter = Drafter(draft, dtype=draft_dtype, passes=self.passes)
-            if self.drafter.device != self.target.device:
+        self.strategy: Strategy | None = None
+        if draft is not None and kind is not None:
+            self.strategy = kind(draft, shape, dtype=draft_dtype, passes=self.passes)
+            if draft.device != self.target.device:
                 raise ValueError(
-                    f"draft is on {self.drafter.device}, the target on {self.target.device}: "
+                    f"draft is on {draft.device}, the target on {self.target.device}: "
                     "move the draft there"
                 )
-        self._reach = _Reach.of(self.method, num_draft_tokens, self.tree, self.drafter)
+        self._count = 0 if self.strategy is None else self.strategy.count
+        self._most_kept = 1 if self.strategy is None else self.strategy.depth + 1
         self.timing = Timing()
+
+    @property
+    def method(self) -> str | None:
+        """The strategy's name; None without a draft."""
+        return None if self.strategy is None else self.strategy.name
 
     @torch.no_grad()
     def generate(
@@ -125,9 +121,9 @@ class SpeculativeDecoder:
         generator = torch.Generator(self.target.device).manual_seed(seed) if temperature else None
         chooser = Chooser(temperature, generator)
         self.passes.begin(greedy=temperature == 0)
-        clock = Clock(self.target.device)
-        everyone = [Generation(list(prompt)) for prompt in prompts]
-        now = self._begin(everyone, stops, chooser)
+        clock = RoundClock(self.target.device)
+        texts = [Generation(list(prompt)) for prompt in prompts]
+        now = self._begin(texts, stops, chooser)
         self.timing = Timing()
         while now is not None:
             clock.mark(self.passes.recording_s)
@@ -140,129 +136,69 @@ class SpeculativeDecoder:
             clock.mark(self.passes.recording_s)
             self.timing.rounds += 1
             if on_round is not None:
-                on_round(everyone)
+                on_round(texts)
         self.timing.draft_s, self.timing.target_s, self.timing.decode_s = clock.read()
         self.timing.recording_s = self.passes.recording_s
-        return everyone
+        return texts
 
     def _begin(self, rows: list[Generation], stops: Stops, chooser: Chooser) -> "_Now | None":
         """Read the prompts and take the first token, which no draft had a say in."""
         prompts = [row.prompt_ids for row in rows]
-        answer = self.target.begin(prompts, ahead=self._reach.count + 1)
-        first_B, _ = chooser.pick(answer.logits_BNV[:, 0])
+        output = self.target.begin(prompts, ahead=self._count + 1)
+        first_B, _ = chooser.pick(output.logits_BNV[:, 0])
         for row, token in zip(rows, first_B.tolist(), strict=True):
             row.add([token], stops)
-        aux_BND = None
-        if self.drafter is not None and answer.aux_BND is not None:
-            self.drafter.start(len(rows))
-            self._read_prompts(self.drafter, prompts, answer.aux_BND)
-            last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
-            aux_BND = take(answer.aux_BND, last_B1.to(self.target.device))
-            if self.passes.fixed:  # as wide as it will be after every round
-                aux_BND = F.pad(aux_BND, (0, 0, 0, self._reach.kept - 1))
+        if self.strategy is not None:
+            self.strategy.start(prompts, output.aux_BND)
+        last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
+        aux_BND = take(output.aux_BND, last_B1.to(self.target.device))
+        if self.passes.fixed:  # as wide as it will be after every round
+            aux_BND = F.pad(aux_BND, (0, 0, 0, self._most_kept - 1))
         return self._go_on(rows, [[] for _ in rows], aux_BND)
 
-    @staticmethod
-    def _read_prompts(drafter: Drafter, prompts: list[list[int]], aux_BTD: Tensor) -> None:
-        """The prompts' slots, but for the last, which reads the first token behind the prompt."""
-        width = max(len(prompt) for prompt in prompts) - 1
-        if width > 0:
-            tokens = [prompt[1:] + [0] * (width + 1 - len(prompt)) for prompt in prompts]
-            token_BQ = torch.tensor(tokens, device=drafter.device)
-            index_BQ = torch.arange(width, device=drafter.device).expand(token_BQ.shape)
-            state_BQE = drafter.draft.project_hidden_states(aux_BTD[:, :width], drafter.dtype)
-            drafter.room(width)
-            drafter.run(state_BQE, token_BQ, index_BQ, used=width)
-
-    def _numbers(self, rows: list[Generation], kept: list[list[int]]) -> Tensor:
-        """[B, 2 + 2Q]: all that a round tells the device, in one copy.
-
-        Length of the row in the target's cache; how many slots the last round made true, the tokens
-        that they read, and where among the last round's tokens they stood.
-        """
-        most = self._reach.kept if self.passes.fixed else max(len(own) for own in kept)
-        table = []
-        for row, own in zip(rows, kept, strict=True):
-            count, rest = len(own), most - len(own)
-            tokens = row.token_ids[-count:]
-            table.append([row.known - 1, count, *tokens, *[0] * rest, *own, *range(count, most)])
-        return send(torch.tensor(table), self.target.device)
-
     def _propose(self, now: "_Now", chooser: Chooser) -> Proposal:
-        drafter = self.drafter
-        if drafter is None or now.aux_BQD is None:
-            return Proposal(now.numbers_BC[:, :0])
-        used = now.draft_used
-
-        def run(numbers_BC: Tensor, aux_BQD: Tensor) -> Proposal:
-            length_B, count_B, token_BQ, _ = _columns(numbers_BC)
-            slots = TrueSlots(aux_BQD, token_BQ, length_B - count_B, count_B, used)
-            if self.method == "tree":
-                return propose_tree(drafter, slots, self.tree)
-            propose = propose_parallel if self.method == "parallel" else propose_chain
-            return propose(drafter, slots, self.num_draft_tokens, chooser)
-
-        inputs = {"numbers_BC": now.numbers_BC, "aux_BQD": now.aux_BQD}
-        return self.passes("propose", run, inputs, used=used)
+        state = now.state
+        if self.strategy is None:
+            return Proposal(state.token_BQ[:, :0])
+        tensors = {"packed_BC": state.packed_BC, "aux_BQD": state.aux_BQD}
+        return self.passes(
+            propose, tensors, strategy=self.strategy, used=state.used, chooser=chooser
+        )
 
     def _verify(
         self, now: "_Now", proposal: Proposal, chooser: Chooser
-    ) -> tuple[list[Verdict], Tensor | None]:
+    ) -> tuple[list[Verdict], Tensor]:
         count, used = proposal.token_BN.shape[1], now.target_used
         ends = {row.known + count for row in now.rows}
-        level = ends == {used} and not self.passes.fixed
-
-        def run(numbers_BC: Tensor, **proposed: Tensor) -> "_Verified":
-            length_B, count_B, token_BQ, _ = _columns(numbers_BC)
-            last_B1 = token_BQ.gather(1, count_B[:, None] - 1)
-            token_BN = torch.cat([last_B1, proposed["token_BN"]], dim=1)
-            layout = {}
-            if "parent_BN" in proposed:
-                depth_BN, visible_BNN = tree_layout(proposed["parent_BN"], self.tree.depth)
-                layout = {"depth_BN": depth_BN, "visible_BNN": visible_BNN}
-            answer = self.target.read(token_BN, length_B, used=used, level=level, **layout)
-            if proposal.probs_BNW is not None:
-                return _Verified(answer.aux_BND, logits_BNV=answer.logits_BNV)
-            own = Proposal(proposed["token_BN"], proposed.get("parent_BN"))
-            return _Verified(answer.aux_BND, told_BK=told(own, answer.logits_BNV, chooser))
-
-        inputs = {"numbers_BC": now.numbers_BC, "token_BN": proposal.token_BN}
+        tensors = {"packed_BC": now.state.packed_BC, "token_BN": proposal.token_BN}
         if proposal.parent_BN is not None:
-            inputs["parent_BN"] = proposal.parent_BN
-        found = self.passes("verify", run, inputs, used=used)
-        if found.told_BK is not None:
-            return judge(found.told_BK.tolist(), count), found.aux_BND
-        assert found.logits_BNV is not None
-        assert self.drafter is not None
-        drawn = judge_drawn(proposal, found.logits_BNV, chooser, self.drafter.selected_W)
-        return drawn, found.aux_BND
-
-    def _settle(self, numbers_BC: Tensor) -> None:
-        """Move the accepted path of the last tree together in the target's cache."""
-
-        def run(numbers_BC: Tensor) -> None:
-            length_B, count_B, _, place_BQ = _columns(numbers_BC)
-            self.target.settle(length_B - count_B, place_BQ)
-
-        def rehearse() -> dict[str, Tensor]:
-            """Everything stays where it is: moved twice, it would be elsewhere."""
-            rehearsal_BC = numbers_BC.clone()
-            _, _, _, place_BQ = _columns(rehearsal_BC)
-            place_BQ.copy_(torch.arange(place_BQ.shape[1], device=place_BQ.device))
-            return {"numbers_BC": rehearsal_BC}
-
-        inputs = {"numbers_BC": numbers_BC}
-        self.passes("settle", run, inputs, used=0, rehearse=rehearse)
+            tensors["parent_BN"] = proposal.parent_BN
+        verified = self.passes(
+            verify,
+            tensors,
+            target=self.target,
+            strategy=self.strategy,
+            used=used,
+            level=ends == {used} and not self.passes.fixed,
+            drawn=proposal.probs_BNW is not None,
+            chooser=chooser,
+        )
+        if verified.picks_BK is not None:
+            return judge(verified.picks_BK.tolist(), count), verified.aux_BND
+        assert verified.logits_BNV is not None
+        assert self.strategy is not None
+        selected_W = self.strategy.selected_W
+        return judge_drawn(proposal, verified.logits_BNV, chooser, selected_W), verified.aux_BND
 
     def _add(self, row: Generation, verdict: Verdict, stops: Stops) -> None:
         if row.finish is None:
             context = row.known
             emitted = row.add(verdict.tokens, stops)
-            if self.drafter is not None:
+            if self.strategy is not None:
                 row.rounds.append(Round(context, min(len(verdict.path), emitted), emitted))
 
     def _go_on(
-        self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor | None
+        self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor
     ) -> "_Now | None":
         """Drop finished rows (none left: None), and forget what was not accepted.
 
@@ -278,23 +214,23 @@ class SpeculativeDecoder:
         if len(alive) < len(rows) and not (self.passes.fixed and 2 * len(alive) > len(rows)):
             self.target.select(alive)
             rows, kept = [rows[i] for i in alive], [kept[i] for i in alive]
-            if self.drafter is not None and aux_BND is not None:
-                self.drafter.select(alive)
-                aux_BND = aux_BND[torch.tensor(alive, device=aux_BND.device)]
-        numbers_BC = self._numbers(rows, kept)
-        end = max(row.known for row in rows) - 1  # in the caches, which lack the newest token
-        target_used = self.target.room(end + 1 + self._reach.count)
-        if self.drafter is None or aux_BND is None:
-            return _Now(rows, numbers_BC, target_used)
-        draft_used = self.drafter.room(end + self._reach.slots)
-        place_BQ = _columns(numbers_BC)[3]
-        if self.method != "tree":  # what stands, stands where it should
-            aux_BQD = aux_BND[:, : place_BQ.shape[1]]
-        else:
-            aux_BQD = take(aux_BND, place_BQ)
-            if self.passes.fixed or any(own != [*range(len(own))] for own in kept):
-                self._settle(numbers_BC)
-        return _Now(rows, numbers_BC, target_used, draft_used, aux_BQD)
+            aux_BND = aux_BND[torch.tensor(alive, device=aux_BND.device)]
+            if self.strategy is not None:
+                self.strategy.select(alive)
+        known = [
+            RowState(row.known - 1, row.token_ids[-len(places) :], places)
+            for row, places in zip(rows, kept, strict=True)
+        ]
+        width = self._most_kept if self.passes.fixed else max(map(len, kept))
+        table = RoundTable.to_device(known, self.target.device, width=width)
+        end = max(row.length for row in known)
+        target_used = self.target.room(end + 1 + self._count)
+        if self.strategy is None:
+            return _Now(rows, table.with_states(aux_BND, 0), target_used)
+        used = self.strategy.reserve(end)
+        in_place = all(places == [*range(len(places))] for places in kept)
+        aux_BQD = self.strategy.settle(self.target, table, aux_BND, in_place=in_place)
+        return _Now(rows, table.with_states(aux_BQD, used), target_used)
 
 
 @dataclass(frozen=True)
@@ -302,55 +238,55 @@ class _Now:
     """Between two rounds: the rows, and what is true since the last pass of the target."""
 
     rows: list[Generation]
-    numbers_BC: Tensor
-    target_used: int  # how far the next round looks in the caches
-    draft_used: int = 0
-    aux_BQD: Tensor | None = None  # None without a draft
+    state: RoundState
+    target_used: int  # how far the next round looks in the target's cache
 
 
 @dataclass(frozen=True)
-class _Verified:
-    aux_BND: Tensor | None
-    told_BK: Tensor | None = None
-    logits_BNV: Tensor | None = None  # of a chain that was drawn
+class Verified:
+    """What the target made of a proposal."""
+
+    aux_BND: Tensor
+    picks_BK: Tensor | None = None  # for `judge`
+    logits_BNV: Tensor | None = None  # for `judge_drawn`
 
 
-@dataclass(frozen=True)
-class _Reach:
-    """How much a round can bring, whatever is accepted."""
-
-    count: int = 0  # proposed tokens
-    kept: int = 1  # places of the target's pass that can stand
-    slots: int = 0  # entries of the draft's cache behind the newest verified slot
-
-    @classmethod
-    def of(
-        cls, method: Method | None, count: int, tree: TreeShape, drafter: Drafter | None
-    ) -> "_Reach":
-        if drafter is None:
-            return cls()
-        if method == "tree":
-            vocabulary = len(drafter.selected_W)
-            kept = tree.depth + 1
-            return cls(tree.proposed(vocabulary), kept, max(kept, tree.behind(vocabulary)))
-        return cls(count, count + 1, 2 * count if method == "parallel" else count + 1)
+# The passes that a GPU records: functions of their arguments alone.
 
 
-def _columns(numbers_BC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Lengths, counts, tokens and places of `_numbers`."""
-    token_BQ, place_BQ = numbers_BC[:, 2:].chunk(2, dim=1)
-    return numbers_BC[:, 0], numbers_BC[:, 1], token_BQ, place_BQ
+def propose(
+    packed_BC: Tensor, aux_BQD: Tensor, *, strategy: Strategy, used: int, chooser: Chooser
+) -> Proposal:
+    return strategy.propose(RoundTable.unpack(packed_BC).with_states(aux_BQD, used), chooser)
 
 
-def check_method(draft: LlamaEagle3DraftModel, method: str | None) -> Method:
-    """What was asked for, if the draft can do it; None: what it was trained for."""
-    config = draft.config
-    if method is None:
-        return "parallel" if config.parallel_drafting else "chain"
-    if method not in get_args(Method):
-        raise BadInput(
-            f"no drafting method '{method}'", fix=nearest(method, list(get_args(Method)))
-        )
-    if method == "parallel" and (not config.parallel_drafting or config.mask_token_id is None):
-        raise BadInput("this draft was not trained for parallel drafting", fix="use chain or tree")
-    return cast(Method, method)
+def verify(
+    packed_BC: Tensor,
+    token_BN: Tensor,
+    parent_BN: Tensor | None = None,
+    *,
+    target: CachedTarget,
+    strategy: Strategy | None,
+    used: int,
+    level: bool,
+    drawn: bool,
+    chooser: Chooser,
+) -> Verified:
+    """The target over the newest known token and the proposed ones; `drawn`: judged by chance."""
+    table = RoundTable.unpack(packed_BC)
+    last_B1 = table.token_BQ.gather(1, table.count_B[:, None] - 1)
+    read_BN = torch.cat([last_B1, token_BN], dim=1)
+    layout = None if strategy is None else strategy.layout(parent_BN)
+    output = target.read(read_BN, table.length_B, used=used, layout=layout, level=level)
+    if drawn:
+        return Verified(output.aux_BND, logits_BNV=output.logits_BNV)
+    picks_BK = pack_picks(Proposal(token_BN, parent_BN), output.logits_BNV, chooser)
+    return Verified(output.aux_BND, picks_BK=picks_BK)
+
+
+def _aux_layer_ids(model: nn.Module, draft: DraftModel, wanted: Sequence[int] | None) -> list[int]:
+    """The layers that a draft listens to: as asked, as it was trained, or its method's own."""
+    depth, count = target_depth(model.config), draft.config.num_aux_hidden_states
+    trained = getattr(draft.config, "aux_layer_ids", None)
+    ids = wanted or trained or method_of(draft.config).default_aux_layer_ids(depth, count)
+    return validate_aux_layer_ids(ids, depth, count)

@@ -27,11 +27,19 @@ _ATTENTION = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
-class Answer:
+class PassOutput:
     """What the target made of some new tokens."""
 
     logits_BNV: Tensor
-    aux_BND: Tensor | None  # three aux states side by side; None without a draft
+    aux_BND: Tensor  # the aux layers' states side by side: [B, N, 0] where there are none
+
+
+@dataclass(frozen=True)
+class Layout:
+    """New tokens that do not stand one after another: where each stands, and what it sees."""
+
+    depth_BN: Tensor  # how far behind the row's end
+    visible_BNN: Tensor  # which of the new tokens, itself included
 
 
 class CachedTarget:
@@ -51,7 +59,7 @@ class CachedTarget:
         self._attention = self._masked_attention()
         self._cache = SlotCache(len(self._layers))
 
-    def begin(self, prompts: Sequence[Sequence[int]], *, ahead: int = 0) -> Answer:
+    def begin(self, prompts: Sequence[Sequence[int]], *, ahead: int = 0) -> PassOutput:
         """Read the prompts; logits [B, 1, V] of the next token, aux states left-aligned.
 
         `ahead` is how many tokens the first `read` will put behind them.
@@ -59,7 +67,7 @@ class CachedTarget:
         lengths = [len(prompt) for prompt in prompts]
         width = max(lengths)
         if self._cache.start(len(prompts), self.passes.room(width + ahead)):
-            self.passes.forget()
+            self.passes.drop_recordings()
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         token_BN = torch.tensor(padded, device=self.device)
         position_BN = torch.arange(width, device=self.device).expand(token_BN.shape)
@@ -73,7 +81,7 @@ class CachedTarget:
         """Make room for `needed` places of a row; how many a pass should look at."""
         used = self.passes.room(needed)
         if self._cache.reserve(used):
-            self.passes.forget()
+            self.passes.drop_recordings()
         return used
 
     def read(
@@ -82,21 +90,20 @@ class CachedTarget:
         length_B: Tensor,
         *,
         used: int,
-        depth_BN: Tensor | None = None,
-        visible_BNN: Tensor | None = None,
+        layout: Layout | None = None,
         level: bool = False,
-    ) -> Answer:
-        """Read N new tokens behind each row: one after another, or as a tree says.
+    ) -> PassOutput:
+        """Read N new tokens behind each row: one after another, or as `layout` says.
 
-        `depth_BN` is how far behind the row's end a token stands, `visible_BNN` which of the new
-        tokens it sees, itself included. `level`: every row ends where `used` ends, so that the
-        model's own mask is right for a chain, and attention may run without any.
+        `level`: every row ends where `used` ends, so that the model's own mask is right for a
+        chain, and attention may run without any.
         """
         step_BN = torch.arange(token_BN.shape[1], device=self.device).expand(token_BN.shape)
         length_B1 = length_B[:, None]
-        position_BN = length_B1 + (step_BN if depth_BN is None else depth_BN)
+        position_BN = length_B1 + (step_BN if layout is None else layout.depth_BN)
         mask = index_BN = None
-        if visible_BNN is not None or not level:
+        if layout is not None or not level:
+            visible_BNN = None if layout is None else layout.visible_BNN
             mask = self._mask(length_B1, position_BN, visible_BNN, used)
         if not level:
             index_BN = length_B1 + step_BN
@@ -140,7 +147,7 @@ class CachedTarget:
 
     def _forward(
         self, token_BN: Tensor, mask: Tensor | dict[str, Tensor] | None, position_BN: Tensor
-    ) -> Answer:
+    ) -> PassOutput:
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(layer_outputs(self._layers, self.aux_layer_ids, seen.__setitem__))
@@ -153,8 +160,10 @@ class CachedTarget:
                 past_key_values=self._cache,
                 use_cache=True,
             )
-        aux = torch.cat([seen[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
-        return Answer(output.logits, aux)
+        if not self.aux_layer_ids:
+            return PassOutput(output.logits, output.logits.new_empty((*token_BN.shape, 0)))
+        aux_BND = torch.cat([seen[i] for i in self.aux_layer_ids], -1)
+        return PassOutput(output.logits, aux_BND)
 
     def _layer_kinds(self) -> dict[str, int | None]:
         """The kinds of attention in the model and how far each looks back (None: all the way).

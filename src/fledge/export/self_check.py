@@ -22,6 +22,8 @@ from fledge.core.rows import TokenBatch
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
+from fledge.decode.strategies.registry import choose
+from fledge.decode.strategies.shape import DraftShape
 from fledge.draft.base import DraftModel
 from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
@@ -260,9 +262,9 @@ class DecodingCheck:
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
         taken = [Sample(one.prompt_ids, one.token_ids, one.rounds) for one in before]
-        method = "parallel" if files.config.parallel_drafting else "chain"
+        strategy = choose(files)(files, DraftShape(self._depth))
         return Decoded(
-            definition=definition(method, self._depth),
+            definition=definition(strategy.label),
             prompts=len(prompts),
             tokens=sum(len(one.token_ids) for one in answers),
             acceptance_length=found.length,

@@ -30,7 +30,7 @@ Watch = Callable[[float, int], None]  # answers done (parts count), answers in a
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredTurn:
     """One turn that the target answered."""
 
     name: str
@@ -45,7 +45,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Answers:
-    turns: list[Answered]
+    turns: list[AnsweredTurn]
     skipped: int  # prompts that leave no room for an answer
     from_cache: bool
     path: Path
@@ -87,7 +87,7 @@ def cached_answers(
 def _held(path: Path, parts: Path) -> Answers:
     shutil.rmtree(parts, ignore_errors=True)  # whoever wrote them may have been killed just then
     held = json.loads(path.read_bytes())
-    return Answers([Answered(**turn) for turn in held["turns"]], held["skipped"], True, path)
+    return Answers([AnsweredTurn(**turn) for turn in held["turns"]], held["skipped"], True, path)
 
 
 def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:
@@ -129,9 +129,9 @@ class _Writer:
 
     def answer(
         self, prompts: Sequence[Prompt], on_answer: Watch | None
-    ) -> tuple[list[Answered], int]:
+    ) -> tuple[list[AnsweredTurn], int]:
         """Turn after turn: a follow-up is asked when what goes before it is answered."""
-        turns: list[Answered] = []
+        turns: list[AnsweredTurn] = []
         skipped = number = 0
         total = sum(1 + len(prompt.followups) for prompt in prompts)
         asked = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
@@ -152,7 +152,7 @@ class _Writer:
                 assert one.finish is not None
                 prompt = prompts[row]
                 turns.append(
-                    Answered(
+                    AnsweredTurn(
                         prompt.name, prompt.group, prompt.category, number,
                         one.prompt_ids, one.token_ids, one.finish, said[-1]["content"],
                     )
@@ -200,7 +200,7 @@ class _Writer:
             for ids, one in zip(encoded, held, strict=True)
         ]
 
-    def _next(self, said: list[Message], answered: Answered, follow: str) -> list[Message]:
+    def _next(self, said: list[Message], answered: AnsweredTurn, follow: str) -> list[Message]:
         reply = self._tokenizer.decode(answered.answer_ids, skip_special_tokens=True)
         answer = {"role": "assistant", "content": reply}
         return [*said, answer, {"role": "user", "content": follow}]

@@ -1,8 +1,8 @@
 """One draft against the target's answers: replayed for the figures, decoded live for the proof.
 
-Chains and parallel drafts are replayed over all answers, and a sample of them is decoded live: the
-live texts must be the target's, the live rounds the replayed ones, and the clock says what it
-gains. A tree is decoded live over all answers.
+Where its strategy can be replayed, a draft is replayed over all answers, and a sample of them is
+decoded live: the live texts must be the target's, the live rounds the replayed ones, and the clock
+says what it gains. Otherwise (a tree) all answers are decoded live.
 """
 
 import time
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fledge.core.errors import BadInput
-from fledge.decode.speculative import Generation, Method, SpeculativeDecoder, check_method
+from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.decode.tree import TreeShape
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.measure.answers import Answered
+from fledge.decode.strategies.base import Strategy
+from fledge.decode.strategies.registry import choose
+from fledge.decode.strategies.shape import DraftShape, TreeShape
+from fledge.draft.base import DraftModel
+from fledge.measure.answers import AnsweredTurn
 from fledge.measure.figures import (
     Acceptance,
     Sample,
@@ -27,7 +29,6 @@ from fledge.measure.figures import (
     every_slot_length,
     vocabulary_misses,
 )
-from fledge.measure.packed import Rollouts
 from fledge.measure.replay import Replay, Text, replay
 from fledge.measure.speed import Speed, Stopwatch
 from fledge.measure.tokens import WrittenToken, look_closely, written_tokens
@@ -39,9 +40,9 @@ Watch = Callable[[str, int, int], None]  # what is going on, done, in all
 @dataclass(frozen=True)
 class EvalOptions:
     num_draft_tokens: int = 7
-    method: Method | None = None
+    method: str | None = None  # of drafting; None: what a draft was trained for
     tree: TreeShape = TreeShape()  # noqa: RUF009  (frozen)
-    live: int = 4  # answers to decode live as well; a tree decodes all
+    live: int = 4  # answers to decode live as well; all where there is no replay
     max_new_tokens: int = 256
     batch_tokens: int = 8192  # of one replayed batch
     samples: int = 0  # answers to show token by token
@@ -87,7 +88,7 @@ class DraftReport:
     """Everything `fledge eval` says about one draft."""
 
     name: str
-    method: Method
+    method: str
     definition: str
     acceptance: Acceptance
     every_slot: float | None
@@ -139,7 +140,7 @@ class DraftEvaluation:
     def __init__(
         self,
         target: HFEagle3TargetModel,
-        answers: Sequence[Answered],
+        answers: Sequence[AnsweredTurn],
         options: EvalOptions,
         watch: Watch | None = None,
     ) -> None:
@@ -152,29 +153,28 @@ class DraftEvaluation:
         self._shown = [i * count // shown for i in range(shown)]
         self._stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
 
-    def evaluate(self, name: str, draft: LlamaEagle3DraftModel) -> DraftReport:
+    def evaluate(self, name: str, draft: DraftModel) -> DraftReport:
         check_fits(self.target, draft, name)
-        method = check_method(draft, self.options.method)
+        shape = DraftShape(self.options.num_draft_tokens, self.options.tree)
+        strategy = choose(draft, self.options.method)(draft, shape)
+        depth = strategy.depth
         begin = time.perf_counter()
-        replays = None if method == "tree" else self._replay(draft, method)
+        replays = None if strategy.rollouts is None else self._replay(strategy)
         replay_s = time.perf_counter() - begin
-        depth = self.options.tree.depth if method == "tree" else self.options.num_draft_tokens
-        which = list(range(len(self.answers))) if method == "tree" else sorted(self._sample)
-        live, speed = self._decode(draft, method, which)
+        which = list(range(len(self.answers))) if replays is None else sorted(self._sample)
+        live, speed = self._decode(strategy, which)
         if replays is None:
             samples = [_live_sample(live[i], self.answers[i]) for i in which]
         else:
             samples = [
-                _replayed_sample(one, found)
-                for one, found in zip(self.answers, replays, strict=True)
+                _replayed_sample(turn, replayed)
+                for turn, replayed in zip(self.answers, replays, strict=True)
             ]
-        selected = draft.selected_token_ids
-        assert selected is not None
-        sayable = set(selected.tolist())
+        sayable = set(strategy.selected_W.tolist())
         return DraftReport(
             name=name,
-            method=method,
-            definition=definition(method, depth, nodes=self.options.tree.nodes),
+            method=strategy.name,
+            definition=definition(strategy.label),
             acceptance=acceptance(samples, depth),
             every_slot=every_slot_length(samples, depth),
             groups=by_label(samples, depth, lambda sample: sample.group),
@@ -185,38 +185,36 @@ class DraftEvaluation:
             live=self._check(live, replays, depth) if live else None,
             speed=speed,
             replay_s=None if replays is None else replay_s,
-            samples=[self._show(draft, method, i, samples[i]) for i in self._shown],
+            samples=[self._show(strategy, i, samples[i]) for i in self._shown],
         )
 
-    def _show(
-        self, draft: LlamaEagle3DraftModel, method: Method, index: int, sample: Sample
-    ) -> ShownAnswer:
-        """An answer token by token; of a tree only who wrote it, its nodes are not kept."""
+    def _show(self, strategy: Strategy, index: int, sample: Sample) -> ShownAnswer:
+        """An answer token by token; without replay only who wrote it: proposals are not kept."""
         text = Text(list(sample.prompt_ids), list(sample.answer_ids))
-        tokenizer, depth = self.target.tokenizer, self.options.num_draft_tokens
-        if method == "tree":
+        tokenizer = self.target.tokenizer
+        if strategy.rollouts is None:
             tokens = written_tokens(text, sample.rounds, tokenizer)
         else:
-            rollouts = Rollouts(draft, depth, method == "parallel")
+            rollouts = strategy.rollouts(strategy.draft, strategy.depth)
             tokens = look_closely(self.target, rollouts, text, sample.rounds, tokenizer)
-        own = acceptance([sample], self.options.tree.depth if method == "tree" else depth)
-        return ShownAnswer(self.answers[index].question, sample.category, own, tokens)
+        figures = acceptance([sample], strategy.depth)
+        return ShownAnswer(self.answers[index].question, sample.category, figures, tokens)
 
-    def _replay(self, draft: LlamaEagle3DraftModel, method: Method) -> list[Replay]:
+    def _replay(self, strategy: Strategy) -> list[Replay]:
         total = len(self.answers)
         self._watch("replaying", 0, total)
         return replay(
             self.target,
-            draft,
-            [Text(one.prompt_ids, one.answer_ids) for one in self.answers],
-            num_draft_tokens=self.options.num_draft_tokens,
-            method=method,
+            strategy.draft,
+            [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers],
+            num_draft_tokens=strategy.depth,
+            method=strategy.name,
             batch_tokens=self.options.batch_tokens,
             on_text=lambda done: self._watch("replaying", done, total),
         )
 
     def _decode(
-        self, draft: LlamaEagle3DraftModel, method: Method, which: list[int]
+        self, strategy: Strategy, which: list[int]
     ) -> tuple[dict[int, Generation], Speed | None]:
         """Decode some prompts live, one at a time; the sample's plainly too, for the clock.
 
@@ -225,9 +223,9 @@ class DraftEvaluation:
         options = self.options
         decoder = SpeculativeDecoder(
             self.target.model,
-            draft,
+            strategy.draft,
             aux_layer_ids=self.target.aux_layer_ids,
-            method=method,
+            method=strategy.name,
             num_draft_tokens=options.num_draft_tokens,
             tree=options.tree,
         )
@@ -264,7 +262,7 @@ class DraftEvaluation:
         return LiveCheck(len(live), same_texts, rounds, same_rounds, acceptance(samples, depth))
 
 
-def check_fits(target: HFEagle3TargetModel, draft: LlamaEagle3DraftModel, name: str) -> None:
+def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> None:
     """Refuse a draft that was made for another target, as far as shapes show it."""
     info, config = target.info(), draft.config
     for what, ours, theirs in (
@@ -300,13 +298,13 @@ def _shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def _live_sample(one: Generation, answered: Answered) -> Sample:
+def _live_sample(one: Generation, answered: AnsweredTurn) -> Sample:
     return Sample(
         one.prompt_ids, one.token_ids, one.rounds, answered.category, group=answered.group
     )
 
 
-def _replayed_sample(one: Answered, found: Replay) -> Sample:
+def _replayed_sample(one: AnsweredTurn, found: Replay) -> Sample:
     return Sample(
         one.prompt_ids, one.answer_ids, found.rounds, one.category, found.accepted_T, one.group
     )

@@ -176,13 +176,8 @@ def vocabulary_misses(
     return VocabularyMisses(tokens, outside, rounds, ended)
 
 
-def definition(method: str, depth: int, *, temperature: float = 0.0, nodes: int = 0) -> str:
-    """The sentence that goes with every figure."""
-    drafted = {
-        "chain": f"a chain of k = {depth} drafted tokens",
-        "parallel": f"k = {depth} tokens drafted in parallel",
-        "tree": f"a tree of {nodes} nodes, {depth} deep",
-    }[method]
+def definition(drafted: str, *, temperature: float = 0.0) -> str:
+    """The sentence that goes with every figure; `drafted` is a strategy's label."""
     return (
         "acceptance length = tokens per round of drafting and verification: the accepted drafted "
         "tokens and the one the target adds (bonus token counted; the first token of an answer "

@@ -21,16 +21,11 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch, TokenRow
 from fledge.data.pack import Pack, Piece, collate, pack_rows
 from fledge.decode.rounds import Round, walk_rounds
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.decode.strategies.registry import rollouts_of
+from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
+from fledge.draft.base import DraftModel
 from fledge.measure.figures import Acceptance, count_rounds
-from fledge.measure.packed import (
-    Ints,
-    Rollouts,
-    accepted_lengths,
-    answers_of,
-    drafting_slots,
-    target_picks,
-)
+from fledge.measure.packed import Ints, accepted_lengths, answers_of, target_picks
 from fledge.target.base import Eagle3TargetBackend
 
 
@@ -56,7 +51,7 @@ class Replay:
 
 def replay(
     target: Eagle3TargetBackend,
-    draft: LlamaEagle3DraftModel,
+    draft: DraftModel,
     texts: Sequence[Text],
     *,
     num_draft_tokens: int = 7,
@@ -65,28 +60,24 @@ def replay(
     batch_tokens: int = 8192,
     on_text: Callable[[int], None] | None = None,
 ) -> list[Replay]:
-    """Replay every text; `method` is "chain" or "parallel", None what the draft was trained for.
+    """Replay every text; `method` names a strategy, None takes what the draft was trained for.
 
     The target needs `supervision="hidden"`. Texts are packed up to `batch_tokens` tokens; `on_text`
     hears how many are done.
     """
     if num_draft_tokens < 1:
         raise ValueError(f"num_draft_tokens must be positive, got {num_draft_tokens}")
-    if method not in (None, "chain", "parallel"):
-        raise ValueError(f"method: a chain or parallel tokens can be replayed, got {method!r}")
     if not all(len(text.prompt_ids) for text in texts):
         raise ValueError("texts: a prompt needs at least one token")
-    parallel = draft.config.parallel_drafting if method is None else method == "parallel"
-    rollouts = Rollouts(draft.eval(), num_draft_tokens, parallel, draft_dtype)
-    found: dict[int, Replay] = {}
+    rollouts = rollouts_of(draft.eval(), num_draft_tokens, name=method, dtype=draft_dtype)
+    replays: dict[int, Replay] = {}
     for pack in _packs([len(text) for text in texts], batch_tokens):
         members = [piece.row for piece in pack]
-        found |= zip(
-            members, _replay_pack(target, rollouts, [texts[i] for i in members]), strict=True
-        )
+        done = _replay_pack(target, rollouts, [texts[i] for i in members])
+        replays |= zip(members, done, strict=True)
         if on_text is not None:
-            on_text(len(found))
-    return [found[i] for i in range(len(texts))]
+            on_text(len(replays))
+    return [replays[i] for i in range(len(texts))]
 
 
 def _packs(lengths: Sequence[int], batch_tokens: int) -> Iterator[Pack]:
@@ -100,15 +91,15 @@ def _replay_pack(
 ) -> list[Replay]:
     tokens = as_pack(texts)
     batch = ask(target, tokens)
-    said_T = F.pad(tokens.input_ids, (0, 2))[0, 2:].where(drafting_slots(tokens)[0], -1).numpy()
-    accepted_T = accepted_lengths(rollouts, batch, tokens, said_T)[0]
+    text_T = F.pad(tokens.input_ids, (0, 2))[0, 2:].where(drafting_slots(tokens)[0], -1).numpy()
+    accepted_T = accepted_lengths(rollouts, batch, tokens, text_T)[0]
     picks_T = target_picks(batch, tokens, target.info().head, rollouts.selected_token_ids)
     replays, begin = [], 0
     for text in texts:
-        own = slice(begin, begin + len(text))
-        accepted = accepted_T[own].tolist()
+        span = slice(begin, begin + len(text))
+        accepted = accepted_T[span].tolist()
         rounds = walk_rounds(accepted, prompt=len(text.prompt_ids), total=len(text))
-        other = int((picks_T[own] != said_T[own]).sum())
+        other = int((picks_T[span] != text_T[span]).sum())
         replays.append(Replay(accepted, rounds, other))
         begin += len(text)
     return replays
@@ -147,5 +138,5 @@ def replay_held_out(
     for answer in answers_of(tokens):
         accepted = accepted_BT[answer.row, answer.slots].tolist()
         rounds = walk_rounds(accepted, prompt=answer.prompt, total=answer.total)
-        pairs += [(one, answer.total) for one in rounds]
+        pairs += [(round_, answer.total) for round_ in rounds]
     return count_rounds(pairs, rollouts.depths)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fledge.core.head import TargetHead
 from fledge.decode.pieces import Pieces
 from fledge.decode.rounds import Round
-from fledge.measure.packed import Rollouts
+from fledge.decode.strategies.rollouts import Rollouts
 from fledge.measure.replay import Text, as_pack, ask
 from fledge.target.base import Eagle3TargetBackend
 
@@ -138,8 +137,7 @@ def _target_probabilities(
 def _said(rollouts: Rollouts, states_ME: Tensor, wanted: Sequence[int]) -> list[Drafted]:
     """What the draft says in some places; `wanted` are the text's tokens there."""
     selected_W = rollouts.selected_token_ids
-    head_WE = rollouts.draft.lm_head.weight.to(states_ME.dtype)
-    probs_MW = torch.softmax(F.linear(states_ME, head_WE).float(), dim=-1)
+    probs_MW = torch.softmax(rollouts.logits(states_ME).float(), dim=-1)
     best_M = probs_MW.max(dim=-1)
     wanted_M1 = torch.tensor(wanted, device=selected_W.device, dtype=torch.long)[:, None]
     of_text_M = (probs_MW * (selected_W == wanted_M1)).sum(-1)

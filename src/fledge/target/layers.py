@@ -122,18 +122,18 @@ def default_aux_layer_ids(depth: int) -> list[int]:
     return ids
 
 
-def validate_aux_layer_ids(aux_layer_ids: Sequence[int], depth: int) -> list[int]:
-    """Exactly three distinct ids in range; the order given is the order of concatenation."""
+def validate_aux_layer_ids(aux_layer_ids: Sequence[int], depth: int, count: int = 3) -> list[int]:
+    """`count` distinct ids in range; the order given is the order of concatenation."""
     try:
         given = list(aux_layer_ids)
         ids = [index(i) for i in given]  # numpy's and torch's integers are integers too
     except TypeError:
-        raise BadInput(f"aux_layer_ids must be three integers, got {aux_layer_ids!r}") from None
+        raise BadInput(f"aux_layer_ids must be {count} integers, got {aux_layer_ids!r}") from None
     if any(isinstance(i, bool) for i in given):
         raise BadInput(f"aux_layer_ids must be integers, got {given}")
-    if len(ids) != 3:
-        raise BadInput(f"aux_layer_ids must be exactly three layers, got {len(ids)}: {ids}")
-    if len(set(ids)) != 3:
+    if len(ids) != count:
+        raise BadInput(f"aux_layer_ids must be exactly {count} layers, got {len(ids)}: {ids}")
+    if len(set(ids)) != count:
         raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
     outside = [i for i in ids if not 0 <= i < depth]
     if outside:

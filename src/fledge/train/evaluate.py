@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from fledge.core.rows import TokenBatch
+from fledge.decode.strategies.registry import rollouts_of
 from fledge.measure.figures import Acceptance
-from fledge.measure.packed import Ints, Rollouts, target_picks
+from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
@@ -30,9 +31,7 @@ def evaluate(
     draft: Any = objective.draft_model
     was_training = draft.training
     draft.eval()
-    rollouts = Rollouts(
-        draft, objective.depths, draft.config.parallel_drafting, objective.compute_dtype
-    )
+    rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
     head = parts.target.info().head.to(parts.device)
     sums = Sums.zeros(objective.depths, parts.device)
     replayed = Acceptance.none(objective.depths)

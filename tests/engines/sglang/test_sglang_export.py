@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from sglang_draft import SGLangDraft, layers_that_sglang_reads, target_states
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fledge.decode.drafter import Drafter
+from fledge.decode.state import RoundTable, RowState
+from fledge.decode.strategies.drafter import Drafter
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.export import export_draft
@@ -222,12 +223,17 @@ def every_slot(rows: list[list[int]], aux: list[torch.Tensor]) -> tuple[Any, Any
 def our_proposals(exported: Exported, aux: list[torch.Tensor]) -> tuple[Any, Any]:
     """Our own decoder, one row after another."""
     tokens, logits = [], []
+    selected_W = exported.draft.selected_token_ids
+    assert selected_W is not None
     for row, aux_TD in zip(*every_slot(exported.rows, aux), strict=True):
         drafter = Drafter(exported.draft)
         drafter.start(1)
         count = len(row)
-        ids_1T = torch.tensor([row])
-        state = drafter.extend(drafter.slots(aux_TD[None], ids_1T, [0], [count], ahead=DEPTHS))
+        table = RoundTable.to_device(
+            [RowState(count, row, range(count))], drafter.device, width=count
+        )
+        verified = table.with_states(aux_TD[None], drafter.room(count + DEPTHS))
+        state = drafter.extend(verified)
         chain: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
         for depth in range(DEPTHS):
@@ -235,7 +241,7 @@ def our_proposals(exported: Exported, aux: list[torch.Tensor]) -> tuple[Any, Any
                 at = torch.tensor([[count - 1 + depth]])
                 state = drafter.run(state[:, None], chain[-1][None], at, used=count + depth)[:, 0]
             scores.append(drafter.logits(state)[0])
-            chain.append(drafter.selected_W[scores[-1].argmax(-1)][None])
+            chain.append(selected_W[scores[-1].argmax(-1)][None])
         tokens.append(torch.cat(chain))
         logits.append(torch.stack(scores))
     return torch.stack(tokens), torch.stack(logits)

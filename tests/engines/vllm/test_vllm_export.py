@@ -17,9 +17,11 @@ import torch
 
 from engines.cases import engine_target, greedy_texts, make_draft, train
 from engines.vllm.serving import Served, serve
-from fledge.decode.drafter import Drafter
-from fledge.decode.propose import Chooser, propose_chain, propose_parallel
+from fledge.decode.proposal import Chooser
 from fledge.decode.rounds import walk_rounds
+from fledge.decode.state import RoundTable, RowState
+from fledge.decode.strategies.registry import choose
+from fledge.decode.strategies.shape import DraftShape
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.commands import serve_command
 from fledge.export.export import export_draft, read_record
@@ -98,20 +100,13 @@ class Trained:
         ids_1T = torch.tensor([text])
         aux_1TD = self.target.generate_batch(ids_1T, torch.ones_like(ids_1T), ids_1T * 0 + 1)
         rows = len(text) - 1
-        drafter = Drafter(self.draft)
-        drafter.start(rows)
-        slots = drafter.slots(
-            aux_1TD.aux_hidden_states[:, :-1].expand(rows, -1, -1),
-            ids_1T[:, 1:].expand(rows, -1),
-            [0] * rows,
-            list(range(1, rows + 1)),
-            ahead=DEPTHS,
+        strategy = choose(self.draft)(self.draft, DraftShape(DEPTHS))
+        strategy.start([text[:1]] * rows, aux_1TD.aux_hidden_states.expand(rows, -1, -1))
+        verified = [RowState(n, text[1 : n + 1], range(n)) for n in range(1, rows + 1)]
+        state = RoundTable.to_device(verified, ids_1T.device, width=rows).with_states(
+            aux_1TD.aux_hidden_states[:, :-1].expand(rows, -1, -1), strategy.reserve(rows)
         )
-        parallel = self.draft.config.parallel_drafting
-        propose = propose_parallel if parallel else propose_chain
-        tokens: list[list[int]] = propose(
-            drafter, slots, DEPTHS, Chooser(0.0, None)
-        ).token_BN.tolist()
+        tokens: list[list[int]] = strategy.propose(state, Chooser()).token_BN.tolist()
         return tokens
 
 

@@ -25,7 +25,7 @@ from fledge.draft.base import DraftModel
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import FusedDraftLayer
 from fledge.draft.rotary import Rotary
-from fledge.measure.answers import Answered, cached_answers
+from fledge.measure.answers import AnsweredTurn, cached_answers
 from fledge.measure.figures import Acceptance, Sample, acceptance
 from fledge.measure.prompts import read_prompts
 from fledge.measure.replay import Text, replay
@@ -123,7 +123,7 @@ class Answering:
             max_new_tokens=max_new_tokens,
             on_answer=lambda done, total: self._watch("the target answers", done, total),
         )
-        self.answers: list[Answered] = [one for one in found.turns if len(one.answer_ids) > 2]
+        self.answers: list[AnsweredTurn] = [one for one in found.turns if len(one.answer_ids) > 2]
         if not self.answers:
             raise BadInput("the target answers none of the prompts with more than two tokens")
 

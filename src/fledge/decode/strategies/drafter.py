@@ -1,7 +1,7 @@
 """The draft as an engine runs it: keys and values kept by slot, a few new slots per call.
 
 Slot t reads the target's aux states at token t and token t + 1, sits at position t and predicts
-token t + 2 (FORMATS, slot semantics). The cache index of a slot *is* t. A rollout that starts at
+token t + 2. The cache index of a slot *is* t. A rollout that starts at
 anchor t leaves the keys of depth k at index t + k: what verification rejects is overwritten when
 the true slots come, and "keys up to my own index" is the whole visibility rule of a chain and of
 P-EAGLE's mask slots. A tree says itself who sees whom.
@@ -10,33 +10,21 @@ Shapes: B rows, Q new entries of a row, U cache entries, E draft hidden, W draft
 cache has L layers and K = 2, keys and values.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.decode.recorded import Passes
+from fledge.decode.state import RoundState
+from fledge.decode.strategies.base import Strategy
+from fledge.draft.base import DraftModel
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import rms_norm
 from fledge.draft.rotary import rotate
-
-
-@dataclass(frozen=True)
-class TrueSlots:
-    """Slots that the target has verified since the draft last ran, left-aligned per row."""
-
-    aux_BQD: Tensor  # aux states of the slots' own tokens
-    token_BQ: Tensor  # the tokens they read, one further on
-    start_B: Tensor  # index of each row's first new slot
-    count_B: Tensor  # how many of the Q are real
-    used: int  # cache entries to look at: at least as far as a rollout from here goes
-
-    @property
-    def anchor_B(self) -> Tensor:  # noqa: N802  (its shape)
-        """Each row's last slot: where its rollout starts."""
-        return self.start_B + self.count_B - 1
 
 
 class Drafter:
@@ -49,14 +37,8 @@ class Drafter:
         dtype: torch.dtype | None = None,
         passes: Passes | None = None,
     ) -> None:
-        selected = draft.selected_token_ids
-        if selected is None:
-            raise ValueError("d2t: the draft has no vocabulary mapping")
-        self.draft = draft.eval()
-        self.dtype = dtype or draft.fc.weight.dtype
-        self.device = draft.fc.weight.device
+        self.draft, self.device, self.dtype = draft, draft.device, dtype or draft.dtype
         self.passes = passes or Passes(self.device, record=False)
-        self.selected_W = selected
         self.layers = draft.layer_weights(self.dtype)
         self._norm = draft.norm.weight.to(self.dtype)
         self._head = draft.lm_head.weight.to(self.dtype)
@@ -67,7 +49,7 @@ class Drafter:
         rows, places = self._cache_LKBUGC.shape[2:4]
         if batch > rows:
             self._cache_LKBUGC = self._empty(batch, places)
-            self.passes.forget()
+            self.passes.drop_recordings()
         else:
             self._cache_LKBUGC.zero_()
 
@@ -86,7 +68,7 @@ class Drafter:
         if used > places:
             self._cache_LKBUGC = self._empty(rows, max(used, 2 * places))
             self._cache_LKBUGC[:, :, :, :places] = held
-            self.passes.forget()
+            self.passes.drop_recordings()
         return used
 
     def select(self, rows: Sequence[int]) -> None:
@@ -95,28 +77,25 @@ class Drafter:
         cache = self._cache_LKBUGC
         cache[:, :, : len(rows)] = cache.index_select(2, index)
 
-    def slots(
-        self,
-        aux_BQD: Tensor,
-        token_BQ: Tensor,
-        start_B: Sequence[int],
-        count_B: Sequence[int],
-        *,
-        ahead: int = 0,
-    ) -> TrueSlots:
-        """Verified slots by plain numbers, with room for `ahead` more entries behind them."""
-        used = self.room(max(start_B) + token_BQ.shape[1] + ahead)
-        start, count = (torch.tensor(list(x), device=self.device) for x in (start_B, count_B))
-        return TrueSlots(aux_BQD, token_BQ, start, count, used)
+    def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        """The prompts' slots, but for the last, which reads the first token behind the prompt."""
+        width = max(len(prompt) for prompt in prompts) - 1
+        if width > 0:
+            tokens = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
+            token_BQ = torch.tensor(tokens, device=self.device)
+            index_BQ = torch.arange(width, device=self.device).expand(token_BQ.shape)
+            state_BQE = self.draft.project_hidden_states(aux_BTD[:, :width], self.dtype)
+            self.room(width)
+            self.run(state_BQE, token_BQ, index_BQ, used=width)
 
-    def extend(self, slots: TrueSlots) -> Tensor:
+    def extend(self, state: RoundState) -> Tensor:
         """Run verified slots with the target's true features; [B, E] at each row's anchor."""
-        state_BQE = self.draft.project_hidden_states(slots.aux_BQD, self.dtype)
-        place_Q = torch.arange(slots.token_BQ.shape[1], device=self.device)
-        index_BQ = slots.start_B[:, None] + place_Q
-        state_BQE = self.run(state_BQE, slots.token_BQ, index_BQ, used=slots.used)
+        state_BQE = self.draft.project_hidden_states(state.aux_BQD, self.dtype)
+        place_Q = torch.arange(state.token_BQ.shape[1], device=self.device)
+        index_BQ = state.start_B[:, None] + place_Q
+        state_BQE = self.run(state_BQE, state.token_BQ, index_BQ, used=state.used)
         rows_B = torch.arange(len(state_BQE), device=self.device)
-        return state_BQE[rows_B, slots.count_B - 1]
+        return state_BQE[rows_B, state.count_B - 1]
 
     def run(
         self,
@@ -188,3 +167,36 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
         attn_mask=visible_BQU[:, None],
     )
     return out_BHQC.transpose(1, 2)
+
+
+class DrafterStrategy(Strategy):
+    """What the strategies of EAGLE-3's kind of draft share: they draft with a `Drafter`."""
+
+    @classmethod
+    def fits(cls, draft: DraftModel) -> bool:
+        return isinstance(draft, LlamaEagle3DraftModel)
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """Cache entries that a round writes behind the newest verified slot, at most."""
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        return Drafter(eagle_draft(self.draft), dtype=self.dtype, passes=self.passes)
+
+    def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        self.drafter.start(len(prompts))
+        self.drafter.read_prompts(prompts, aux_BTD)
+
+    def reserve(self, end: int) -> int:
+        return self.drafter.room(end + self.slots)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
+
+
+def eagle_draft(draft: DraftModel) -> LlamaEagle3DraftModel:
+    """The draft as the class that `DrafterStrategy.fits` has found it to be."""
+    assert isinstance(draft, LlamaEagle3DraftModel)
+    return draft

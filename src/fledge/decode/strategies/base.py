@@ -1,0 +1,116 @@
+"""A strategy: everything in decoding that depends on the way of drafting.
+
+The engine (`decode.speculative`) runs rounds. Before the first it hands the strategy the prompts
+and the target's states of them (`start`); in every round, the slots that were verified since
+(`RoundState`). The strategy proposes tokens, says how the target is to read them, and which of the
+target's states stand when some are accepted. What it remembers of a text, and where, is its own
+business: a cache of keys and values, something else, or nothing.
+
+A new strategy is a subclass and one line in `registry.py`, or `STRATEGIES.add(name, Class)` from
+elsewhere; a method lists it under `strategies`.
+
+Shapes: B rows, T prompt tokens, N proposed tokens, Q verified slots, D aux states, W draft
+vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fledge.decode.proposal import Chooser, Proposal
+from fledge.decode.recorded import Passes
+from fledge.decode.state import RoundState, RoundTable
+from fledge.decode.strategies.rollouts import Rollouts
+from fledge.decode.strategies.shape import DraftShape
+from fledge.decode.target import CachedTarget, Layout
+from fledge.draft.base import DraftModel
+
+
+class Strategy(ABC):
+    """One way of drafting with one draft, for one batch of rows at a time."""
+
+    name: ClassVar[str]
+
+    drafted: ClassVar[str]
+    """What a round drafts, for the title of a table: "chain"."""
+
+    rollouts: ClassVar[type[Rollouts] | None] = None
+    """Its teacher-forced twin, for exact replay; None: it has to be decoded live."""
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        shape: DraftShape,
+        *,
+        dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+    ) -> None:
+        selected = draft.selected_token_ids
+        if selected is None:
+            raise ValueError("d2t: the draft has no vocabulary mapping")
+        self.draft, self.shape, self.dtype = draft.eval(), shape, dtype or draft.dtype
+        self.selected_W = selected  # target ids of the draft's tokens
+        self.passes = passes or Passes(draft.device, record=False)
+
+    # --- what it is -----------------------------------------------------------------------------
+
+    @classmethod
+    def fits(cls, draft: DraftModel) -> bool:
+        """Whether it can draft with this one; the draft's method has named it already."""
+        return True
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Tokens that a round proposes."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens of them that can be accepted at most."""
+        return self.count
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What a round drafts, for the sentence that goes with a figure."""
+
+    # --- its memory of the texts ----------------------------------------------------------------
+
+    def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:  # noqa: B027
+        """New texts: the prompts and the target's states of their tokens, left-aligned.
+
+        The last slot of a prompt lacks its token yet: the first round brings it.
+        """
+
+    def reserve(self, end: int) -> int:
+        """Make room for a round behind `end` slots; how far its pass looks (`RoundState.used`)."""
+        return 0
+
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027  (nothing is remembered)
+        """Go on with these rows only, moved to the front."""
+
+    # --- a round --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
+        """Take in the verified slots and draft behind them.
+
+        Plain tensor code that may be recorded (`decode.recorded`): no look at a tensor's values,
+        and the same result when it is run again on the same state.
+        """
+
+    def layout(self, parent_BN: Tensor | None) -> Layout | None:
+        """How the target reads the newest known token and the proposed ones; None: in a row."""
+        return None
+
+    def settle(
+        self, target: CachedTarget, table: RoundTable, aux_BND: Tensor, *, in_place: bool
+    ) -> Tensor:
+        """Put what was accepted in its place in the target's cache; its aux states [B, Q, D].
+
+        `in_place`: in every row the accepted tokens were the first ones, so they are there.
+        """
+        return aux_BND[:, : table.place_BQ.shape[1]]

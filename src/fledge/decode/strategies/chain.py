@@ -1,0 +1,52 @@
+"""EAGLE-3's own way: one token after another, each from the draft's own last state and token."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fledge.decode.proposal import Chooser, Proposal
+from fledge.decode.state import RoundState
+from fledge.decode.strategies.drafter import DrafterStrategy, eagle_draft
+from fledge.decode.strategies.rollouts import Rollouts
+from fledge.rollout.plan import RolloutPlan
+
+
+class ChainRollouts(Rollouts):
+    def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
+        return eagle_draft(self.draft).unroll(aux_TD, ids_T, plan, compute_dtype=self.dtype)
+
+
+class Chain(DrafterStrategy):
+    name = "chain"
+    drafted = "chain"
+    rollouts = ChainRollouts
+
+    @property
+    def count(self) -> int:
+        return self.shape.num_draft_tokens
+
+    @property
+    def label(self) -> str:
+        return f"a chain of k = {self.count} drafted tokens"
+
+    @property
+    def slots(self) -> int:
+        return self.count + 1
+
+    def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
+        drafter = self.drafter
+        carried_BE = drafter.extend(state)
+        anchor_B1 = state.anchor_B[:, None]
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for depth in range(self.count):
+            if depth > 0:
+                carried_BE = drafter.run(
+                    carried_BE[:, None], tokens[-1][:, None], anchor_B1 + depth, used=state.used
+                )[:, 0]
+            picked_B, probs_BW = chooser.pick(drafter.logits(carried_BE))
+            tokens.append(self.selected_W[picked_B])
+            if probs_BW is not None:
+                probs.append(probs_BW)
+        return Proposal(torch.stack(tokens, 1), probs_BNW=torch.stack(probs, 1) if probs else None)

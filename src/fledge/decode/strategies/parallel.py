@@ -1,0 +1,101 @@
+"""P-EAGLE's own way: all tokens of a round in one pass, from a learned placeholder."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.core.rows import TokenBatch
+from fledge.decode.proposal import Chooser, Proposal
+from fledge.decode.state import RoundState
+from fledge.decode.strategies.drafter import DrafterStrategy, eagle_draft
+from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
+from fledge.draft.base import DraftModel
+from fledge.draft.peagle import unroll_parallel
+from fledge.rollout.parallel_plan import ParallelPlan, lay_out_parallel
+from fledge.rollout.plan import RolloutPlan, flatten_slots
+
+
+class ParallelRollouts(Rollouts):
+    def plan(self, tokens: TokenBatch) -> ParallelPlan:
+        slots = flatten_slots(
+            drafting_slots(tokens),
+            tokens.attention_mask,
+            tokens.position_ids,
+            tokens.seq_lens,
+            tokens.doc_remaining,
+        )
+        deepest_S = np.where(slots.target, run_lengths(slots.target) - 1, 0)
+        deepest_S = np.minimum(deepest_S, min(self.depths, len(deepest_S)) - 1)
+        return lay_out_parallel(
+            slots, deepest_S, num_depths=self.depths, partitions=1, device=self.draft.device
+        )
+
+    def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
+        assert isinstance(plan, ParallelPlan)
+        draft = eagle_draft(self.draft)
+        states = unroll_parallel(draft, aux_TD, ids_T, plan, compute_dtype=self.dtype)
+        return plan.by_depth(states)
+
+
+class Parallel(DrafterStrategy):
+    name = "parallel"
+    drafted = "tokens in parallel"
+    rollouts = ParallelRollouts
+
+    @classmethod
+    def fits(cls, draft: DraftModel) -> bool:
+        config = draft.config
+        placeholder = config.parallel_drafting and config.mask_token_id is not None
+        return super().fits(draft) and placeholder
+
+    @property
+    def count(self) -> int:
+        return self.shape.num_draft_tokens
+
+    @property
+    def label(self) -> str:
+        return f"k = {self.count} tokens drafted in parallel"
+
+    @property
+    def slots(self) -> int:
+        return 2 * self.count
+
+    def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
+        """The verified slots and `count` - 1 mask slots behind them.
+
+        Rows differ in how many slots were verified: a shorter row simply has more mask slots, whose
+        surplus lies behind everything that is read, and is overwritten.
+        """
+        drafter, more = self.drafter, self.count - 1
+        draft, device = drafter.draft, drafter.device
+        batch, width = state.token_BQ.shape
+        place_Q = torch.arange(width + more, device=device)
+        count_B1 = state.count_B[:, None]
+        real_BQ = place_Q < count_B1
+        token_BQ = F.pad(state.token_BQ, (0, more)).masked_fill(
+            ~real_BQ, draft.config.mask_token_id
+        )
+        placeholder_11E = draft.project_hidden_states(draft.mask_hidden, drafter.dtype)
+        true_BQE = draft.project_hidden_states(state.aux_BQD, drafter.dtype)
+        state_BQE = F.pad(true_BQE, (0, 0, 0, more)).where(real_BQ[..., None], placeholder_11E)
+        index_BQ = state.start_B[:, None] + place_Q
+        state_BQE = drafter.run(state_BQE, token_BQ, index_BQ, used=state.used)
+        rows_B1 = torch.arange(batch, device=device)[:, None]
+        asking_BN = count_B1 - 1 + torch.arange(self.count, device=device)
+        picked_BN, probs_BNW = chooser.pick(drafter.logits(state_BQE[rows_B1, asking_BN]))
+        return Proposal(self.selected_W[picked_BN], probs_BNW=probs_BNW)
+
+
+def run_lengths(marked_S: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[S]: marked slots from here on without a gap.
+
+    Example: 1 1 0 1 -> 2 1 0 1
+    """
+    index = np.arange(len(marked_S), dtype=np.int64)
+    gap = np.where(marked_S, len(marked_S), index)
+    next_gap: NDArray[np.int64] = np.minimum.accumulate(gap[::-1])[::-1]
+    return next_gap - index

@@ -1,0 +1,74 @@
+"""The teacher-forced twin of a strategy: what it would draft from every slot of a known text.
+
+Texts lie in packs, as in training; the loss mask marks the answers. Slot t reads token t + 1 and
+drafts token t + 2, so the slots that count are those whose next two tokens belong to one answer:
+the first token of an answer comes from the prompt's pass.
+
+    token            p p p a a a a p p        p prompt, a answer
+    slot drafts      . . a a a . . . .        (tokens 4, 5, 6)
+
+Shapes: B packs, T tokens of a pack, N rollout elements, E draft hidden, W draft vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.rows import TokenBatch
+from fledge.draft.base import DraftModel
+from fledge.rollout.plan import RolloutPlan, plan_rollout
+
+
+def drafting_slots(tokens: TokenBatch) -> Tensor:
+    """[B, T] bool: slots that draft a token of an answer."""
+    loss_BT = F.pad(tokens.loss_mask, (0, 2)).bool()
+    assert tokens.doc_remaining is not None
+    return loss_BT[:, 1:-1] & loss_BT[:, 2:] & (tokens.doc_remaining >= 2)
+
+
+@dataclass(frozen=True)
+class Rollouts(ABC):
+    """The draft from every slot at once, `depths` tokens far."""
+
+    draft: DraftModel
+    depths: int
+    dtype: torch.dtype | None = None
+
+    @property
+    def selected_token_ids(self) -> Tensor:
+        """Target ids of the draft's tokens."""
+        selected = self.draft.selected_token_ids
+        if selected is None:
+            raise ValueError("d2t: the draft has no vocabulary mapping")
+        return selected
+
+    def plan(self, tokens: TokenBatch) -> RolloutPlan:
+        """Every drafting slot starts a rollout that goes as far as its answer."""
+        return plan_rollout(
+            drafting_slots(tokens),
+            tokens.attention_mask,
+            num_depths=self.depths,
+            position_ids=tokens.position_ids,
+            seq_lens=tokens.seq_lens,
+            doc_remaining=tokens.doc_remaining,
+            device=self.draft.device,
+        )
+
+    def head_inputs(self, batch: Eagle3TargetBatch, plan: RolloutPlan) -> Sequence[Tensor]:
+        """[N, E] per depth, in the plan's order of rows."""
+        aux_TD = plan.on_key_axis(batch.aux_hidden_states.to(self.draft.device))
+        ids_T = plan.on_key_axis(batch.input_ids.to(self.draft.device))
+        return self.unroll(aux_TD, ids_T, plan)
+
+    @abstractmethod
+    def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
+        """[N, E] per depth; aux states and next tokens lie on the plan's key axis."""
+
+    def logits(self, head_input_NE: Tensor) -> Tensor:
+        """[N, W] what the draft says."""
+        return F.linear(head_input_NE, self.draft.lm_head.weight.to(head_input_NE.dtype))

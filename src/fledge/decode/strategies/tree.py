@@ -1,0 +1,166 @@
+"""Tree drafting: several continuations at once, the likeliest ones kept.
+
+At each depth the `width` likeliest nodes are expanded by their `width` likeliest tokens; of all
+nodes ever scored, the `nodes` with the highest probability (product along the path) are proposed.
+A child never outscores its parent, and on equal scores the shallower node goes first, so what is
+kept is a tree again.
+
+Expanded nodes lie in the draft's cache behind the anchor, depth by depth, `width` to a depth:
+
+    index   anchor | +1 .. +width (depth 1) | +width+1 .. (depth 2) | ...
+    position       |  anchor + 1            |  anchor + 2           |
+
+Each sees the slots up to the anchor, its ancestors and itself.
+"""
+
+import torch
+from torch import Tensor
+
+from fledge.decode.proposal import Chooser, Proposal
+from fledge.decode.state import RoundState, RoundTable
+from fledge.decode.strategies.drafter import Drafter, DrafterStrategy
+from fledge.decode.target import CachedTarget, Layout, take
+
+
+class Tree(DrafterStrategy):
+    name = "tree"
+    drafted = "tree"
+
+    @property
+    def count(self) -> int:
+        return self.shape.tree.proposed(len(self.selected_W))
+
+    @property
+    def depth(self) -> int:
+        return self.shape.tree.depth
+
+    @property
+    def label(self) -> str:
+        return f"a tree of {self.shape.tree.nodes} nodes, {self.depth} deep"
+
+    @property
+    def slots(self) -> int:
+        return max(self.depth + 1, self.shape.tree.behind(len(self.selected_W)))
+
+    def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
+        """The likeliest `nodes` continuations, parents before children."""
+        drafter, shape = self.drafter, self.shape.tree
+        carried_BE = drafter.extend(state)
+        width = min(shape.width, len(self.selected_W))
+        batch = len(carried_BE)
+        rows_B1 = torch.arange(batch, device=drafter.device)[:, None]
+        token_BN, score_BN = self._best_tokens(carried_BE[:, None], width)
+        token_BN, score_BN = token_BN[:, 0], score_BN[:, 0]
+        parent_BN = torch.full_like(token_BN, -1)
+        number_F = torch.arange(width, device=drafter.device)
+        frontier_BF = number_F.expand(batch, -1)
+        state_BFE = carried_BE[:, None].expand(-1, width, -1)
+        behind_A = torch.arange(shape.behind(width), device=drafter.device)
+        ancestors_BFA = torch.zeros(
+            (batch, width, len(behind_A)), dtype=torch.bool, device=drafter.device
+        )
+        for depth in range(1, shape.depth):
+            itself_FA = behind_A == number_F[:, None] + (depth - 1) * width
+            ancestors_BFA = ancestors_BFA | itself_FA  # each sees itself
+            token_BF = token_BN[rows_B1, frontier_BF]
+            state_BFE = _expand(drafter, state, state_BFE, token_BF, ancestors_BFA, depth)
+            child_BFF, logp_BFF = self._best_tokens(state_BFE, width)
+            score_BC = (score_BN[rows_B1, frontier_BF][..., None] + logp_BFF).flatten(1)
+            first = token_BN.shape[1]
+            token_BN = torch.cat([token_BN, child_BFF.flatten(1)], 1)
+            score_BN = torch.cat([score_BN, score_BC], 1)
+            parent_BN = torch.cat([parent_BN, frontier_BF.repeat_interleave(width, dim=1)], 1)
+            chosen_BF = score_BC.topk(width, dim=1).indices
+            frontier_BF = first + chosen_BF
+            state_BFE = state_BFE[rows_B1, chosen_BF // width]
+            ancestors_BFA = ancestors_BFA[rows_B1, chosen_BF // width]
+        return _prune(token_BN, score_BN, parent_BN, shape.nodes)
+
+    def _best_tokens(self, state_BFE: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """[B, F, width] target ids and log-probabilities of each node's likeliest children."""
+        logits = self.drafter.logits(state_BFE)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logp, picked = torch.log_softmax(logits.to(wide), dim=-1).topk(width, dim=-1)
+        return self.selected_W[picked], logp
+
+    def layout(self, parent_BN: Tensor | None) -> Layout:
+        assert parent_BN is not None
+        return tree_layout(parent_BN, self.depth)
+
+    def settle(
+        self, target: CachedTarget, table: RoundTable, aux_BND: Tensor, *, in_place: bool
+    ) -> Tensor:
+        """The accepted path's nodes stand apart: move them together."""
+        aux_BQD = take(aux_BND, table.place_BQ)  # before a pass runs, which overwrites results
+        if self.passes.fixed or not in_place:
+            tensors = {"packed_BC": table.packed_BC}
+            self.passes(settle, tensors, rehearse=_stay_in_place, target=target)
+        return aux_BQD
+
+
+def settle(packed_BC: Tensor, *, target: CachedTarget) -> None:
+    """Move the accepted paths together in the target's cache; a pass that may be recorded."""
+    table = RoundTable.unpack(packed_BC)
+    target.settle(table.length_B - table.count_B, table.place_BQ)
+
+
+def _stay_in_place(packed_BC: Tensor) -> dict[str, Tensor]:
+    """What to rehearse with: moved twice, the path would be elsewhere."""
+    table = RoundTable.unpack(packed_BC.clone())
+    table.place_BQ.copy_(torch.arange(table.place_BQ.shape[1], device=packed_BC.device))
+    return {"packed_BC": table.packed_BC}
+
+
+def _expand(
+    drafter: Drafter,
+    state: RoundState,
+    state_BFE: Tensor,
+    token_BF: Tensor,
+    ancestors_BFA: Tensor,
+    depth: int,
+) -> Tensor:
+    """Run the frontier at `depth`; its carried states."""
+    width, space = ancestors_BFA.shape[1:]
+    behind_B1 = state.anchor_B[:, None] + 1
+    place_BU = torch.arange(state.used, device=drafter.device) - behind_B1  # 0: the first node
+    node_BFU = place_BU.clamp(0, space - 1)[:, None].expand(-1, width, -1)
+    seen_BFU = ancestors_BFA.gather(2, node_BFU) & (place_BU < space)[:, None]
+    visible_BFU = (place_BU < 0)[:, None] | seen_BFU
+    index_BF = behind_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
+    position_BF = (behind_B1 - 1 + depth).expand(-1, width)
+    return drafter.run(
+        state_BFE,
+        token_BF,
+        index_BF,
+        used=state.used,
+        position_BQ=position_BF,
+        visible_BQU=visible_BFU,
+    )
+
+
+def _prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) -> Proposal:
+    """The best nodes in their old order (parents first), parents renumbered."""
+    order_BN = score_BN.sort(dim=1, descending=True, stable=True).indices
+    kept_BM = order_BN[:, :nodes].sort(dim=1).values
+    number = torch.arange(kept_BM.shape[1], device=kept_BM.device).expand_as(kept_BM)
+    renumbered_BN = torch.full_like(parent_BN, -1).scatter(1, kept_BM, number)
+    parent_BM = parent_BN.gather(1, kept_BM)
+    number_BM = renumbered_BN.gather(1, parent_BM.clamp_min(0)).masked_fill(parent_BM < 0, -1)
+    return Proposal(token_BN.gather(1, kept_BM), number_BM)
+
+
+def tree_layout(parent_BN: Tensor, max_depth: int) -> Layout:
+    """For the target, which reads [last verified token, nodes]: depths and who sees whom.
+
+    Depth [B, N + 1] counts from 0 at the verified token; visibility is [B, N + 1, N + 1].
+    """
+    batch, count = parent_BN.shape
+    step_BN1 = torch.cat([parent_BN.new_zeros(batch, 1), parent_BN + 1], 1)  # the root stays put
+    visible = torch.eye(count + 1, dtype=torch.bool, device=parent_BN.device).repeat(batch, 1, 1)
+    depth = torch.zeros_like(step_BN1)
+    at = torch.arange(count + 1, device=parent_BN.device).expand(batch, -1)
+    for _ in range(max_depth):
+        depth += at > 0
+        at = step_BN1.gather(1, at)
+        visible.scatter_(2, at[..., None], True)
+    return Layout(depth, visible)
