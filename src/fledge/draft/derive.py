@@ -33,12 +33,12 @@ def derive_draft_config(
     intermediate_size: int | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
-    parallel_drafting: bool = False,
-    mask_token_id: int | None = None,
+    **settings: Any,
 ) -> LlamaConfig:
     """The config of a draft that fits this target: same width, heads, norm and rotary positions.
 
     `architecture` is the target's class name, for when its config does not say (a model in memory).
+    `settings` are what a method adds (`Method.draft_settings`).
     """
     text = getattr(target_config, "text_config", None) or target_config
     named = architecture or (getattr(target_config, "architectures", None) or [None])[0]
@@ -65,8 +65,7 @@ def derive_draft_config(
         target_hidden_size=text.hidden_size,
         fc_norm=fc_norm,
         norm_output=norm_output,
-        parallel_drafting=parallel_drafting,
-        mask_token_id=mask_token_id,
+        **settings,
     )
     check_draft_config(config)
     return config
