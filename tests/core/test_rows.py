@@ -28,9 +28,7 @@ def packed(**changes):
         "input_ids must hold integers": lambda: TokenBatch(IDS.float(), MASK, MASK),
         "input_ids must be a tensor, got list": lambda: TokenBatch(IDS.tolist(), MASK, MASK),
         "input_ids must be .* not empty": lambda: TokenBatch(IDS[:0], MASK[:0], MASK[:0]),
-        r"attention_mask must be \[2, 4\]": lambda: TokenBatch(
-            IDS, MASK[:, 1:], MASK
-        ),
+        r"attention_mask must be \[2, 4\]": lambda: TokenBatch(IDS, MASK[:, 1:], MASK),
         r"loss_mask must be \[2, 4\], got \[1, 4\]": lambda: TokenBatch(IDS, MASK, MASK[:1]),
         "seq_lens missing: a packed batch needs all": lambda: packed(seq_lens=None),
         "position_ids must hold integers": lambda: packed(position_ids=POSITIONS.float()),
