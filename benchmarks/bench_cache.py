@@ -30,7 +30,7 @@ from fledge.data.prepare import prepare_rows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.models.resolve import local_model
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
-from fledge.target.cache.format import ENCODINGS, FORMAT, Shape, seed_layout_bytes
+from fledge.target.cache.format import ENCODINGS, FORMAT, CacheShape, padded_layout_bytes
 from fledge.target.cache.manifest import dtype_name
 from fledge.target.cache.precompute import CacheJob
 from fledge.target.cache.shard import layout_of
@@ -73,7 +73,7 @@ def token_rows(data: str, model: str, max_length: int) -> RowView:
     return RowView(rows, np.arange(len(rows)))
 
 
-def job_for(rows: RowView, directory: Path, shape: Shape, vocab_size: int) -> CacheJob:
+def job_for(rows: RowView, directory: Path, shape: CacheShape, vocab_size: int) -> CacheJob:
     manifest = {
         "format": FORMAT, "encoding": shape.encoding, "dtype": dtype_name(shape.dtype),
         "top_k": shape.top_k or None, "supervised_only": False, "shard_size": 256,
@@ -83,10 +83,10 @@ def job_for(rows: RowView, directory: Path, shape: Shape, vocab_size: int) -> Ca
     return CacheJob(directory, rows, shape, manifest)
 
 
-def shape_for(encoding: str, hidden_size: int, width: int, top_k: int = 64) -> Shape:
+def shape_for(encoding: str, hidden_size: int, width: int, top_k: int = 64) -> CacheShape:
     over_vocabulary = encoding in ("probs", "topk")
-    return Shape(
-        encoding, torch.bfloat16, hidden_size, width if over_vocabulary else 0,
+    return CacheShape(
+        encoding, torch.bfloat16, hidden_size, 3, width if over_vocabulary else 0,
         top_k if encoding == "topk" else 0,
     )  # fmt: skip
 
@@ -95,9 +95,9 @@ def sizes(args: argparse.Namespace) -> None:
     """Bytes of an 8B target (hidden 4096, draft vocabulary 32,000) on the data's own lengths."""
     rows = token_rows(args.data, args.model, 2048)
     tokens = int(rows.lengths.sum())
-    seed = seed_layout_bytes(len(rows), 2048, 4096, 32_000)
+    seed = padded_layout_bytes(len(rows), 2048, 3 * 4096, 32_000)
     print(f"{len(rows):,} rows, {tokens:,} tokens (mean {tokens / len(rows):.0f}, 2,048 at most)")
-    print("| encoding | bytes a token | MB a row | total GB | of the seed's padded rows |")
+    print("| encoding | bytes a token | MB a row | total GB | of padded rows |")
     print("|---|--:|--:|--:|--:|")
     print(f"| seed: probs, padded | {seed / tokens:,.0f} | {seed / len(rows) / 1e6:.1f} | "
           f"{seed / 1e9:,.1f} | 100 % |")  # fmt: skip
@@ -111,7 +111,7 @@ def sizes(args: argparse.Namespace) -> None:
     for encoding in ("hidden", "hidden-fp8"):
         directory = Path(args.scratch) / f"sizes-{encoding}"
         write(job_for(few, directory, shape_for(encoding, 4096, 0), 1000), target)
-        share = size_of(directory) / seed_layout_bytes(len(few), 2048, 4096, 32_000)
+        share = size_of(directory) / padded_layout_bytes(len(few), 2048, 3 * 4096, 32_000)
         print(f"measured on files, first {len(few)} rows, {encoding}: {share:.1%}")
         shutil.rmtree(directory)
 

@@ -45,6 +45,21 @@ def test_validation_accepts_exactly_three_distinct_ids_in_range(ids: list[int], 
 
 
 @pytest.mark.parametrize(
+    ("depth", "count", "ids"),
+    [(32, 1, [1]), (32, 2, [1, 28]), (32, 5, [1, 7, 14, 21, 28]), (9, 5, [1, 2, 3, 4, 5])],
+)
+def test_other_numbers_of_layers_are_spread(depth: int, count: int, ids: list[int]) -> None:
+    assert default_aux_layer_ids(depth, count) == ids
+    assert validate_aux_layer_ids(ids, depth, count) == validate_aux_layer_ids(ids, depth, None)
+    with pytest.raises(ValueError, match=r"too shallow .* distinct aux_layer_ids"):
+        default_aux_layer_ids(5, count + 1)
+    with pytest.raises(ValueError, match="aux_layer_ids must be exactly seven layers"):
+        validate_aux_layer_ids(ids, depth, 7)
+    with pytest.raises(ValueError, match="aux_layer_ids must be distinct"):
+        validate_aux_layer_ids([1, 1], depth, None)
+
+
+@pytest.mark.parametrize(
     "ids", [(5, 0, 2), range(3), np.array([5, 0, 2]), torch.tensor([5, 0, 2]), iter([5, 0, 2])]
 )
 def test_ids_of_any_integer_kind_become_ints(ids: Any) -> None:

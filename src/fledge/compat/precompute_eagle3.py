@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.errors import BadInput, explain
+from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead
 from fledge.target.base import Eagle3TargetBackend
@@ -46,6 +46,7 @@ from fledge.target.cache.manifest import (
 )
 from fledge.target.cache.precompute import CacheJob, Progress
 from fledge.target.cache.run import execute
+from fledge.target.layers import EAGLE3_AUX_LAYERS
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +171,9 @@ def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
         ids = [int(text) for text in given.split(",")]
     except ValueError:
         ids = []
-    if len(ids) != 3 or len(set(ids)) != 3 or min(ids) < 0:
+    if len(ids) != len(set(ids)) or len(ids) != EAGLE3_AUX_LAYERS or min(ids) < 0:
         raise BadInput(
-            f"{given!r} is not three distinct layers",
+            f"{given!r} is not {in_words(EAGLE3_AUX_LAYERS)} distinct layers",
             where="--aux-layer-ids",
             fix="for example 1,15,28",
         )

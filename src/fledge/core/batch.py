@@ -28,7 +28,7 @@ and is asked for p(. | x<=t+1+k); it is supervised iff the loss mask of x[t+1+k]
 The mask is keyed on the token that is *read*: x2, the first answer token, is never asked for, and
 what comes after x5 is. Values at padding slots mean nothing and are never charged.
 
-Shapes: B row, T position, D target hidden, V target vocabulary, W draft vocabulary.
+Shapes: B row, T position, A aux layers, D target hidden, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class Eagle3TargetBatch:
     only where looking costs nothing: `seq_lens` on the CPU must sum to the width.
     """
 
-    aux_hidden_states: Tensor  # [B, T, 3D], three decoder layers' outputs, unshifted
+    aux_hidden_states: Tensor  # [B, T, A * D], the outputs of A decoder layers, unshifted
     input_ids: Tensor  # [B, T], shifted
     attention_mask: Tensor  # [B, T], 1 at real tokens, unshifted
     loss_mask: Tensor  # [B, T], shifted
@@ -81,10 +81,10 @@ class Eagle3TargetBatch:
             check_shape("position_mask", self.position_mask, (*rows_BT, 1))
         if self.last_hidden_states is not None:
             hidden, aux = self.last_hidden_states.shape[-1], self.aux_hidden_states.shape[-1]
-            if aux != 3 * hidden:
+            if aux == 0 or aux % hidden:
                 raise ValueError(
-                    f"aux_hidden_states is {aux} wide, three layers of last_hidden_states' "
-                    f"{hidden} would be {3 * hidden}"
+                    f"aux_hidden_states is {aux} wide, which is not a whole number of layers of "
+                    f"last_hidden_states' {hidden}"
                 )
 
     @classmethod
@@ -92,7 +92,7 @@ class Eagle3TargetBatch:
         cls,
         rows: TokenBatch,
         *,
-        aux_hidden_states: Tensor,  # [B, T, 3D]
+        aux_hidden_states: Tensor,  # [B, T, A * D]
         logits: Tensor | None = None,  # [B, T, V]
         last_hidden_states: Tensor | None = None,  # [B, T, D]
         target_probs: Tensor | None = None,  # [B, T, W]

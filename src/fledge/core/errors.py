@@ -90,6 +90,12 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE].rstrip()} ..."
 
 
+def in_words(count: int) -> str:
+    """A small number as a message writes it: `three layers`."""
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    return words[count] if count < len(words) else str(count)
+
+
 def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else the valid names."""
     import difflib

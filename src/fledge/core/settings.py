@@ -7,8 +7,8 @@ take the first and refuse the second. Imports no torch.
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 
 class Section(BaseModel):
@@ -22,6 +22,13 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,  # run.name=7 on the command line is a name
         use_attribute_docstrings=True,
     )
+
+
+def refused(*place: str, value: object, why: str) -> ValidationError:
+    """What a validator of several sections raises about one key of one of them."""
+    error = PydanticCustomError("refused", why)
+    detail = InitErrorDetails(type=error, loc=place, input=value)
+    return ValidationError.from_exception_data("recipe", [detail])
 
 
 def _number(value: Any) -> Any:

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, in_words
 from fledge.core.files import write_text
-from fledge.core.settings import Section, Tagged
+from fledge.core.settings import Section, Tagged, refused
 from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
@@ -93,6 +93,10 @@ class Recipe(Section):
                 f"packing.tokens ({self.packing.tokens}) is below data.max_length"
                 f" ({self.data.max_length}); raise the one or lower the other"
             )
+        layers, ids = self.method.aux_layers(self.objective), self.target.aux_layer_ids
+        if ids is not None and not len(ids) == len(set(ids)) == layers:
+            why = f"{in_words(layers)} distinct layers are wanted"
+            raise refused("target", "aux_layer_ids", value=list(ids), why=why)
         return self
 
     @property

@@ -74,7 +74,7 @@ def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[
 
 
 class AuxBuffer:
-    """The aux states [B, T, 3D] of one batch, filled layer by layer as the forward goes.
+    """The aux states [B, T, A * D] of one batch, filled layer by layer as the forward goes.
 
     Layers land side by side in the order of `layer_ids`; the memory is taken at the first write,
     when width, dtype and device are known. Slots that nothing is written to (padding) stay 0.

@@ -1,4 +1,4 @@
-"""Where a causal LM keeps its decoder layers, and which three of them a draft listens to.
+"""Where a causal LM keeps its decoder layers, and which of them a draft listens to.
 
 Works on plain modules (anything with a known attribute path), not on model classes, so that new
 architectures need no entry here.
@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, in_words
+
+EAGLE3_AUX_LAYERS = 3  # low, middle, high; other methods say their own number
 
 # Checked in this order; the first path that holds a ModuleList or a ModuleDict is taken.
 LAYER_PATHS = (
@@ -111,29 +113,38 @@ def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
     return depth
 
 
-def default_aux_layer_ids(depth: int) -> list[int]:
-    """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28]."""
-    ids = [1, depth // 2 - 1, depth - 4]
-    if len(set(ids)) < 3 or not all(0 <= i < depth for i in ids):
+def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[int]:
+    """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28].
+
+    Another number of layers is spread evenly from the second to the fourth from the end.
+    """
+    if count == EAGLE3_AUX_LAYERS:
+        ids = [1, depth // 2 - 1, depth - 4]
+    else:
+        ids = [1 + i * (depth - 5) // max(1, count - 1) for i in range(count)]
+    if len(set(ids)) < count or not all(0 <= i < depth for i in ids):
         raise BadInput(
             f"the target is too shallow for the default aux layers: {depth} layers give {ids}; "
-            "pass three distinct aux_layer_ids"
+            f"pass {in_words(count)} distinct aux_layer_ids"
         )
     return ids
 
 
-def validate_aux_layer_ids(aux_layer_ids: Sequence[int], depth: int, count: int = 3) -> list[int]:
-    """`count` distinct ids in range; the order given is the order of concatenation."""
+def validate_aux_layer_ids(
+    aux_layer_ids: Sequence[int], depth: int, count: int | None = EAGLE3_AUX_LAYERS
+) -> list[int]:
+    """`count` distinct ids in range (None: any number); their order is that of concatenation."""
+    wanted = "" if count is None else f"{in_words(count)} "
     try:
         given = list(aux_layer_ids)
         ids = [index(i) for i in given]  # numpy's and torch's integers are integers too
     except TypeError:
-        raise BadInput(f"aux_layer_ids must be {count} integers, got {aux_layer_ids!r}") from None
+        raise BadInput(f"aux_layer_ids must be {wanted}integers, got {aux_layer_ids!r}") from None
     if any(isinstance(i, bool) for i in given):
         raise BadInput(f"aux_layer_ids must be integers, got {given}")
-    if len(ids) != count:
-        raise BadInput(f"aux_layer_ids must be exactly {count} layers, got {len(ids)}: {ids}")
-    if len(set(ids)) != count:
+    if not ids or len(ids) != (count or len(ids)):
+        raise BadInput(f"aux_layer_ids must be exactly {wanted}layers, got {len(ids)}: {ids}")
+    if len(set(ids)) != len(ids):
         raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
     outside = [i for i in ids if not 0 <= i < depth]
     if outside:

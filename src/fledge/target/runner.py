@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fledge.core.batch import Supervision
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
 from fledge.target.base import InputEmbedding, TargetInfo
 from fledge.target.capture import AuxBuffer
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
+    EAGLE3_AUX_LAYERS,
     FinalNorm,
     default_aux_layer_ids,
     stated,
@@ -44,10 +45,10 @@ class TargetRunner(Protocol):
         model: Any
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
-        """Capture the outputs of these three decoder layers from now on, in this order."""
+        """Capture the outputs of these decoder layers from now on, in this order."""
 
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Run right-padded rows once: logits [B, T, V] and aux states [B, T, 3D], unshifted."""
+        """Run right-padded rows once: logits [B, T, V] and aux states [B, T, A * D], unshifted."""
 
     def input_embedding_weight(self) -> Tensor:
         """The target's input embedding [V, D]."""
@@ -91,6 +92,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
         *,
         supervision: Supervision = "logits",
         tokenizer: Any = None,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
     ) -> None:
         super().__init__(supervision)
         self._shows_hidden = isinstance(runner, HiddenTargetRunner)
@@ -102,8 +104,9 @@ class RunnerEagle3TargetModel(InProcessTarget):
         self.runner = runner
         self.tokenizer = tokenizer
         self._depth = target_depth(runner.model.config)
-        ids = default_aux_layer_ids(self._depth) if aux_layer_ids is None else aux_layer_ids
-        self.aux_layer_ids = validate_aux_layer_ids(ids, self._depth)
+        if aux_layer_ids is None:
+            aux_layer_ids = default_aux_layer_ids(self._depth, num_aux_layers)
+        self.aux_layer_ids = validate_aux_layer_ids(aux_layer_ids, self._depth, num_aux_layers)
         runner.set_aux_layers(list(self.aux_layer_ids))
         self.overhead_tokens = overhead_in_tokens(runner.model, depth=self._depth)
         self._info: TargetInfo | None = None
@@ -156,13 +159,14 @@ class RunnerEagle3TargetModel(InProcessTarget):
         else:
             assert isinstance(runner, HiddenTargetRunner)
             answer, aux_NLD = runner.forward_eagle3_hidden(ids, mask)
-        width = stated(runner.model.config, "hidden_size") or aux_NLD.shape[-1] // 3
-        if aux_NLD.shape[-1] != 3 * width:  # some engines drop a layer without a word
+        layers = len(self.aux_layer_ids)
+        width = stated(runner.model.config, "hidden_size") or aux_NLD.shape[-1] // layers
+        if aux_NLD.shape[-1] != layers * width:  # some engines drop a layer without a word
             raise RuntimeError(
                 f"{type(runner).__name__} returned aux states {aux_NLD.shape[-1]} wide for layers "
-                f"{self.aux_layer_ids}; three layers of {width} are {3 * width}"
+                f"{self.aux_layer_ids}; {in_words(layers)} layers of {width} are {layers * width}"
             )
-        for layer_id, states_NLD in zip(self.aux_layer_ids, aux_NLD.chunk(3, -1), strict=True):
+        for layer_id, states_NLD in zip(self.aux_layer_ids, aux_NLD.chunk(layers, -1), strict=True):
             aux.write(layer_id, states_NLD, group)
         return answer
 

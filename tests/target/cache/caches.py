@@ -7,7 +7,7 @@ import torch
 
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
-from fledge.target.cache.format import FORMAT, Shape
+from fledge.target.cache.format import FORMAT, CacheShape
 from fledge.target.cache.manifest import dtype_name
 from fledge.target.cache.precompute import CacheJob, begin_cache, plan_cache, run_job
 
@@ -27,7 +27,8 @@ def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=No
     vocabulary = every_third(info.vocab_size) if encoding in ("probs", "topk") else None
     width = 0 if vocabulary is None else vocabulary.size
     only = more.pop("supervised_only", False)
-    shape = Shape(encoding, dtype, info.hidden_size, width, top_k or 0, only)
+    layers = len(target.aux_layer_ids)
+    shape = CacheShape(encoding, dtype, info.hidden_size, layers, width, top_k or 0, only)
     more = {"shard_size": 4, "batch_size": 3, **more}
     manifest = {
         "format": FORMAT, "encoding": encoding, "dtype": dtype_name(dtype), "top_k": top_k,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fledge.core.errors import BadInput
 from fledge.target.cache import codec as cache_codec
 from fledge.target.cache.codec import decode_states, from_fp8, keep_top, to_fp8
-from fledge.target.cache.format import ENCODINGS, Shape, seed_layout_bytes
+from fledge.target.cache.format import ENCODINGS, CacheShape, padded_layout_bytes
 from fledge.target.cache.shard import Shard, is_whole_shard, layout_of, open_shard, row_key
 from target.cache.caches import token_row
 
@@ -21,7 +21,7 @@ D, W, K = 6, 10, 3
 
 def shape_for(encoding, dtype=torch.float32, only=False):
     width = W if encoding in ("probs", "topk") else 0
-    return Shape(encoding, dtype, D, width, K if encoding == "topk" else 0, only)
+    return CacheShape(encoding, dtype, D, 3, width, K if encoding == "topk" else 0, only)
 
 
 def random_rows(rng, lengths):
@@ -166,13 +166,13 @@ def test_a_shard_that_is_not_finished_never_appears(tmp_path):
 
 def test_what_cannot_be_kept_is_refused():
     with pytest.raises(BadInput, match="hidden"):
-        Shape("hiden", torch.float32, D)
+        CacheShape("hiden", torch.float32, D, 3)
     with pytest.raises(BadInput, match="float64"):
-        Shape("hidden", torch.float64, D)
+        CacheShape("hidden", torch.float64, D, 3)
     with pytest.raises(BadInput, match="draft vocabulary"):
-        Shape("probs", torch.float32, D)
+        CacheShape("probs", torch.float32, D, 3)
     with pytest.raises(BadInput, match="11 probabilities"):
-        Shape("topk", torch.float32, D, 10, 11)
+        CacheShape("topk", torch.float32, D, 3, 10, 11)
 
 
 @settings(max_examples=50, deadline=None)
@@ -220,16 +220,16 @@ def test_sizes_of_an_8b_target_on_real_lengths(shared_data):
     lines = (shared_data / "smollm2_chat.jsonl").open()
     texts = ["".join(m["content"] for m in json.loads(line)["messages"]) for line in lines]
     lengths = [min(2048, 20 + len(text) // 4) for text in texts[:2000]]
-    seed = seed_layout_bytes(len(lengths), 2048, 4096, 32_000)
+    seed = padded_layout_bytes(len(lengths), 2048, 3 * 4096, 32_000)
     for encoding, limit in (("hidden", 0.40), ("hidden-fp8", 0.20)):
-        shape = Shape(encoding, torch.bfloat16, 4096)
+        shape = CacheShape(encoding, torch.bfloat16, 4096, 3)
         rows = [token_row(np.zeros(n)) for n in lengths]
         assert layout_of(shape, rows).n_bytes < limit * seed
     # and even if every row were full
     full = [token_row(np.zeros(2048))] * 10
-    seed = seed_layout_bytes(10, 2048, 4096, 32_000)
-    assert layout_of(Shape("hidden", torch.bfloat16, 4096), full).n_bytes < 0.40 * seed
-    assert layout_of(Shape("hidden-fp8", torch.bfloat16, 4096), full).n_bytes < 0.20 * seed
+    seed = padded_layout_bytes(10, 2048, 3 * 4096, 32_000)
+    assert layout_of(CacheShape("hidden", torch.bfloat16, 4096, 3), full).n_bytes < 0.40 * seed
+    assert layout_of(CacheShape("hidden-fp8", torch.bfloat16, 4096, 3), full).n_bytes < 0.20 * seed
 
 
 @pytest.mark.parametrize("block", [1, 1000, 1 << 19])

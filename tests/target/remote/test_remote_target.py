@@ -12,7 +12,7 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
-from fledge.target.remote.protocol import Question, Shapes, encode_answer
+from fledge.target.remote.protocol import Question, WireShape, encode_answer
 from fledge.target.remote.server.merge import merge, split
 from target.contract import (
     CHECKS,
@@ -103,7 +103,7 @@ def test_bytes_on_the_wire_are_what_was_announced():
     question = Question("0" * 32, rows)
     message = encode_answer(batch, question, head=None)
     assert 4 * 2 * hidden * tokens < message.nbytes <= 34_000 * tokens
-    most = Shapes(hidden, torch.bfloat16, "hidden").answer_bytes(tokens, tokens)
+    most = WireShape(hidden, 3, torch.bfloat16, "hidden").answer_bytes(tokens, tokens)
     assert message.nbytes <= most <= message.nbytes + 4096
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
-from fledge.target.cache.format import Shape
+from fledge.target.cache.format import CacheShape
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
@@ -79,7 +79,7 @@ def keep_top(probs_NW: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def encode_rows(
     batch: Eagle3TargetBatch,
-    shape: Shape,
+    shape: CacheShape,
     lengths: list[int],
     slots: list[Tensor],
     *,
@@ -106,7 +106,7 @@ def encode_rows(
         if shape.encoding == "hidden":
             aux_ND, hidden_MD = aux_ND.to(shape.dtype), hidden_MD.to(shape.dtype)
             return {"aux_hidden_states": aux_ND, "last_hidden_states": hidden_MD}
-        aux8_ND, aux_scale = to_fp8(aux_ND, 3)
+        aux8_ND, aux_scale = to_fp8(aux_ND, shape.aux_layers)
         hidden8_MD, last_scale = to_fp8(hidden_MD, 1)
         return {
             "aux_hidden_states": aux8_ND,
@@ -129,7 +129,9 @@ def encode_rows(
 
 
 @torch.no_grad()
-def decode_states(stored: dict[str, Tensor], shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+def decode_states(
+    stored: dict[str, Tensor], shape: CacheShape, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Stored tensors [S, ...] of any slots as the fields of a batch, still flat."""
     aux_SD = stored["aux_hidden_states"]
     if shape.encoding == "hidden-fp8":

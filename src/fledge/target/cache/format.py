@@ -55,12 +55,13 @@ _STORED = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """Everything that decides how many bytes a token takes."""
 
     encoding: Encoding
     dtype: torch.dtype
     hidden_size: int
+    aux_layers: int
     draft_vocab_size: int = 0  # probs and topk
     top_k: int = 0  # topk
     supervised_only: bool = False  # keep supervision at supervised slots only
@@ -94,9 +95,9 @@ class Shape:
     def token_fields(self) -> "list[Field]":
         """What is kept for every token."""
         states = torch.float8_e4m3fn if self.encoding == "hidden-fp8" else self.dtype
-        fields = [Field("aux_hidden_states", states, 3 * self.hidden_size)]
+        fields = [Field("aux_hidden_states", states, self.aux_layers * self.hidden_size)]
         if self.encoding == "hidden-fp8":
-            fields.append(Field("aux_scale", torch.float32, 3))
+            fields.append(Field("aux_scale", torch.float32, self.aux_layers))
         return fields
 
     def slot_fields(self) -> "list[Field]":
@@ -154,7 +155,7 @@ class ShardLayout:
     """Where everything lies in the shard of some rows."""
 
     def __init__(
-        self, shape: Shape, tokens: Sequence[int], slots: Sequence[int], facts: dict[str, Any]
+        self, shape: CacheShape, tokens: Sequence[int], slots: Sequence[int], facts: dict[str, Any]
     ) -> None:
         self.shape = shape
         self.row_start = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int64)
@@ -214,10 +215,10 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
 
-def seed_layout_bytes(rows: int, seq_length: int, hidden_size: int, draft_vocab_size: int) -> int:
-    """What the padded draft-vocabulary layout of the seed takes in bf16, for comparison.
+def padded_layout_bytes(rows: int, seq_length: int, aux_width: int, draft_vocab_size: int) -> int:
+    """What padded rows with draft-vocabulary probabilities take in bf16, for comparison.
 
     Per padded position: aux states, probabilities, ids, two masks (int64) and the position mask.
     """
-    per_position = 2 * (3 * hidden_size + draft_vocab_size) + 3 * 8 + 1
+    per_position = 2 * (aux_width + draft_vocab_size) + 3 * 8 + 1
     return rows * seq_length * per_position

@@ -15,10 +15,11 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache.format import FORMAT, Encoding, seed_layout_bytes
+from fledge.target.cache.format import FORMAT, Encoding, padded_layout_bytes
 from fledge.target.cache.manifest import copied_files, dtype_name, shape_of
 from fledge.target.cache.precompute import CacheJob, CachePlan
 from fledge.target.layers import (
+    EAGLE3_AUX_LAYERS,
     default_aux_layer_ids,
     target_depth,
     text_config,
@@ -72,14 +73,16 @@ class ModelFacts:
         name: str,
         *,
         aux_layer_ids: Sequence[int] | None = None,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
         trust_remote_code: bool = False,
     ) -> "ModelFacts":
         config = text_config(load_config(name, trust_remote_code=trust_remote_code))
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         depth = target_depth(config)
         try:
-            ids = default_aux_layer_ids(depth) if aux_layer_ids is None else aux_layer_ids
-            ids = validate_aux_layer_ids(ids, depth)
+            if aux_layer_ids is None:
+                aux_layer_ids = default_aux_layer_ids(depth, num_aux_layers)
+            ids = validate_aux_layer_ids(aux_layer_ids, depth, num_aux_layers)
         except ValueError as error:
             raise BadInput(str(error), where="aux layers") from None
         return cls(
@@ -184,10 +187,10 @@ def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
     """What will be written, for people; every figure of the shards is exact."""
     shards = len(plan.shard_bytes)
     per_row = sum(plan.shard_bytes) / plan.rows
-    seed = seed_layout_bytes(
+    padded = padded_layout_bytes(
         plan.rows,
         int(job.manifest.get("seq_length") or max(len(row.input_ids) for row in job.rows)),
-        job.shape.hidden_size,
+        job.shape.aux_layers * job.shape.hidden_size,
         job.shape.draft_vocab_size or min(32_000, int(job.manifest["vocab_size"])),
     )
     lines = [
@@ -195,8 +198,8 @@ def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
         f"({job.manifest['dtype']}): {readable(per_row)} a row, "
         f"{sum(plan.shard_bytes) / plan.tokens:,.0f} bytes a token, "
         f"{readable(plan.total_bytes)} in {shards} shards, embedding and head included",
-        f"padded draft-vocabulary rows would take {readable(seed)} "
-        f"({plan.total_bytes / seed:.1%} of it is written); {readable(free)} are free",
+        f"padded draft-vocabulary rows would take {readable(padded)} "
+        f"({plan.total_bytes / padded:.1%} of it is written); {readable(free)} are free",
     ]
     if plan.done:
         lines.append(f"{len(plan.done)} of {shards} shards are there already")

@@ -21,7 +21,7 @@ from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
 from fledge.target.base import InputEmbedding, TargetInfo
-from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, Shape, shard_name
+from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape, shard_name
 from fledge.target.layers import FinalNorm
 
 MANIFEST = "manifest.json"
@@ -84,11 +84,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def shape_of(manifest: dict[str, Any]) -> Shape:
-    return Shape(
+def shape_of(manifest: dict[str, Any]) -> CacheShape:
+    return CacheShape(
         encoding=manifest["encoding"],
         dtype=DTYPES[manifest["dtype"]],
         hidden_size=manifest["hidden_size"],
+        aux_layers=len(manifest["aux_layer_ids"]),
         draft_vocab_size=(manifest["vocabulary"] or {}).get("size", 0),
         top_k=manifest["top_k"] or 0,
         supervised_only=manifest["supervised_only"],

@@ -24,7 +24,7 @@ from fledge.data.pack import Piece, collate
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.codec import encode_rows
-from fledge.target.cache.format import Shape, ShardLayout, shard_name
+from fledge.target.cache.format import CacheShape, ShardLayout, shard_name
 from fledge.target.cache.manifest import (
     LATE,
     MANIFEST,
@@ -49,7 +49,7 @@ class CacheJob:
 
     directory: Path
     rows: Sequence[TokenRow]  # in the order of the cache
-    shape: Shape
+    shape: CacheShape
     manifest: dict[str, Any]  # all fields but the target's own
     vocabulary: DraftVocabulary | None = None
     model_dir: Path | None = None  # whose config and tokenizer are copied into the cache

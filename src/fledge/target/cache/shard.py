@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
-from fledge.target.cache.format import KEY_BYTES, Shape, ShardLayout
+from fledge.target.cache.format import KEY_BYTES, CacheShape, ShardLayout
 
 
 class CacheRow(Protocol):
@@ -44,7 +44,7 @@ def row_key(input_ids: NDArray[np.int32]) -> bytes:
     return hashlib.blake2b(ids.data, digest_size=KEY_BYTES).digest()
 
 
-def layout_of(shape: Shape, rows: Sequence[CacheRow]) -> ShardLayout:
+def layout_of(shape: CacheShape, rows: Sequence[CacheRow]) -> ShardLayout:
     """The layout of a shard of these rows, before the target has said a word about them."""
     return ShardLayout(
         shape,
@@ -120,7 +120,7 @@ def open_shard(path: Path, layout: ShardLayout, rows: Sequence[CacheRow]) -> Ite
 class Shard:
     """A finished shard, memory-mapped."""
 
-    def __init__(self, path: Path, shape: Shape) -> None:
+    def __init__(self, path: Path, shape: CacheShape) -> None:
         self.path = path
         try:
             with path.open("rb") as handle:
@@ -213,5 +213,5 @@ class _Digest:
         return int.from_bytes(self._state.digest(), "big", signed=True)
 
 
-def _payload_names(shape: Shape) -> list[str]:
+def _payload_names(shape: CacheShape) -> list[str]:
     return sorted(field.name for field in (*shape.token_fields(), *shape.slot_fields()))

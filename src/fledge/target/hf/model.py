@@ -1,9 +1,9 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-Three hooks and one forward. Decoder layers' outputs are copied into the returned tensor as they
-appear; the head's input is taken where the head would run, so in `hidden` encoding the head never
-runs, in `probs` it runs on supervised rows only, chunk by chunk, and in `logits` (the constructor's
-default, as in the seed) on every row.
+One hook for each aux layer and one forward. Decoder layers' outputs are copied into the returned
+tensor as they appear; the head's input is taken where the head would run, so in `hidden` encoding
+the head never runs, in `probs` it runs on supervised rows only, chunk by chunk, and in `logits`
+(the constructor's default) on every row.
 """
 
 import inspect
@@ -40,6 +40,7 @@ from fledge.target.hf.one_row import (
 from fledge.target.hf.probe import find_head_module, learn_head
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
+    EAGLE3_AUX_LAYERS,
     default_aux_layer_ids,
     describe_final_norm,
     find_layers,
@@ -56,11 +57,12 @@ _REFUSALS = (Unsupported, TypeError, ValueError, RuntimeError, LookupError, Attr
 
 
 class HFEagle3TargetModel(InProcessTarget):
-    """Co-located backend that captures three auxiliary hidden states from a causal LM.
+    """Co-located backend that captures auxiliary hidden states from a causal LM.
 
     The model is put in eval mode and frozen; it is run without gradients and never changed.
     `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
-    CUDA graphs: other roundings, less time.
+    CUDA graphs: other roundings, less time. EAGLE-3 listens to three layers, so another number of
+    `aux_layer_ids` is refused, unless `num_aux_layers` asks for it.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class HFEagle3TargetModel(InProcessTarget):
         supervision: Supervision = "logits",
         tokenizer: Any = None,
         compile_layers: bool = False,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
     ) -> None:
         super().__init__(supervision)
         self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
@@ -84,6 +87,7 @@ class HFEagle3TargetModel(InProcessTarget):
         self.tokenizer = tokenizer
         self._layers = self._get_transformer_layers()
         self._depth = target_depth(getattr(model, "config", None), self._layers)
+        self._num_aux_layers = num_aux_layers
         candidate_ids = self._default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
         self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
         self.model = model.eval().requires_grad_(False)
@@ -117,6 +121,7 @@ class HFEagle3TargetModel(InProcessTarget):
         quantization_config: Any = None,
         trust_remote_code: bool = False,
         compile_layers: bool = False,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
     ) -> "HFEagle3TargetModel":
         """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
 
@@ -144,6 +149,7 @@ class HFEagle3TargetModel(InProcessTarget):
             supervision=supervision,
             tokenizer=loaded.tokenizer,
             compile_layers=compile_layers,
+            num_aux_layers=num_aux_layers,
         )
         target._stored_as = loaded.stored_as
         return target
@@ -318,11 +324,12 @@ class HFEagle3TargetModel(InProcessTarget):
         return find_layers(self.model)
 
     def _default_aux_layer_ids(self) -> list[int]:
-        return default_aux_layer_ids(self._depth)
+        return default_aux_layer_ids(self._depth, self._num_aux_layers)
 
     def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
         """Validate aux-layer selection before any forward hooks are registered."""
-        return validate_aux_layer_ids(aux_layer_ids, min(self._depth, len(self._layers)))
+        depth = min(self._depth, len(self._layers))
+        return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
 
 
 def _write_to(aux: AuxBuffer, group: Group | None, layer_id: int, states: Tensor) -> None:

@@ -36,7 +36,7 @@ from fledge.target.remote.http import (
     ServerDown,
     ServerFault,
 )
-from fledge.target.remote.protocol import Question, Shapes, WireEncoding, decode_answer
+from fledge.target.remote.protocol import Question, WireEncoding, WireShape, decode_answer
 from fledge.target.remote.segment import Segment, Segments, available
 from fledge.target.remote.wire import WireError, unpack
 
@@ -100,7 +100,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
     def _check_aux_layers(self, wanted: Sequence[int] | None) -> None:
         if wanted is None:
             return
-        ids = validate_aux_layer_ids(wanted, int(self.server_info["depth"]))
+        ids = validate_aux_layer_ids(wanted, int(self.server_info["depth"]), count=None)
         if ids != self.aux_layer_ids:
             raise BadInput(
                 f"the servers capture aux layers {self.aux_layer_ids}, {ids} are wanted",
@@ -174,9 +174,10 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                 "was another tokenizer used?"
             )
 
-    def _shapes(self, question: Question) -> Shapes:
-        return Shapes(
+    def _shape(self, question: Question) -> WireShape:
+        return WireShape(
             hidden_size=int(self.server_info["hidden_size"]),
+            aux_layers=len(self.aux_layer_ids),
             dtype=getattr(torch, self.server_info["dtype"]),
             encoding=question.encoding,
             wire_dtype=question.dtype,
@@ -211,9 +212,9 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def _ask(self, state: ServerState, question: Question) -> Eagle3TargetBatch:
         """One attempt, at one server."""
-        shapes = self._shapes(question)
+        shape = self._shape(question)
         supervised = int(question.rows.loss_mask[:, 1:].bool().sum())
-        most = shapes.answer_bytes(question.rows.tokens, supervised)
+        most = shape.answer_bytes(question.rows.tokens, supervised)
         segment = self._segment_for(state, most)
         if segment is not None:
             question = replace(question, segment=segment.name)
@@ -229,7 +230,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             if message is not reply.body:
                 segment = None  # its memory is the batch's now
             tensors, metadata = unpack(message)
-            return decode_answer(tensors, metadata, question.rows, shapes, question.request_id)
+            return decode_answer(tensors, metadata, question.rows, shape, question.request_id)
         except WireError as error:
             raise ServerFault(str(error)) from error
         except Refused as error:

@@ -26,7 +26,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead, target_distribution_from_hidden
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.cache.codec import decode_states, keep_top
-from fledge.target.cache.format import DTYPES, Shape
+from fledge.target.cache.format import DTYPES, CacheShape
 from fledge.target.remote.wire import Message, WireError
 
 PROTOCOL = 1  # raise when the meaning of a message changes
@@ -128,10 +128,11 @@ def _narrow(name: str, tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class WireShape:
     """What a trainer must know to read answers, and how large they will be."""
 
     hidden_size: int
+    aux_layers: int
     dtype: torch.dtype  # of the target's own states
     encoding: WireEncoding
     wire_dtype: str = "auto"
@@ -145,7 +146,7 @@ class Shapes:
     def answer_bytes(self, tokens: int, supervised: int) -> int:
         """An upper bound; without what the header takes it is exact."""
         width = self.sent_as.itemsize
-        states = 3 * self.hidden_size * tokens * width
+        states = self.aux_layers * self.hidden_size * tokens * width
         slot = {
             "hidden": 0,
             "probs": self.draft_vocab_size * width + 1,
@@ -199,51 +200,57 @@ def decode_answer(
     tensors: dict[str, Tensor],
     metadata: dict[str, str],
     rows: TokenBatch,
-    shapes: Shapes,
+    shape: WireShape,
     request_id: str,
 ) -> Eagle3TargetBatch:
     """A batch from an answer and the rows that were asked about; a WireError if they do not fit."""
     if metadata.get("request_id") != request_id:
         raise WireError(f"an answer to request {metadata.get('request_id')!r}, not to {request_id}")
     supervised_BT = shift_left(rows.loss_mask).bool()
-    for name, shape in _expected(shapes, rows.shape, int(supervised_BT.sum())).items():
-        found = tensors.get(name)
-        if found is None or tuple(found.shape) != shape:
-            got = "nothing" if found is None else list(found.shape)
-            raise WireError(f"{name} should be {list(shape)}, got {got}")
+    for name, wanted in _expected(shape, rows.shape, int(supervised_BT.sum())).items():
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != wanted:
+            got = "nothing" if tensor is None else list(tensor.shape)
+            raise WireError(f"{name} should be {list(wanted)}, got {got}")
     states = {"aux_hidden_states": tensors["aux_hidden_states"]}
-    if shapes.encoding == "hidden":
+    if shape.encoding == "hidden":
         states["last_hidden_states"] = tensors["last_hidden_states"]
     else:
-        states |= _scattered(tensors, shapes, supervised_BT)
+        states |= _scattered(tensors, shape, supervised_BT)
     return Eagle3TargetBatch.about(rows, **states, shifted=True)
 
 
 def _expected(
-    shapes: Shapes, rows_BT: tuple[int, int], supervised: int
+    shape: WireShape, rows_BT: tuple[int, int], supervised: int
 ) -> dict[str, tuple[int, ...]]:
-    expected: dict[str, tuple[int, ...]] = {"aux_hidden_states": (*rows_BT, 3 * shapes.hidden_size)}
-    if shapes.encoding == "hidden":
-        return {**expected, "last_hidden_states": (*rows_BT, shapes.hidden_size)}
+    aux_width = shape.aux_layers * shape.hidden_size
+    expected: dict[str, tuple[int, ...]] = {"aux_hidden_states": (*rows_BT, aux_width)}
+    if shape.encoding == "hidden":
+        return {**expected, "last_hidden_states": (*rows_BT, shape.hidden_size)}
     expected["position_mask"] = (supervised, 1)
-    if shapes.encoding == "probs":
-        return {**expected, "target_probs": (supervised, shapes.draft_vocab_size)}
-    top = (supervised, shapes.top_k)
+    if shape.encoding == "probs":
+        return {**expected, "target_probs": (supervised, shape.draft_vocab_size)}
+    top = (supervised, shape.top_k)
     return {**expected, "topk_probs": top, "topk_ids": top}
 
 
 def _scattered(
-    tensors: dict[str, Tensor], shapes: Shapes, supervised_BT: Tensor
+    tensors: dict[str, Tensor], shape: WireShape, supervised_BT: Tensor
 ) -> dict[str, Tensor]:
     """Supervision of the M supervised slots at their places; the other slots are 0."""
-    kept = Shape(
-        shapes.encoding, shapes.sent_as, shapes.hidden_size, shapes.draft_vocab_size, shapes.top_k
+    kept = CacheShape(
+        encoding=shape.encoding,
+        dtype=shape.sent_as,
+        hidden_size=shape.hidden_size,
+        aux_layers=shape.aux_layers,
+        draft_vocab_size=shape.draft_vocab_size,
+        top_k=shape.top_k,
     )
-    if shapes.encoding == "topk" and len(ids := tensors["topk_ids"]):
+    if shape.encoding == "topk" and len(ids := tensors["topk_ids"]):
         low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= shapes.draft_vocab_size:
+        if low < 0 or high >= shape.draft_vocab_size:
             raise WireError(f"topk_ids reach from {low} to {high}")
-    slots = decode_states(tensors, kept, shapes.dtype)
+    slots = decode_states(tensors, kept, shape.dtype)
     found = {}
     for name in ("target_probs", "position_mask"):
         whole = slots[name].new_zeros((*supervised_BT.shape, slots[name].shape[-1]))

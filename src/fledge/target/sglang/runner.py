@@ -17,7 +17,12 @@ from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, first_line
 from fledge.core.head import TargetHead
 from fledge.target.hf.loading import tokenizer_in
-from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
+from fledge.target.layers import (
+    EAGLE3_AUX_LAYERS,
+    FinalNorm,
+    describe_final_norm,
+    target_depth,
+)
 from fledge.target.packing import Documents, Group
 from fledge.target.runner import RunnerEagle3TargetModel
 from fledge.target.sglang.engine import Captured, Room, engine_class, installed_version
@@ -110,7 +115,7 @@ class SGLangTargetRunner:
         self._aux_layer_ids = list(aux_layer_ids)
 
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, V] and aux states [B, T, 3D] of every position, unshifted.
+        """Logits [B, T, V] and aux states [B, T, A * D] of every position, unshifted.
 
         Padding (mask 0) is not run and stays 0. In a row, tokens whose mask shows different numbers
         are different documents and never see each other: 1 1 1 2 2 0 holds two.
@@ -206,6 +211,7 @@ class SGLangEagle3TargetModel(RunnerEagle3TargetModel):
         dtype: torch.dtype | str | None = None,
         supervision: Supervision = "hidden",
         trust_remote_code: bool = False,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **sglang_kwargs: Any,
     ) -> "SGLangEagle3TargetModel":
         """Load a model by name into SGLang; `sglang_kwargs` as in `SGLangTargetRunner.build`."""
@@ -216,7 +222,13 @@ class SGLangEagle3TargetModel(RunnerEagle3TargetModel):
         )
         try:
             tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
-            return cls(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+            return cls(
+                runner,
+                aux_layer_ids,
+                supervision=supervision,
+                tokenizer=tokenizer,
+                num_aux_layers=num_aux_layers,
+            )
         except BaseException:
             runner.close()
             raise

