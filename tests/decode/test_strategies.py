@@ -1,0 +1,160 @@
+"""A way of drafting from outside: no attention, no cache, two tokens at once, any number of layers.
+
+Nothing in the engine or in replay knows it, and it is as lossless as the others.
+"""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from decode.pretend import PretendPasses
+from decode.tiny_decode import AUX, STOPS, make_draft
+from fledge.core.errors import BadInput
+from fledge.decode import speculative
+from fledge.decode.proposal import Proposal
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.strategies.base import Strategy
+from fledge.decode.strategies.registry import STRATEGIES, choose, rollouts_of
+from fledge.decode.strategies.rollouts import Rollouts
+from fledge.draft.base import DraftModel
+from fledge.measure.replay import Text, replay
+from fledge.methods.eagle3 import Eagle3
+from fledge.methods.registry import METHODS
+from fledge.target.hf.model import HFEagle3TargetModel
+
+
+class PairDraft(DraftModel):
+    """Two tokens from the target's states at one token, and the token behind it."""
+
+    architecture = "PairDraft"
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        size, aux = config.hidden_size, config.num_aux_hidden_states * config.target_hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.mix = nn.Linear(aux + size, 2 * size, bias=False)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self._register_vocabulary(config)
+
+    def states(self, aux, token):
+        """[..., 2, E]"""
+        both = torch.cat([aux, self.embed_tokens(token)], -1)
+        return torch.tanh(self.mix(both)).unflatten(-1, (2, -1))
+
+
+class PairRollouts(Rollouts):
+    def unroll(self, aux_TD, ids_T, plan):
+        state_T2E = self.draft.states(aux_TD, ids_T)
+        return [state_T2E[rows.slot_N, depth] for depth, rows in enumerate(plan.depths)]
+
+
+class Pair(Strategy):
+    name, drafted, label, count = "pair", "pair", "a pair of tokens", 2
+    rollouts = PairRollouts
+
+    def propose(self, state, chooser):
+        rows_B, last_B = torch.arange(len(state.count_B)), state.count_B - 1
+        state_B2E = self.draft.states(state.aux_BQD[rows_B, last_B], state.token_BQ[rows_B, last_B])
+        picked_B2, probs_B2W = chooser.pick(self.draft.lm_head(state_B2E))
+        return Proposal(self.selected_W[picked_B2], probs_BNW=probs_B2W)
+
+
+class PairMethod(Eagle3):
+    name, title, strategies = "pair", "Pair", ("pair",)
+
+    def owns(self, config):
+        return getattr(config, "pair", False)
+
+    def draft_type(self):
+        return PairDraft
+
+    def default_aux_layer_ids(self, depth, count):
+        return list(range(count))
+
+
+@pytest.fixture(autouse=True)
+def outside():
+    METHODS.add("pair", PairMethod())
+    STRATEGIES.add("pair", Pair)
+    yield
+    METHODS.remove("pair")
+    STRATEGIES.remove("pair")
+
+
+@pytest.fixture(scope="module")
+def backend(target):
+    return HFEagle3TargetModel(target, AUX, supervision="hidden")
+
+
+def make_pair(target, layers, prompts):
+    """Fitted to what the target says next on its own texts."""
+    torch.manual_seed(1)
+    vocab = target.config.vocab_size
+    draft = PairDraft(
+        LlamaConfig(
+            vocab_size=vocab, draft_vocab_size=vocab, hidden_size=16, target_hidden_size=16,
+            num_aux_hidden_states=layers, num_attention_heads=4, pair=True,
+        )
+    ).double()  # fmt: skip
+    ids = target.generate(
+        torch.tensor([prompt[:1] * 4 for prompt in prompts]), max_new_tokens=16, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    with torch.no_grad():
+        hidden = target(ids, output_hidden_states=True).hidden_states
+    aux = torch.cat([hidden[i + 1] for i in range(layers)], -1)[:, :-3]
+    wanted = torch.stack([ids[:, 2:-1], ids[:, 3:]], -1)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=3e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        logits = draft.lm_head(draft.states(aux, ids[:, 1:-2]))
+        nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten()).backward()
+        optimizer.step()
+    return draft.eval()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_it_says_what_the_target_says(target, asked, answers, layers, recorded, monkeypatch):
+    if recorded:
+        monkeypatch.setattr(speculative, "Passes", PretendPasses)
+    decoder = SpeculativeDecoder(target, make_pair(target, layers, asked[:16]))
+    assert decoder.method == "pair"
+    assert decoder.target.aux_layer_ids == list(range(layers))
+    found = decoder.generate(asked[:32], STOPS)
+    assert [(one.token_ids, one.finish) for one in found] == answers[:32]
+    assert {r.accepted for one in found for r in one.rounds} == {0, 1, 2}
+    if recorded:
+        assert {name for name, _ in decoder.passes.learned} == {"propose", "verify"}
+    drawn = decoder.generate(asked[:4], STOPS, temperature=1.0, seed=1)
+    assert all(one.finish is not None for one in drawn)
+
+
+def test_its_replay_is_its_live_rounds(target, backend, asked):
+    draft = make_pair(target, 3, asked[:16])
+    live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX).generate(asked[:24], STOPS)
+    texts = [Text(one.prompt_ids, one.token_ids) for one in live]
+    found = replay(backend, draft, texts, num_draft_tokens=2)
+    assert [one.rounds for one in found] == [one.rounds for one in live]
+
+
+def test_a_draft_has_the_strategies_of_its_method(target, drafts, asked):
+    pair = make_pair(target, 1, asked[:4])
+    assert choose(pair) is Pair
+    assert choose(drafts["trained"]).name == "chain"
+    assert choose(drafts["parallel"]).name == "parallel"
+    assert choose(drafts["parallel"], "tree").name == "tree"
+    with pytest.raises(BadInput, match="not trained for chain drafting; use pair"):
+        choose(pair, "chain")
+    with pytest.raises(BadInput, match="not trained for pair drafting; use chain or tree"):
+        choose(drafts["trained"], "pair")
+    with pytest.raises(BadInput, match="not trained for parallel drafting; use chain or tree"):
+        choose(drafts["trained"], "parallel")
+    unmasked = make_draft(target, parallel=True)
+    unmasked.config.mask_token_id = None
+    with pytest.raises(BadInput, match="not trained for parallel drafting; use chain or tree"):
+        choose(unmasked, "parallel")
+    with pytest.raises(BadInput, match="cannot be replayed"):
+        rollouts_of(drafts["trained"], 3, name="tree")
