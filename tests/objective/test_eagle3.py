@@ -24,7 +24,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge import Eagle3TrainerModule, TargetHead, simulated_accept_length
-from fledge.objective.losses import LossSpec, reference_loss
+from fledge.objective.losses.base import reference_loss
+from fledge.objective.losses.cross_entropy import CrossEntropy
+from fledge.objective.losses.hard import HardCrossEntropy
+from fledge.objective.losses.kl import KLDivergence
+from fledge.objective.losses.lk_alpha import LkAlpha
+from fledge.objective.losses.lk_lambda import LkLambda
 
 STEPS = 4
 LENGTHS = [9, 1, 6, 13, 2]
@@ -88,6 +93,13 @@ LOSSES = {
     "alpha": {"lk_loss_type": "alpha"},
     "lambda": {"lk_loss_type": "lambda", "lk_kl_scale": 0.7, "lk_kl_decay": 2.0},
 }
+DEFINED = {
+    "ce": CrossEntropy(),
+    "kl": KLDivergence(),
+    "hard": HardCrossEntropy(),
+    "alpha": LkAlpha(),
+    "lambda": LkLambda(scale=0.7, decay=2.0),
+}
 
 
 def check_against_textbook(changes, loss, kind, **options):
@@ -95,11 +107,11 @@ def check_against_textbook(changes, loss, kind, **options):
     ids, mask = vocabulary()
     batch = with_logits(padded_batch(make_documents(LENGTHS)), make_head())
     ours = run(module, batch)
-    spec = LossSpec(kind, loss.get("lk_kl_scale", 1.0), loss.get("lk_kl_decay", 3.0))
     module.zero_grad()
+    defined = DEFINED[kind]
     naive = naive_eagle3(
         module.draft_model, batch, ids=ids, mask=mask, steps=STEPS,
-        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, spec),
+        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, defined),
     )  # fmt: skip
     naive.loss.backward()
     out, grads = ours
@@ -126,6 +138,15 @@ def test_module_equals_the_textbook(variant):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_every_loss_equals_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind)
+
+
+@pytest.mark.parametrize("kind", DEFINED)
+def test_a_loss_is_given_by_name_or_as_itself(kind):
+    loss = DEFINED[kind]
+    assert make_module(**LOSSES[kind]).loss == loss
+    assert make_module(loss=loss).loss == loss
+    parameters = {"lk_kl_scale": 0.7, "lk_kl_decay": 2.0}
+    assert make_module(loss=loss.kind, **parameters).loss == loss
 
 
 @pytest.mark.parametrize("attention", ["fast", "reference"])
@@ -261,7 +282,7 @@ def test_a_plan_made_beforehand_is_the_same_plan():
 def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
     module = make_module(make_draft(num_hidden_layers=2))
     for kind in LOSSES.values():
-        module.spec = make_module(**kind).spec
+        module.loss = make_module(**kind).loss
         out, grads = run(module, padded_batch(make_documents(LENGTHS, supervised=-1)))
         assert out.loss == 0
         assert all(bool((g == 0).all()) for g in grads.values())

@@ -24,7 +24,7 @@ from fledge import (
     PEagleTrainerModule,
     simulated_accept_length,
 )
-from fledge.objective.losses import LossSpec
+from fledge.objective.losses import registry
 
 DEPTHS, SEED = 4, 11
 LENGTHS = [9, 1, 6, 13, 2, 21]
@@ -82,8 +82,8 @@ LOSSES = {
     "kl": {},
     "ce": {"loss": "ce"},
     "hard": {"loss": "hard"},
-    "alpha": {"lk_loss_type": "alpha"},
-    "lambda": {"lk_loss_type": "lambda"},  # one mean acceptance: all elements are one loss
+    "lk_alpha": {"lk_loss_type": "alpha"},
+    "lk_lambda": {"lk_loss_type": "lambda"},  # one mean acceptance: all elements are one loss
 }
 
 
@@ -96,7 +96,8 @@ def check_against_textbook(changes, loss, kind, **options):
     deepest = sampled_depths(documents, num_depths=DEPTHS, ratio=0.7, ratio_min=0.2, seed=SEED)
     naive = naive_peagle(
         module.draft_model, documents, deepest, head=make_head(), ids=ids, mask=mask,
-        num_depths=DEPTHS, spec=LossSpec(kind), balance=options.get("balance_depths", False),
+        num_depths=DEPTHS, loss=registry.LOSSES[kind](),
+        balance=options.get("balance_depths", False),
     )  # fmt: skip
     naive.loss.backward()
     torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
@@ -121,7 +122,7 @@ def test_every_loss_equals_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind)
 
 
-@pytest.mark.parametrize("kind", ["kl", "lambda"])
+@pytest.mark.parametrize("kind", ["kl", "lk_lambda"])
 def test_balanced_depths_are_losses_of_their_own(kind):
     check_against_textbook({}, LOSSES[kind], kind, balance_depths=True)
 

@@ -19,7 +19,7 @@ from fledge.core.head import HeadLike, TargetHead
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.head_loss import head_loss
-from fledge.objective.losses import LossSpec
+from fledge.objective.losses.base import Loss
 from fledge.objective.supervision import (
     DraftVocabulary,
     HiddenSupervision,
@@ -106,7 +106,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         *,
         selected_token_ids: Tensor,
         selected_token_mask: Tensor,
-        spec: LossSpec,
+        loss: Loss,
         target_head: HeadLike | None,
         compute_dtype: torch.dtype | None,
         chunk_rows: int | None,
@@ -121,7 +121,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         ids_W, member_V = selected_token_ids.to(device), selected_token_mask.bool().to(device)
         self.register_buffer("selected_token_ids", ids_W, persistent=False)
         self.register_buffer("selected_token_mask", member_V, persistent=False)
-        self.spec = spec
+        self.loss = loss
         self.compute_dtype, self.attention = compute_dtype, attention
         self.chunk_rows = chunk_rows
         self.target_head = None if target_head is None else TargetHead.of(target_head)
@@ -258,7 +258,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
                 charged_N=charged_N,
                 coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
                 num_losses=self._num_losses,
-                spec=self.spec,
+                loss=self.loss,
                 chunk_rows=self.chunk_rows,
             )
             loss_sums = self._per_depth(plan, scored.row_loss_N * charged_N)

@@ -2,7 +2,7 @@
 
 The gradients are written out and taken in the forward pass, while a chunk's logits exist; the
 backward pass only scales what was kept: [elements, E] for the states and [W, E] for the head.
-`losses.py` defines what is computed here.
+A `losses.base.Loss` says what is computed here.
 
 Elements come sorted by the slot that holds their target (`rollout.plan.HeadElements`), so a chunk
 needs a short range of target slots and derives each slot's distribution once for all depths.
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.gate import kernel_runs
-from fledge.objective.losses import LossSpec
+from fledge.objective.losses.acceptance import acceptance
+from fledge.objective.losses.base import Loss
 from fledge.objective.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
 
@@ -38,7 +39,7 @@ class _Task:
     charged_N: Tensor  # bool
     coefficient_N: Tensor  # what a charged row's loss counts
     num_losses: int
-    spec: LossSpec
+    loss: Loss
     chunk_rows: int
     compute_dtype: torch.dtype
     with_grad: bool
@@ -53,13 +54,13 @@ def head_loss(
     charged_N: Tensor,
     coefficient_N: Tensor,
     num_losses: int,
-    spec: LossSpec,
+    loss: Loss,
     chunk_rows: int | None = None,
 ) -> HeadLoss:
     """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
 
     `num_losses` is the number of depths where each is a loss with means of its own, and 1 where
-    all elements are one loss; only lambda, which weighs by a mean, asks.
+    all elements are one loss; only a loss that weighs by mean acceptance asks.
     `head_WE` may be an fp32 master of a bf16 step: it is cast to the states' dtype here, and its
     gradient is summed over the chunks in fp32.
     """
@@ -69,18 +70,18 @@ def head_loss(
         charged_N=charged_N,
         coefficient_N=torch.where(charged_N, coefficient_N, 0.0),
         num_losses=num_losses,
-        spec=spec,
-        chunk_rows=chunk_rows or _chunk_rows(hidden_EE, len(head_WE)),
+        loss=loss,
+        chunk_rows=chunk_rows or _chunk_rows(hidden_EE, len(head_WE), loss),
         compute_dtype=hidden_EE.dtype,
         with_grad=torch.is_grad_enabled(),
     )
-    loss, row_loss_N, correct_N = _HeadLoss.apply(hidden_EE, head_WE, task)  # type: ignore[no-untyped-call]
-    return HeadLoss(loss, row_loss_N, correct_N)
+    return HeadLoss(*_HeadLoss.apply(hidden_EE, head_WE, task))  # type: ignore[no-untyped-call]
 
 
-def _chunk_rows(hidden_EE: Tensor, width: int) -> int:
+def _chunk_rows(hidden_EE: Tensor, width: int, loss: Loss) -> int:
     """As many as fit the memory of a chunk: the kernel has no fp32 copies of the logits."""
-    copies_spared = 4 if kernel_runs(hidden_EE, what="head loss") else 1
+    fused = loss.kernel is not None and kernel_runs(hidden_EE, what="head loss")
+    copies_spared = 4 if fused else 1
     return max(1, copies_spared * CHUNK_SCORES // width)
 
 
@@ -96,13 +97,13 @@ class _HeadLoss(torch.autograd.Function):
         dhead_WE = torch.zeros_like(head_WE, dtype=wide) if want_head else None
         row_loss_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
         correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
-        ce_weight_N = _ce_weights(hidden_EE, head, task)
+        weight_N = _weights(hidden_EE, head, task)
         for part, element_C, target in _chunks(task, wide):
             x_CE = hidden_EE.index_select(0, element_C)
             logits_CW = F.linear(x_CE, head)
-            ce_weight = None if ce_weight_N is None else ce_weight_N[part]
+            weight_C = None if weight_N is None else weight_N[part]
             row_loss_N[part], correct_N[part], dlogits_CW = _score(
-                logits_CW, target, task.spec, task.coefficient_N[part], ce_weight
+                logits_CW, target, task.loss, task.coefficient_N[part], weight_C
             )
             if dhidden_EE is not None:
                 dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
@@ -164,14 +165,14 @@ def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, _Ta
         yield part, elements.element_N[part], _Targets(slots_MW, slot_C, top_C)
 
 
-def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
-    """Per element, the share of CE in the lambda loss; it needs the mean acceptance of its loss
-    first, taken over this call's elements alone.
+def _weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
+    """Per element, what a loss makes of the mean acceptance, if it needs that; taken over this
+    call's elements alone.
 
     A pass of its own over the logits: a third of the head's work, against two thirds for keeping
     the gradients of both terms apart.
     """
-    if task.spec.kind != "lambda":
+    if not task.loss.needs_acceptance:
         return None
     wide = torch.promote_types(hidden_EE.dtype, torch.float32)
     alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
@@ -182,7 +183,7 @@ def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
     loss_N = depth_N if task.num_losses > 1 else torch.zeros_like(depth_N)
     sums_K = alpha_N.new_zeros(task.num_losses).index_add_(0, loss_N, alpha_N * task.charged_N)
     count_K = torch.zeros_like(sums_K).index_add_(0, loss_N, task.charged_N.to(wide))
-    return task.spec.ce_weight(sums_K / count_K.clamp_min(1))[loss_N]
+    return task.loss.weight(sums_K / count_K.clamp_min(1))[loss_N]
 
 
 def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
@@ -192,59 +193,26 @@ def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
 
         slots = (target.slots_MW, target.slot_C, target.top_C)
         return fused_rows(logits_CW, *slots, kind="acceptance")[0]
-    draft_CW = torch.softmax(logits_CW.to(target.slots_MW.dtype), dim=-1)
-    return torch.minimum(target.per_element(), draft_CW).sum(-1)
+    return acceptance(logits_CW.to(target.slots_MW.dtype), target.per_element())
 
 
 def _score(
     logits_CW: Tensor,
     target: _Targets,
-    spec: LossSpec,
+    loss: Loss,
     coefficient_C: Tensor,
-    ce_weight_C: Tensor | None,
+    weight_C: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses [C], hits [C], and coefficient * gradient [C, W]; the logits are used up."""
-    if kernel_runs(logits_CW, what="head loss"):
+    if loss.kernel is not None and kernel_runs(logits_CW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
         loss_C, correct_C = fused_rows(
-            logits_CW, target.slots_MW, target.slot_C, target.top_C, kind=spec.kind,
-            coefficient_C=coefficient_C, ce_weight_C=ce_weight_C,
+            logits_CW, target.slots_MW, target.slot_C, target.top_C, kind=loss.kernel,
+            coefficient_C=coefficient_C, ce_weight_C=weight_C,
         )  # fmt: skip
         return loss_C, correct_C, logits_CW
     wide_CW = logits_CW.to(target.slots_MW.dtype)
     correct_C = wide_CW.argmax(-1) == target.top_C
-    loss_C, dlogits_CW = _rows(wide_CW, target.per_element(), spec, ce_weight_C)
+    loss_C, dlogits_CW = loss.rows(wide_CW, target.per_element(), weight_C)
     return loss_C, correct_C, dlogits_CW.mul_(coefficient_C[:, None]).to(logits_CW.dtype)
-
-
-def _rows(
-    logits_CW: Tensor, probs_CW: Tensor, spec: LossSpec, ce_weight_C: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Row losses [C] and their gradients with respect to the logits [C, W], which are used up."""
-    if spec.kind == "hard":
-        probs_CW = F.one_hot(probs_CW.argmax(-1), probs_CW.shape[-1]).to(probs_CW.dtype)
-    lse_C1 = torch.logsumexp(logits_CW, dim=-1, keepdim=True)
-    mass_C = probs_CW.sum(-1)  # 1 up to how the probabilities were stored
-    loss_C = lse_C1.squeeze(-1) * mass_C - (probs_CW * logits_CW).sum(-1)
-    q_CW = logits_CW.sub_(lse_C1).exp_()
-    if spec.kind == "alpha":
-        alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
-        safe_C = torch.where(alpha_C > 0, alpha_C, 1.0)
-        return -safe_C.log(), dalpha_CW * torch.where(alpha_C > 0, -1 / safe_C, 0.0)[:, None]
-    if ce_weight_C is not None:
-        alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
-        loss_C = ce_weight_C * loss_C + (1 - ce_weight_C) * (1 - alpha_C)
-        dce_CW = q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
-        return loss_C, torch.lerp(-dalpha_CW, dce_CW, ce_weight_C[:, None])
-    if spec.kind == "kl":
-        loss_C = loss_C + torch.xlogy(probs_CW, probs_CW).sum(-1)
-    return loss_C, q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
-
-
-def _acceptance(q_CW: Tensor, probs_CW: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha = sum min(p, q) and its gradient with respect to the logits (half where p = q)."""
-    alpha_C = torch.minimum(probs_CW, q_CW).sum(-1)
-    below_CW = 0.5 * ((q_CW < probs_CW).to(q_CW.dtype) + (q_CW <= probs_CW).to(q_CW.dtype))
-    inner_C1 = (q_CW * below_CW).sum(-1, keepdim=True)
-    return alpha_C, q_CW * (below_CW - inner_C1)

@@ -13,7 +13,8 @@ from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.peagle import unroll_parallel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.base import RolloutTrainerModule
-from fledge.objective.losses import LossKind, loss_spec
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.registry import loss_of
 from fledge.rollout.cod import check_cod_options, draw_seed
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
 
@@ -48,7 +49,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         lk_loss_type: str | None = None,
         lk_kl_scale: float = 1.0,
         lk_kl_decay: float = 3.0,
-        loss: LossKind = "kl",
+        loss: str | Loss = "kl",
         balance_depths: bool = False,
         max_anchors: int | None = None,
         compute_dtype: torch.dtype | None = None,
@@ -67,7 +68,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             draft_model,
             selected_token_ids=selected_token_ids,
             selected_token_mask=selected_token_mask,
-            spec=loss_spec(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
+            loss=loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
             target_head=target_head,
             compute_dtype=compute_dtype,
             chunk_rows=chunk_rows,
