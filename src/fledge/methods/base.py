@@ -9,9 +9,15 @@ each function imports what it returns.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
 
-from fledge.core.settings import Section
+from pydantic import Field, model_validator
+
+from fledge.core.settings import NonNegative, Section, Share, Tagged
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.cross_entropy import CrossEntropy
+from fledge.objective.losses.lk_lambda import LkLambda
+from fledge.objective.losses.registry import LOSSES
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +40,39 @@ class ObjectiveSection(Section):
         raise NotImplementedError
 
 
+class LossSection(ObjectiveSection):
+    """The section of a method that trains with any of `objective.losses`."""
+
+    loss: Annotated[Loss, Tagged("kind", lambda: LOSSES, default="ce", bare=True)] = CrossEntropy()
+    """What a wrong distribution costs: a name, or a mapping of kind and parameters; see below."""
+
+    lk_kl_scale: Share | None = Field(default=None, exclude=True)
+    """Older spelling of loss.scale."""
+
+    lk_kl_decay: NonNegative | None = Field(default=None, exclude=True)
+    """Older spelling of loss.decay."""
+
+    @model_validator(mode="after")
+    def _read_older_spellings(self) -> Self:
+        """They belong to lk_lambda and mean nothing to other losses. Recipes of earlier versions
+        hold their defaults where nobody asked for them, so a default yields to the new spelling."""
+        older = {"scale": self.lk_kl_scale, "decay": self.lk_kl_decay}
+        loss = self.loss
+        for name, value in older.items():
+            if value is None or not isinstance(loss, LkLambda):
+                continue
+            if name not in self.loss.model_fields_set:
+                loss = loss.model_copy(update={name: value})
+            elif value not in (getattr(loss, name), LkLambda.model_fields[name].default):
+                said = getattr(loss, name)
+                raise ValueError(
+                    f"loss.{name} is {said}, but lk_kl_{name}, its older spelling, is {value}; "
+                    "leave one out"
+                )
+        self.__dict__.update(loss=loss, lk_kl_scale=None, lk_kl_decay=None)  # still being built
+        return self
+
+
 Said = TypeVar("Said", bound=ObjectiveSection)
 
 
@@ -46,18 +85,14 @@ class TrainerInputs:
     target_head: "HeadLike"
     compute_dtype: "torch.dtype | None"
 
-    def with_loss(self, loss: str, lk_kl_scale: float, lk_kl_decay: float) -> dict[str, Any]:
+    def with_loss(self, loss: Loss) -> dict[str, Any]:
         """The same as keyword arguments of a trainer module, with its loss."""
-        lk_loss_type = loss.removeprefix("lk_") if loss.startswith("lk_") else None
         return {
             "selected_token_ids": self.selected_token_ids,
             "selected_token_mask": self.selected_token_mask,
             "target_head": self.target_head,
             "compute_dtype": self.compute_dtype,
-            "loss": "ce" if lk_loss_type else loss,
-            "lk_loss_type": lk_loss_type,
-            "lk_kl_scale": lk_kl_scale,
-            "lk_kl_decay": lk_kl_decay,
+            "loss": loss,
         }
 
 

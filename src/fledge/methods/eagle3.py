@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from fledge.core.settings import NonNegative, PositiveCount, PositiveShare, Share
-from fledge.methods.base import Method, ObjectiveSection, TrainerInputs
+from fledge.core.settings import PositiveCount, PositiveShare
+from fledge.methods.base import LossSection, Method, TrainerInputs
 
 if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 AUX_LAYERS = 3  # low, middle, high
 
 
-class Eagle3Section(ObjectiveSection):
+class Eagle3Section(LossSection):
     """EAGLE-3: training-time test, each step from the draft's own output."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -27,15 +27,6 @@ class Eagle3Section(ObjectiveSection):
 
     depth_keep: PositiveShare = 1.0
     """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
-
-    loss: Literal["ce", "kl", "lk_alpha", "lk_lambda"] = "ce"
-    """Soft cross entropy, KL, or the acceptance losses LK-alpha and LK-lambda."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
 
     @property
     def depths(self) -> int:
@@ -81,7 +72,7 @@ class Eagle3(Method[Eagle3Section]):
             ttt_steps=section.ttt_steps,
             step_decay=section.step_decay,
             depth_keep=section.depth_keep,
-            **given.with_loss(section.loss, section.lk_kl_scale, section.lk_kl_decay),
+            **given.with_loss(section.loss),
         )
 
     def bench_section(self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any) -> Eagle3Section:

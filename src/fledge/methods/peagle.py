@@ -1,24 +1,30 @@
 """P-EAGLE: all tokens of a round in one pass, from a learned placeholder."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from fledge.core.settings import Count, NonNegative, PositiveCount, PositiveShare, Share
-from fledge.methods.base import Method, ObjectiveSection, TrainerInputs
+from fledge.core.settings import Count, PositiveCount, PositiveShare, Share, Tagged
+from fledge.methods.base import LossSection, Method, TrainerInputs
 from fledge.methods.eagle3 import AUX_LAYERS, EAGLE3
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.kl import KLDivergence
+from fledge.objective.losses.registry import LOSSES
 
 if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
     from fledge.objective.base import Objective
 
 
-class PeagleSection(ObjectiveSection):
+class PeagleSection(LossSection):
     """P-EAGLE: all depths in one parallel pass."""
 
     kind: Literal["peagle"] = "peagle"
     """Drafts all tokens at once; vLLM serves it, SGLang does not."""
+
+    loss: Annotated[Loss, Tagged("kind", lambda: LOSSES, default="kl", bare=True)] = KLDivergence()
+    """What a wrong distribution costs: a name, or a mapping of kind and parameters; see below."""
 
     num_depths: PositiveCount = 8
     """Depths trained: as many as tokens drafted in serving."""
@@ -37,15 +43,6 @@ class PeagleSection(ObjectiveSection):
 
     max_anchors: PositiveCount | None = None
     """At most this many rollouts a pack; null: all."""
-
-    loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
-    """KL(target || draft), soft cross entropy, or the acceptance losses."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
 
     balance_depths: bool = False
     """Give every depth the same weight instead of every element."""
@@ -122,7 +119,7 @@ class Peagle(Method[PeagleSection]):
             sequence_partitions=section.sequence_partitions,
             balance_depths=section.balance_depths,
             max_anchors=section.max_anchors,
-            **given.with_loss(section.loss, section.lk_kl_scale, section.lk_kl_decay),
+            **given.with_loss(section.loss),
         )
 
     def bench_section(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> PeagleSection:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LkAlpha(Loss):
-    """-log acceptance; 0 where acceptance is 0, which has no direction to offer."""
+    """LK-alpha: -log acceptance; 0 where acceptance is 0, which has no direction to offer."""
 
     kind: Literal["lk_alpha"] = "lk_alpha"
     kernel = "alpha"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LkLambda(Loss):
-    """w * ce + (1 - w) * (1 - acceptance), with w = scale * exp(-decay * mean acceptance)."""
+    """LK-lambda: w ce + (1 - w)(1 - acceptance), with w = scale * exp(-decay * mean acceptance)."""
 
     kind: Literal["lk_lambda"] = "lk_lambda"
 
