@@ -48,8 +48,11 @@ def make_module(draft=None, *, steps=STEPS, **options):
 
 def run(module, batch, **extra):
     """(output, gradient of every parameter by name)."""
+    return backward(module, module(**batch, **extra))
+
+
+def backward(module, out):
     module.zero_grad()
-    out = module(**batch, **extra)
     out.loss.backward()
     return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
 
@@ -201,7 +204,7 @@ def test_the_worked_packing_example_of_semantics_5():
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert batch["doc_remaining"].tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
     assert batch["seq_lens"].tolist() == [[3, 5]]
-    prepared = make_module().prepare(**batch)
+    prepared = make_module().prepare_inputs(**batch)
     assert prepared.plan.step_valid_K.tolist() == [3, 1, 0, 0]
 
 
@@ -219,7 +222,8 @@ def test_compaction_changes_nothing():
     batch = packed_batch([make_documents(LENGTHS)], 40)
     compact, wasteful = make_module(draft), make_module(draft, compact=False)
     assert_same(run(compact, batch), run(wasteful, batch))
-    assert sum(compact.prepare(**batch).plan.counts) < sum(wasteful.prepare(**batch).plan.counts)
+    few, many = (module.prepare_inputs(**batch).plan.counts for module in (compact, wasteful))
+    assert sum(few) < sum(many)
 
 
 def test_encodings_agree_logits_and_probs_bitwise():
@@ -253,15 +257,12 @@ def test_micro_batches_add_up_to_one_batch(kind):
     documents = make_documents(LENGTHS)
     whole = run(module, padded_batch(documents))
     micro = [padded_batch(documents[:2]), packed_batch([documents[2:]], 30)]
-    prepared = [module.prepare(**batch) for batch in micro]
+    prepared = [module.prepare_inputs(**batch) for batch in micro]
     normalizer = sum(p.charged_K for p in prepared)
     assert normalizer.tolist() == whole[0].charged.tolist()
     assert not torch.equal(prepared[0].charged_K, prepared[1].charged_K)
     module.zero_grad()
-    outs = [
-        module(**batch, normalizer=normalizer, prepared=p)
-        for batch, p in zip(micro, prepared, strict=True)
-    ]
+    outs = [module.score(ready, normalizer) for ready in prepared]
     for out in outs:
         out.loss.backward()
     torch.testing.assert_close(sum(o.loss for o in outs), whole[0].loss, rtol=1e-12, atol=1e-12)
@@ -275,7 +276,7 @@ def test_a_plan_made_beforehand_is_the_same_plan():
     batch = packed_batch([make_documents(LENGTHS)], 40)
     fields = ("loss_mask", "attention_mask", "position_ids", "seq_lens", "doc_remaining")
     plan = module.plan(**{name: batch[name] for name in fields})
-    ahead = run(module, batch, prepared=module.prepare(**batch, plan=plan))
+    ahead = backward(module, module.score(module.prepare_inputs(**batch, plan=plan)))
     assert_same(run(module, batch), ahead, tolerance=0)
 
 

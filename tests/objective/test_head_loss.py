@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.core.head import TargetHead, target_distribution_from_hidden
-from fledge.objective.head_loss import head_loss
+from fledge.objective.head_loss import HeadTask, head_loss
 from fledge.objective.losses.acceptance import acceptance
 from fledge.objective.losses.base import Loss, reference_loss
 from fledge.objective.losses.cross_entropy import CrossEntropy
@@ -16,9 +16,9 @@ from fledge.objective.losses.lk_alpha import LkAlpha
 from fledge.objective.losses.lk_lambda import LkLambda
 from fledge.objective.losses.registry import LOSSES
 from fledge.objective.supervision import (
-    DraftVocabulary,
     HiddenSupervision,
     ProbsSupervision,
+    VocabularyTensors,
     head_rows,
 )
 from fledge.rollout.plan import HeadElements
@@ -62,11 +62,8 @@ def by_definition(hidden, head, elements, supervision, charged, loss):
 def chunked(hidden, head, elements, supervision, charged, loss, chunk_rows):
     counts = torch.bincount(elements.depth_N[charged], minlength=DEPTHS).clamp_min(1)
     coefficient = torch.arange(1, DEPTHS + 1, dtype=hidden.dtype) / counts
-    return head_loss(
-        hidden, head, elements=elements, supervision=supervision, charged_N=charged,
-        coefficient_N=coefficient[elements.depth_N], num_losses=DEPTHS, loss=loss,
-        chunk_rows=chunk_rows,
-    )  # fmt: skip
+    task = HeadTask(elements, supervision, charged, loss, DEPTHS, chunk_rows)
+    return head_loss(hidden, head, task, coefficient_N=coefficient[elements.depth_N])
 
 
 def assert_chunked_is_definition(count, kind, chunk_rows, seed):
@@ -205,7 +202,7 @@ def test_the_draft_vocabularys_head_scores_as_the_whole_one():
     head = TargetHead(torch.randn(20, 6), torch.randn(20), scale=1.5, softcap=2.0, divisor=3.0)
     ids_W, member_V = torch.tensor([1, 4, 5, 17]), torch.zeros(20, dtype=torch.bool)
     member_V[ids_W] = True
-    vocabulary = DraftVocabulary(ids_W, member_V)
+    vocabulary = VocabularyTensors(ids_W, member_V)
     hidden_SD, slot_M = torch.randn(9, 6), torch.tensor([2, 3, 8])
     supervision = HiddenSupervision(
         hidden_SD, slot_M, head, head_rows(head, vocabulary), vocabulary

@@ -44,8 +44,11 @@ def make_module(draft=None, *, depths=DEPTHS, **options):
 
 def run(module, batch, *, seed=SEED, **extra):
     """(output, gradient of every parameter by name)."""
+    return backward(module, module(**batch, seed=seed, **extra))
+
+
+def backward(module, out):
     module.zero_grad()
-    out = module(**batch, seed=seed, **extra)
     out.loss.backward()
     return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
 
@@ -141,7 +144,7 @@ def test_partitioned_equals_flat(layers, partitions):
         flat = run(make_module(draft), batch)
         module = make_module(draft, sequence_partitions=partitions)
         assert_same(flat, run(module, batch))
-        found = len(module.prepare(**batch, seed=SEED).plan.segments)
+        found = len(module.prepare_inputs(**batch, seed=SEED).plan.segments)
         assert found == min(partitions, found) > 1
 
 
@@ -213,14 +216,11 @@ def test_micro_batches_add_up_to_one_batch(balance):
     one_by_one = [padded_batch([document]) for document in documents]
     halves = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 50)]
     for micro in (one_by_one, halves):
-        prepared = [module.prepare(**batch, seed=SEED) for batch in micro]
+        prepared = [module.prepare_inputs(**batch, seed=SEED) for batch in micro]
         normalizer = sum(p.charged_K for p in prepared)
         assert normalizer.tolist() == whole[0].charged.tolist()
         module.zero_grad()
-        outs = [
-            module(**batch, normalizer=normalizer, prepared=ready)
-            for batch, ready in zip(micro, prepared, strict=True)
-        ]
+        outs = [module.score(ready, normalizer) for ready in prepared]
         total = sum(out.loss for out in outs)
         total.backward()
         torch.testing.assert_close(total, whole[0].loss, rtol=1e-12, atol=1e-12)
@@ -380,9 +380,8 @@ def test_seeds_decide_what_is_sampled():
     assert run(module, batch, seed=1)[0].loss != run(module, batch, seed=2)[0].loss
     assert run(module, batch, seed=-1)[0].loss == run(module, batch, seed=2**64 - 1)[0].loss
     ahead = module.plan(batch["loss_mask"], batch["attention_mask"], seed=2)
-    assert_same(
-        run(module, batch, seed=2), run(module, batch, prepared=module.prepare(**batch, plan=ahead))
-    )
+    ready = module.prepare_inputs(**batch, plan=ahead)
+    assert_same(run(module, batch, seed=2), backward(module, module.score(ready)))
 
 
 def test_without_a_seed_training_varies_and_evaluation_does_not():
@@ -403,8 +402,8 @@ def test_without_a_seed_training_varies_and_evaluation_does_not():
 def test_a_cap_on_anchors():
     batch = padded_batch(make_documents([40, 30], supervised=1.1))
     free, capped = make_module(), make_module(max_anchors=5)
-    assert capped.prepare(**batch, seed=0).charged_K.tolist()[:2] == [68, 10]
-    assert free.prepare(**batch, seed=0).charged_K[1] > 10
+    assert capped.prepare_inputs(**batch, seed=0).charged_K.tolist()[:2] == [68, 10]
+    assert free.prepare_inputs(**batch, seed=0).charged_K[1] > 10
 
 
 # --- the rest ----------------------------------------------------------------------------------

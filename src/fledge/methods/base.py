@@ -149,7 +149,9 @@ class Method(ABC, Generic[Said]):
     # --- training -------------------------------------------------------------------------------
 
     @abstractmethod
-    def objective(self, section: Said, draft: "DraftModel", given: TrainerInputs) -> "Objective":
+    def objective(
+        self, section: Said, draft: "DraftModel", given: TrainerInputs
+    ) -> "Objective[Any]":
         """The draft and its loss, as a training step calls them."""
 
     @abstractmethod

@@ -62,7 +62,7 @@ class Eagle3(Method[Eagle3Section]):
 
     def objective(
         self, section: Eagle3Section, draft: "DraftModel", given: TrainerInputs
-    ) -> "Objective":
+    ) -> "Objective[Any]":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel
         from fledge.objective.eagle3 import Eagle3TrainerModule
 

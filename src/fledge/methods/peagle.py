@@ -106,7 +106,7 @@ class Peagle(Method[PeagleSection]):
 
     def objective(
         self, section: PeagleSection, draft: "DraftModel", given: TrainerInputs
-    ) -> "Objective":
+    ) -> "Objective[Any]":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel
         from fledge.objective.peagle import PEagleTrainerModule
 

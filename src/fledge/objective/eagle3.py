@@ -1,6 +1,6 @@
 """EAGLE-3's training-time test: roll the draft out from every supervised slot and score each depth.
 
-The call is `base.RolloutTrainerModule.forward`; SEMANTICS 4 and 5 are the rules.
+The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from torch import Tensor
 from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import PreparedBatch, RolloutOutput, RolloutTrainerModule
+from fledge.objective.base import RolloutOutput
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
+from fledge.objective.rollout import RolloutTrainerModule
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.plan import RolloutPlan, plan_rollout
-
-__all__ = ["Eagle3Output", "Eagle3TrainerModule", "PreparedBatch", "simulated_accept_length"]
 
 Eagle3Output = RolloutOutput
 
@@ -33,6 +32,8 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     expected gradient is that of the full unroll. `compact=False` and `attention="reference"` are
     the slow twins that tests compare with.
     """
+
+    draft_model: LlamaEagle3DraftModel
 
     def __init__(
         self,

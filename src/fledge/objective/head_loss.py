@@ -31,51 +31,76 @@ class HeadLoss:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """Everything that is no differentiable input."""
+class HeadTask:
+    """Which elements are scored, against what, by which loss."""
 
     elements: HeadElements
     supervision: Supervision
     charged_N: Tensor  # bool
-    coefficient_N: Tensor  # what a charged row's loss counts
-    num_losses: int
     loss: Loss
-    chunk_rows: int
-    compute_dtype: torch.dtype
-    with_grad: bool
+    # depths, where each is a loss with means of its own; 1, where all elements are one loss: only a
+    # loss that weighs by mean acceptance asks
+    num_losses: int
+    chunk_rows: int | None = None  # None: as many as fit
+
+    def which_loss(self) -> Tensor:
+        """[N] the loss that an element belongs to."""
+        depth_N = self.elements.depth_N
+        return depth_N if self.num_losses > 1 else torch.zeros_like(depth_N)
 
 
 def head_loss(
     hidden_EE: Tensor,
     head_WE: Tensor,
+    task: HeadTask,
     *,
-    elements: HeadElements,
-    supervision: Supervision,
-    charged_N: Tensor,
-    coefficient_N: Tensor,
-    num_losses: int,
-    loss: Loss,
-    chunk_rows: int | None = None,
+    coefficient_N: Tensor,  # what a charged row's loss counts
+    acceptance_L: Tensor | None = None,
 ) -> HeadLoss:
     """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
 
-    `num_losses` is the number of depths where each is a loss with means of its own, and 1 where
-    all elements are one loss; only a loss that weighs by mean acceptance asks.
+    `acceptance_L` is the mean acceptance of each loss, for a loss that needs it; None: the mean
+    over the elements of this call.
     `head_WE` may be an fp32 master of a bf16 step: it is cast to the states' dtype here, and its
     gradient is summed over the chunks in fp32.
     """
-    task = _Task(
-        elements=elements,
-        supervision=supervision,
-        charged_N=charged_N,
-        coefficient_N=torch.where(charged_N, coefficient_N, 0.0),
-        num_losses=num_losses,
-        loss=loss,
-        chunk_rows=chunk_rows or _chunk_rows(hidden_EE, len(head_WE), loss),
-        compute_dtype=hidden_EE.dtype,
-        with_grad=torch.is_grad_enabled(),
+    weight_N = None
+    if task.loss.needs_acceptance:
+        if acceptance_L is None:
+            acceptance_L = mean_acceptance(head_acceptance(hidden_EE, head_WE, task))
+        weight_N = task.loss.weight(acceptance_L.to(_wide(hidden_EE)))[task.which_loss()]
+    coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
+    return HeadLoss(
+        *_HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_EE, head_WE, task, coefficient_N, weight_N, torch.is_grad_enabled()
+        )
     )
-    return HeadLoss(*_HeadLoss.apply(hidden_EE, head_WE, task))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def head_acceptance(hidden_EE: Tensor, head_WE: Tensor, task: HeadTask) -> Tensor:
+    """[2, L] float64: per loss the acceptance of its charged elements, summed, and their count.
+
+    A pass of its own over the logits: a third of the head's work, against two thirds for keeping
+    the gradients of both terms of a weighed loss apart.
+    """
+    head = head_WE.to(hidden_EE.dtype)
+    alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=torch.float64)
+    for part, element_C, target in _chunks(task, hidden_EE, head):
+        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head)
+        alpha_N[part] = _alpha(logits_CW, target).double()
+    values_2N = torch.stack([alpha_N, torch.ones_like(alpha_N)]) * task.charged_N
+    return values_2N.new_zeros(2, task.num_losses).index_add_(1, task.which_loss(), values_2N)
+
+
+def mean_acceptance(sums_2L: Tensor) -> Tensor:
+    """[L] from sums of `head_acceptance`; 0 of nothing."""
+    return sums_2L[0] / sums_2L[1].clamp_min(1)
+
+
+def _wide(hidden_EE: Tensor) -> torch.dtype:
+    """What losses are computed in: at least fp32."""
+    return torch.promote_types(hidden_EE.dtype, torch.float32)
 
 
 def _chunk_rows(hidden_EE: Tensor, width: int, loss: Loss) -> int:
@@ -88,34 +113,38 @@ def _chunk_rows(hidden_EE: Tensor, width: int, loss: Loss) -> int:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_EE: Tensor, head_WE: Tensor, task: _Task
+        ctx: Any,
+        hidden_EE: Tensor,
+        head_WE: Tensor,
+        task: HeadTask,
+        coefficient_N: Tensor,
+        weight_N: Tensor | None,
+        with_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(hidden_EE.dtype, torch.float32)
-        head = head_WE.to(task.compute_dtype)
-        want_hidden, want_head, _ = (task.with_grad and need for need in ctx.needs_input_grad)
+        wide, head = _wide(hidden_EE), head_WE.to(hidden_EE.dtype)
+        want_hidden, want_head = (with_grad and need for need in ctx.needs_input_grad[:2])
         dhidden_EE = torch.zeros_like(hidden_EE) if want_hidden else None
         dhead_WE = torch.zeros_like(head_WE, dtype=wide) if want_head else None
         row_loss_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
         correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
-        weight_N = _weights(hidden_EE, head, task)
-        for part, element_C, target in _chunks(task, wide):
+        for part, element_C, target in _chunks(task, hidden_EE, head):
             x_CE = hidden_EE.index_select(0, element_C)
             logits_CW = F.linear(x_CE, head)
             weight_C = None if weight_N is None else weight_N[part]
             row_loss_N[part], correct_N[part], dlogits_CW = _score(
-                logits_CW, target, task.loss, task.coefficient_N[part], weight_C
+                logits_CW, target, task.loss, coefficient_N[part], weight_C
             )
             if dhidden_EE is not None:
                 dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
             if dhead_WE is not None:
                 _add_product(dhead_WE, dlogits_CW, x_CE)
-        loss = (row_loss_N * task.coefficient_N).sum()
+        loss = (row_loss_N * coefficient_N).sum()
         ctx.save_for_backward(dhidden_EE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
         ctx.mark_non_differentiable(row_loss_N, correct_N)
         return loss, row_loss_N, correct_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # a second copy of the head's gradient only for those who keep the graph
         scaled = (
             torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
@@ -124,7 +153,7 @@ class _HeadLoss(torch.autograd.Function):
             None if grad is None else scaled(grad, grads[0].to(grad.dtype))
             for grad in ctx.saved_tensors
         )
-        return dhidden_EE, dhead_WE, None
+        return dhidden_EE, dhead_WE, None, None, None, None
 
 
 def _add_product(into_WE: Tensor, dlogits_CW: Tensor, x_CE: Tensor) -> None:
@@ -149,41 +178,23 @@ class _Targets:
         return self.slots_MW.index_select(0, self.slot_C)
 
 
-def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, _Targets]]:
+def _chunks(
+    task: HeadTask, hidden_EE: Tensor, head: Tensor
+) -> Iterator[tuple[slice, Tensor, _Targets]]:
     """Chunk by chunk: which elements, their rows among the states, what the target says.
 
     A slot that two chunks share is derived in both; all depths of it in one chunk share one.
     """
     elements = task.elements
-    for begin in range(0, len(elements), task.chunk_rows):
-        part = slice(begin, min(begin + task.chunk_rows, len(elements)))
+    rows = task.chunk_rows or _chunk_rows(hidden_EE, len(head), task.loss)
+    for begin in range(0, len(elements), rows):
+        part = slice(begin, min(begin + rows, len(elements)))
         first = int(elements.target_host[part.start])
         last = int(elements.target_host[part.stop - 1])
-        slots_MW = task.supervision.probs(first, last + 1).to(wide)
+        slots_MW = task.supervision.probs(first, last + 1).to(_wide(hidden_EE))
         slot_C = elements.target_N[part] - first
         top_C = slots_MW.argmax(-1)[slot_C]
         yield part, elements.element_N[part], _Targets(slots_MW, slot_C, top_C)
-
-
-def _weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
-    """Per element, what a loss makes of the mean acceptance, if it needs that; taken over this
-    call's elements alone.
-
-    A pass of its own over the logits: a third of the head's work, against two thirds for keeping
-    the gradients of both terms apart.
-    """
-    if not task.loss.needs_acceptance:
-        return None
-    wide = torch.promote_types(hidden_EE.dtype, torch.float32)
-    alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
-    for part, element_C, target in _chunks(task, wide):
-        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head)
-        alpha_N[part] = _alpha(logits_CW, target)
-    depth_N = task.elements.depth_N
-    loss_N = depth_N if task.num_losses > 1 else torch.zeros_like(depth_N)
-    sums_K = alpha_N.new_zeros(task.num_losses).index_add_(0, loss_N, alpha_N * task.charged_N)
-    count_K = torch.zeros_like(sums_K).index_add_(0, loss_N, task.charged_N.to(wide))
-    return task.loss.weight(sums_K / count_K.clamp_min(1))[loss_N]
 
 
 def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:

@@ -1,8 +1,9 @@
 """P-EAGLE's objective: sampled rollouts of a parallel-drafting draft, all depths in one pass.
 
-The call is `base.RolloutTrainerModule.forward`; SEMANTICS 6 is the rule. It differs from EAGLE-3's
-in four lines: rollouts are sampled, the draft runs all depths at once, every supervised element is
-charged (not only those whose target the draft can say), and no depth is worth less than another.
+The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rule. It differs
+from EAGLE-3's in four lines: rollouts are sampled, the draft runs all depths at once, every
+supervised element is charged (not only those whose target the draft can say), and no depth is worth
+less than another.
 """
 
 import torch
@@ -12,9 +13,9 @@ from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.peagle import unroll_parallel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import RolloutTrainerModule
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
+from fledge.objective.rollout import RolloutTrainerModule
 from fledge.rollout.cod import check_cod_options, draw_seed
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
 
@@ -24,7 +25,7 @@ EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is th
 class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    What is sampled follows from `seed` (an argument of `plan`, `prepare` and the call). Without
+    What is sampled follows from `seed` (an argument of `prepare` and of the call). Without
     one, a draft in training mode samples from torch's generator, and one in evaluation mode the
     same rollouts every time.
 
@@ -33,6 +34,8 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     `balance_depths` gives every depth the same weight instead of every element. Loss, dtype and
     chunk options are `Eagle3TrainerModule`'s, with KL as the default.
     """
+
+    draft_model: LlamaEagle3DraftModel
 
     def __init__(
         self,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.distributed import World
-from fledge.data.pack import TokenBatch
-from fledge.objective.base import Objective
+from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
@@ -24,7 +23,7 @@ class Parts:
     """What a step works with."""
 
     target: Eagle3TargetBackend
-    objective: Objective
+    objective: Objective[Any]  # whatever it prepares, it scores
     parameters: list[nn.Parameter]  # the trained ones
     optimizer: torch.optim.AdamW
     guard: StepGuard
@@ -53,8 +52,8 @@ class Sums:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(zero, torch.zeros(depths, dtype=torch.float64, device=device), *counts)
 
-    def add(self, output: Any) -> None:
-        """Add one micro-batch's output of a trainer module."""
+    def add(self, output: RolloutOutput) -> None:
+        """Add one micro-batch's output."""
         self.loss += output.loss.detach()
         self.loss_K += output.loss_sums
         self.charged_K += output.charged
@@ -84,21 +83,6 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
-def plan_batch(objective: Objective, batch: TokenBatch, *, seed: int) -> Any:
-    """Lay out the rollout from host masks; the loss mask moves with its
-    tokens (slot t reads token t + 1), as everything in the target's answer does. `seed` decides
-    what is sampled, where an objective samples: a resumed run draws what it would have drawn."""
-    shifted_BT = torch.nn.functional.pad(batch.loss_mask[:, 1:], (0, 1))
-    return objective.plan(
-        shifted_BT,
-        batch.attention_mask,
-        position_ids=batch.position_ids,
-        seq_lens=batch.seq_lens,
-        doc_remaining=batch.doc_remaining,
-        seed=seed,
-    )
-
-
 def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
@@ -106,16 +90,15 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
         answers = early or [parts.target.generate_batch(*rows.arguments()) for rows in micro]
-        inputs = [
-            answer.to(parts.device, non_blocking=True).to_trainer_inputs() for answer in answers
-        ]
+        answers = [answer.to(parts.device, non_blocking=True) for answer in answers]
 
     # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
     # drawn for a document depends on it alone, not on ranks or packing.
-    plans = [plan_batch(objective, m, seed=parts.seed + 1_000_003 * batch.step) for m in micro]
+    seed = parts.seed + 1_000_003 * batch.step
     with parts.clock.phase("supervision"):
         prepared = [
-            objective.prepare(plan=plan, **given) for plan, given in zip(plans, inputs, strict=True)
+            objective.prepare(rows, answer, seed)
+            for rows, answer in zip(micro, answers, strict=True)
         ]
     # [K + 1]: charged elements per depth, and how many ranks were asked to stop
     counts = torch.zeros(objective.depths + 1, dtype=torch.int64, device=parts.device)
@@ -125,11 +108,11 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     world.sum_(counts)
 
     sums = Sums.zeros(objective.depths, parts.device)
-    for ready, given in zip(prepared, inputs, strict=True):
+    for ready in prepared:
         with parts.clock.phase("forward"):
-            output = objective(normalizer=counts[:-1], prepared=ready, **given)
+            output = objective.score(ready, counts[:-1])
         with parts.clock.phase("backward"):
-            output.loss.backward()
+            output.loss.backward()  # type: ignore[no-untyped-call]
         sums.add(output)
 
     with parts.clock.phase("update"):
