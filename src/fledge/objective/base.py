@@ -2,10 +2,11 @@
 
 `prepare` reads a micro-batch once, before anything is differentiated; `score` runs the draft on it.
 Between the two stands what the whole step must know: how much is charged over all micro-batches and
-ranks. `rollout.py` is the objective that
+ranks and, for a loss that weighs by it, the mean acceptance. `rollout.py` is the objective that
 EAGLE-3 and P-EAGLE share; anything else that has these members trains as well.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.distributed import World
 from fledge.data.pack import TokenBatch
 from fledge.draft.base import DraftModel
 
@@ -84,6 +86,13 @@ class Objective(Protocol[ReadyT]):
         """
         ...
 
-    def score(self, ready: ReadyT, normalizer: Tensor) -> RolloutOutput:
+    def acceptance(self, ready: Sequence[ReadyT], world: World) -> Tensor | None:
+        """The mean acceptance over all micro-batches and ranks of a step, handed to `score` as it
+        is; None where the loss does not weigh by it. All ranks call it together."""
+        ...
+
+    def score(
+        self, ready: ReadyT, normalizer: Tensor, acceptance: Tensor | None = None
+    ) -> RolloutOutput:
         """The loss divided by `normalizer` ([K], the step's sum of `charged_K`), and metrics."""
         ...

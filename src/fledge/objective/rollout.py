@@ -8,7 +8,7 @@ comes shifted (see `core.batch`); the only shift here is that of a loss mask on 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.distributed import World
 from fledge.core.head import HeadLike, TargetHead
 from fledge.data.pack import TokenBatch
 from fledge.draft.base import DraftModel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.base import RolloutOutput
-from fledge.objective.head_loss import HeadTask, head_loss
+from fledge.objective.head_loss import HeadTask, head_acceptance, head_loss, mean_acceptance
 from fledge.objective.losses.base import Loss
 from fledge.objective.supervision import (
     HiddenSupervision,
@@ -190,13 +191,30 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
         return ReadyBatch(plan, input_ids, aux_hidden_states, supervision, covered_M, charged_K)
 
+    @torch.no_grad()
+    def acceptance(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> Tensor | None:
+        """[1 or K] the mean acceptance of charged elements over all micro-batches and ranks, per
+        depth where depths are losses of their own, for a loss that weighs by it: a forward of the
+        draft in advance. None: no such loss, or one micro-batch on one rank, whose mean `score`
+        takes from its own states."""
+        if not self.loss.needs_acceptance or (len(ready) <= 1 and world.size == 1):
+            return None
+        device, head_WE = self.selected_token_ids.device, self.draft_model.lm_head.weight
+        sums_2L = torch.zeros(2, self._num_losses, dtype=torch.float64, device=device)
+        with _no_autocast(device.type) as asked_dtype:
+            for batch in ready:
+                hidden_EE = self._hidden(batch, asked_dtype)
+                sums_2L += head_acceptance(hidden_EE, head_WE, self._head_task(batch))
+        return mean_acceptance(world.sum_(sums_2L))
+
     def score(
         self,
         ready: ReadyBatch[Plan],
         normalizer: Tensor | None = None,  # [K]; None: this batch is the whole step
+        acceptance: Tensor | None = None,  # of the step, as `acceptance` gives it
     ) -> RolloutOutput:
-        """Loss and metrics. With the step's `normalizer` the losses of its micro-batches add up to
-        the loss of the step, but for a loss that weighs by the acceptance of its own call.
+        """Loss and metrics. With the step's `normalizer` and `acceptance` the losses of its
+        micro-batches add up to the loss of the step, however it is cut.
 
         Under torch.autocast its dtype is the step's, unless the module has a `compute_dtype`; the
         backward pass belongs outside, as always.
@@ -210,6 +228,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
                 self.draft_model.lm_head.weight,
                 task,
                 coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
+                acceptance_L=acceptance,
             )
             loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
             # a target that the draft cannot say is a rejection, charged or not
@@ -236,7 +255,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         normalizer: Tensor | None = None,  # [K]
         seed: int | None = None,
     ) -> RolloutOutput:
-        """Loss and metrics of one batch: `prepare_inputs` and `score`."""
+        """Loss and metrics of one batch: `prepare_inputs` and `score`. With `normalizer` it is one
+        of several; a loss that weighs by acceptance wants those scored as `train_step` does."""
         ready = self.prepare_inputs(
             input_ids, attention_mask, loss_mask, aux_hidden_states, seed=seed,
             target_logits=target_logits, target_probs=target_probs, position_mask=position_mask,

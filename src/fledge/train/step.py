@@ -1,7 +1,8 @@
 """One optimiser step. Together with `fit.py` this is the whole of training.
 
 The gradient is that of one big batch, however it is cut: every micro-batch's loss is a sum divided
-by the number of charged elements over all micro-batches and ranks. Nothing waits for the device.
+by the number of charged elements over all micro-batches and ranks; so is the mean acceptance that
+LK-lambda weighs by. Nothing waits for the device.
 """
 
 from dataclasses import dataclass, fields
@@ -106,11 +107,13 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         counts[:-1] += ready.charged_K
     counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
     world.sum_(counts)
+    with parts.clock.phase("forward"):
+        acceptance = objective.acceptance(prepared, world)
 
     sums = Sums.zeros(objective.depths, parts.device)
     for ready in prepared:
         with parts.clock.phase("forward"):
-            output = objective.score(ready, counts[:-1])
+            output = objective.score(ready, counts[:-1], acceptance)
         with parts.clock.phase("backward"):
             output.loss.backward()  # type: ignore[no-untyped-call]
         sums.add(output)
