@@ -53,6 +53,11 @@ def test_the_schema_is_json_and_knows_every_section(capsys: pytest.CaptureFixtur
     assert schema["additionalProperties"] is False
     kinds = schema["properties"]["target"]["discriminator"]["mapping"]
     assert set(kinds) == {"hf", "remote", "cache", "sglang", "vllm"}
+    assert all(ref.removeprefix("#/$defs/") in schema["$defs"] for ref in kinds.values())
+    names, losses = schema["$defs"]["Eagle3Section"]["properties"]["loss"]["anyOf"]
+    assert names["enum"] == ["ce", "kl", "hard", "lk_alpha", "lk_lambda"]
+    assert losses["discriminator"]["mapping"]["lk_lambda"] == "#/$defs/LkLambda"
+    assert set(schema["$defs"]["LkLambda"]["properties"]) == {"kind", "scale", "decay"}
 
 
 def test_check_prints_one_line_per_file_and_stops_at_the_first_bad_one(

@@ -10,8 +10,8 @@ from fledge.kernels import head_rows as triton_head
 from fledge.kernels.head_rows import fused_rows
 from fledge.objective import head_loss as head_loss_module
 from fledge.objective.head_loss import _alpha, _score, _Targets
-from fledge.objective.losses import LossSpec
-from objective.test_head_loss import KINDS, chunked, make_case
+from fledge.objective.losses.registry import LOSSES
+from objective.test_head_loss import KINDS, Squares, chunked, make_case, make_loss
 
 DEVICE = interpreted_triton.DEVICE
 
@@ -34,14 +34,15 @@ def by_torch(logits, targets, kind, coefficient, ce_weight):
     """The lines of `head_loss`, which run as long as no kernel is allowed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: False)
-        weight = ce_weight if kind == "lambda" else None
-        return _score(logits.clone(), targets, LossSpec(kind), coefficient, weight)
+        loss = LOSSES[kind]()
+        weight = ce_weight if loss.needs_acceptance else None
+        return _score(logits.clone(), targets, loss, coefficient, weight)
 
 
 def by_kernel(logits, targets, kind, coefficient, ce_weight):
     grads = logits.clone()
     loss, correct = fused_rows(
-        grads, targets.slots_MW, targets.slot_C, targets.top_C, kind=kind,
+        grads, targets.slots_MW, targets.slot_C, targets.top_C, kind=LOSSES[kind].kernel,
         coefficient_C=coefficient, ce_weight_C=ce_weight,
     )  # fmt: skip
     return loss, correct, grads
@@ -76,7 +77,7 @@ def test_kernel_is_torch_for_any_sizes(kind, width, count, block, seed):
         assert_kernel_is_torch(kind, make_rows(count, width, seed=seed))
 
 
-@pytest.mark.parametrize("kind", ["ce", "lambda"])
+@pytest.mark.parametrize("kind", ["ce", "lk_lambda"])
 def test_wide_vocabulary(kind):
     assert_kernel_is_torch(kind, make_rows(2, 262_144, slots=1))
 
@@ -113,7 +114,7 @@ def test_no_acceptance_has_no_direction():
     logits = torch.zeros(2, 20, device=DEVICE)
     logits[:, 0] = 1e4
     targets = _Targets(probs, zero, zero + 3)
-    loss, _, grads = by_kernel(logits, targets, "alpha", torch.ones(2, device=DEVICE), None)
+    loss, _, grads = by_kernel(logits, targets, "lk_alpha", torch.ones(2, device=DEVICE), None)
     assert loss.tolist() == [0, 0]
     assert not grads.any()
 
@@ -132,11 +133,11 @@ def test_whole_head_through_the_kernel(kind, monkeypatch):
     """Loss, metrics and gradients of `head_loss`, with and without the kernel."""
     hidden, head, elements, supervision, charged = make_case(17, dtype=torch.float32)
     case = (hidden, head, elements, supervision, charged)
-    spec = LossSpec(kind, kl_scale=0.8, kl_decay=1.5)
-    expected = chunked(*case, spec, 5)
+    loss = make_loss(kind)
+    expected = chunked(*case, loss, 5)
     expected_grads = torch.autograd.grad(expected.loss, (hidden, head))
     monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: True)
-    found = chunked(*case, spec, 5)
+    found = chunked(*case, loss, 5)
     torch.testing.assert_close(found.row_loss_N, expected.row_loss_N, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.correct_N, expected.correct_N)
     for mine, theirs in zip(
@@ -149,5 +150,13 @@ def test_the_kernel_takes_longer_chunks(monkeypatch):
     rows = []
     for allowed in (False, True):
         monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what, a=allowed: a)
-        rows.append(head_loss_module._chunk_rows(torch.zeros(1), 32_000))
-    assert rows == [2**26 // 32_000, 2**28 // 32_000]
+        for loss in (LOSSES["ce"](), Squares()):
+            rows.append(head_loss_module._chunk_rows(torch.zeros(1), 32_000, loss))
+    assert rows == [n // 32_000 for n in (2**26, 2**26, 2**28, 2**26)]
+
+
+def test_a_loss_without_a_kernel_runs_in_torch(monkeypatch):
+    case = make_case(17, dtype=torch.float32)
+    expected = chunked(*case, Squares(), 5)
+    monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: True)
+    assert chunked(*case, Squares(), 5).loss == expected.loss

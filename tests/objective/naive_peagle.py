@@ -12,7 +12,8 @@ from naive_eagle3 import _norm, _rope, make_draft
 from torch.nn import functional as F
 
 from fledge.core.head import target_distribution
-from fledge.objective.losses import LossSpec, reference_loss
+from fledge.objective.losses.base import reference_loss
+from fledge.objective.losses.kl import KLDivergence
 from fledge.rollout.cod import sample_depths
 
 MASK_ID = 30
@@ -56,7 +57,7 @@ class NaiveParallel:
 
 
 def naive_peagle(
-    draft, documents, deepest, *, head, ids, mask, num_depths, spec=None, balance=False
+    draft, documents, deepest, *, head, ids, mask, num_depths, loss=None, balance=False
 ):
     logits, probs, charged, depths, right = [], [], [], [], []
     walks = []
@@ -82,7 +83,7 @@ def naive_peagle(
     logits, probs, charged, depths, right = map(torch.cat, (logits, probs, charged, depths, right))
     parts = [depths == k for k in range(num_depths)] if balance else [depths >= 0]
     losses = [
-        reference_loss(logits[n], probs[n], charged[n], spec or LossSpec("kl")) for n in parts
+        reference_loss(logits[n], probs[n], charged[n], loss or KLDivergence()) for n in parts
     ]
     out = NaiveParallel(loss=torch.stack(losses).mean())
     for k in range(num_depths):

@@ -73,8 +73,8 @@ def test_rollouts_left_out_do_not_change_the_others():
     thinned = module_of(draft, depth_keep=KEEP)
     plan = thinned.plan(batch["loss_mask"], batch["attention_mask"], seed=5)
     assert 0 < len(plan.head) < len(full.plan(batch["loss_mask"], batch["attention_mask"]).head)
-    prepared = thinned.prepare(**batch, plan=plan)
-    assert prepared.charged_K.tolist() == full.prepare(**batch).charged_K.tolist()
+    prepared = thinned.prepare_inputs(**batch, plan=plan)
+    assert prepared.charged_K.tolist() == full.prepare_inputs(**batch).charged_K.tolist()
 
 
 def test_validation_is_never_thinned():

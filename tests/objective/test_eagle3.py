@@ -24,7 +24,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge import Eagle3TrainerModule, TargetHead, simulated_accept_length
-from fledge.objective.losses import LossSpec, reference_loss
+from fledge.objective.losses.base import reference_loss
+from fledge.objective.losses.cross_entropy import CrossEntropy
+from fledge.objective.losses.hard import HardCrossEntropy
+from fledge.objective.losses.kl import KLDivergence
+from fledge.objective.losses.lk_alpha import LkAlpha
+from fledge.objective.losses.lk_lambda import LkLambda
 
 STEPS = 4
 LENGTHS = [9, 1, 6, 13, 2]
@@ -43,8 +48,11 @@ def make_module(draft=None, *, steps=STEPS, **options):
 
 def run(module, batch, **extra):
     """(output, gradient of every parameter by name)."""
+    return backward(module, module(**batch, **extra))
+
+
+def backward(module, out):
     module.zero_grad()
-    out = module(**batch, **extra)
     out.loss.backward()
     return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
 
@@ -88,6 +96,13 @@ LOSSES = {
     "alpha": {"lk_loss_type": "alpha"},
     "lambda": {"lk_loss_type": "lambda", "lk_kl_scale": 0.7, "lk_kl_decay": 2.0},
 }
+DEFINED = {
+    "ce": CrossEntropy(),
+    "kl": KLDivergence(),
+    "hard": HardCrossEntropy(),
+    "alpha": LkAlpha(),
+    "lambda": LkLambda(scale=0.7, decay=2.0),
+}
 
 
 def check_against_textbook(changes, loss, kind, **options):
@@ -95,11 +110,11 @@ def check_against_textbook(changes, loss, kind, **options):
     ids, mask = vocabulary()
     batch = with_logits(padded_batch(make_documents(LENGTHS)), make_head())
     ours = run(module, batch)
-    spec = LossSpec(kind, loss.get("lk_kl_scale", 1.0), loss.get("lk_kl_decay", 3.0))
     module.zero_grad()
+    defined = DEFINED[kind]
     naive = naive_eagle3(
         module.draft_model, batch, ids=ids, mask=mask, steps=STEPS,
-        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, spec),
+        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, defined),
     )  # fmt: skip
     naive.loss.backward()
     out, grads = ours
@@ -126,6 +141,15 @@ def test_module_equals_the_textbook(variant):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_every_loss_equals_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind)
+
+
+@pytest.mark.parametrize("kind", DEFINED)
+def test_a_loss_is_given_by_name_or_as_itself(kind):
+    loss = DEFINED[kind]
+    assert make_module(**LOSSES[kind]).loss == loss
+    assert make_module(loss=loss).loss == loss
+    parameters = {"lk_kl_scale": 0.7, "lk_kl_decay": 2.0}
+    assert make_module(loss=loss.kind, **parameters).loss == loss
 
 
 @pytest.mark.parametrize("attention", ["fast", "reference"])
@@ -180,7 +204,7 @@ def test_the_worked_packing_example_of_semantics_5():
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert batch["doc_remaining"].tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
     assert batch["seq_lens"].tolist() == [[3, 5]]
-    prepared = make_module().prepare(**batch)
+    prepared = make_module().prepare_inputs(**batch)
     assert prepared.plan.step_valid_K.tolist() == [3, 1, 0, 0]
 
 
@@ -198,7 +222,8 @@ def test_compaction_changes_nothing():
     batch = packed_batch([make_documents(LENGTHS)], 40)
     compact, wasteful = make_module(draft), make_module(draft, compact=False)
     assert_same(run(compact, batch), run(wasteful, batch))
-    assert sum(compact.prepare(**batch).plan.counts) < sum(wasteful.prepare(**batch).plan.counts)
+    few, many = (module.prepare_inputs(**batch).plan.counts for module in (compact, wasteful))
+    assert sum(few) < sum(many)
 
 
 def test_encodings_agree_logits_and_probs_bitwise():
@@ -232,15 +257,12 @@ def test_micro_batches_add_up_to_one_batch(kind):
     documents = make_documents(LENGTHS)
     whole = run(module, padded_batch(documents))
     micro = [padded_batch(documents[:2]), packed_batch([documents[2:]], 30)]
-    prepared = [module.prepare(**batch) for batch in micro]
+    prepared = [module.prepare_inputs(**batch) for batch in micro]
     normalizer = sum(p.charged_K for p in prepared)
     assert normalizer.tolist() == whole[0].charged.tolist()
     assert not torch.equal(prepared[0].charged_K, prepared[1].charged_K)
     module.zero_grad()
-    outs = [
-        module(**batch, normalizer=normalizer, prepared=p)
-        for batch, p in zip(micro, prepared, strict=True)
-    ]
+    outs = [module.score(ready, normalizer) for ready in prepared]
     for out in outs:
         out.loss.backward()
     torch.testing.assert_close(sum(o.loss for o in outs), whole[0].loss, rtol=1e-12, atol=1e-12)
@@ -254,14 +276,14 @@ def test_a_plan_made_beforehand_is_the_same_plan():
     batch = packed_batch([make_documents(LENGTHS)], 40)
     fields = ("loss_mask", "attention_mask", "position_ids", "seq_lens", "doc_remaining")
     plan = module.plan(**{name: batch[name] for name in fields})
-    ahead = run(module, batch, prepared=module.prepare(**batch, plan=plan))
+    ahead = backward(module, module.score(module.prepare_inputs(**batch, plan=plan)))
     assert_same(run(module, batch), ahead, tolerance=0)
 
 
 def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
     module = make_module(make_draft(num_hidden_layers=2))
     for kind in LOSSES.values():
-        module.spec = make_module(**kind).spec
+        module.loss = make_module(**kind).loss
         out, grads = run(module, padded_batch(make_documents(LENGTHS, supervised=-1)))
         assert out.loss == 0
         assert all(bool((g == 0).all()) for g in grads.values())

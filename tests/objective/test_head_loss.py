@@ -7,18 +7,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.core.head import TargetHead, target_distribution_from_hidden
-from fledge.objective.head_loss import head_loss
-from fledge.objective.losses import LossSpec, acceptance, kl_divergence, reference_loss
+from fledge.objective.head_loss import HeadTask, head_loss
+from fledge.objective.losses.acceptance import acceptance
+from fledge.objective.losses.base import Loss, reference_loss
+from fledge.objective.losses.cross_entropy import CrossEntropy
+from fledge.objective.losses.kl import KLDivergence
+from fledge.objective.losses.lk_alpha import LkAlpha
+from fledge.objective.losses.lk_lambda import LkLambda
+from fledge.objective.losses.registry import LOSSES
 from fledge.objective.supervision import (
-    DraftVocabulary,
     HiddenSupervision,
     ProbsSupervision,
+    VocabularyTensors,
     head_rows,
 )
 from fledge.rollout.plan import HeadElements
 
 E, W, DEPTHS = 5, 11, 3
-KINDS = ["ce", "kl", "hard", "alpha", "lambda"]
+KINDS = list(LOSSES)
+
+
+def make_loss(kind):
+    """Its parameters away from their defaults, if it has any."""
+    return LkLambda(scale=0.8, decay=1.5) if kind == "lk_lambda" else LOSSES[kind]()
 
 
 def make_case(count, *, slots=6, seed=0, dtype=torch.float64):
@@ -39,30 +50,27 @@ def make_case(count, *, slots=6, seed=0, dtype=torch.float64):
     return hidden, head, elements, supervision, charged
 
 
-def by_definition(hidden, head, elements, supervision, charged, spec):
+def by_definition(hidden, head, elements, supervision, charged, loss):
     logits = hidden[elements.element_N] @ head.T
     probs = supervision.probs_SW[elements.target_N]
     return sum(
-        (k + 1) * reference_loss(logits, probs, charged & (elements.depth_N == k), spec)
+        (k + 1) * reference_loss(logits, probs, charged & (elements.depth_N == k), loss)
         for k in range(DEPTHS)
     )
 
 
-def chunked(hidden, head, elements, supervision, charged, spec, chunk_rows):
+def chunked(hidden, head, elements, supervision, charged, loss, chunk_rows):
     counts = torch.bincount(elements.depth_N[charged], minlength=DEPTHS).clamp_min(1)
     coefficient = torch.arange(1, DEPTHS + 1, dtype=hidden.dtype) / counts
-    return head_loss(
-        hidden, head, elements=elements, supervision=supervision, charged_N=charged,
-        coefficient_N=coefficient[elements.depth_N], num_losses=DEPTHS, spec=spec,
-        chunk_rows=chunk_rows,
-    )  # fmt: skip
+    task = HeadTask(elements, supervision, charged, loss, DEPTHS, chunk_rows)
+    return head_loss(hidden, head, task, coefficient_N=coefficient[elements.depth_N])
 
 
 def assert_chunked_is_definition(count, kind, chunk_rows, seed):
     case = make_case(count, seed=seed)
-    spec = LossSpec(kind, kl_scale=0.8, kl_decay=1.5)
-    expected = by_definition(*case, spec)
-    ours = chunked(*case, spec, chunk_rows)
+    loss = make_loss(kind)
+    expected = by_definition(*case, loss)
+    ours = chunked(*case, loss, chunk_rows)
     torch.testing.assert_close(ours.loss, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
     grads = torch.autograd.grad(2.5 * ours.loss, case[:2])
     expected_grads = torch.autograd.grad(2.5 * expected, case[:2])
@@ -87,12 +95,43 @@ def test_chunked_is_definition_for_any_sizes(count, kind, chunk_rows, seed):
     assert_chunked_is_definition(count, kind, chunk_rows, seed)
 
 
+class Squares(Loss):
+    """A loss that is only its definition."""
+
+    kind: str = "squares"
+
+    def definition(self, logits_NW, probs_NW):
+        return (logits_NW.softmax(-1) - probs_NW).square().sum(-1)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 100])
+def test_a_loss_may_be_its_definition_alone(chunk_rows):
+    case = make_case(17)
+    expected, ours = by_definition(*case, Squares()), chunked(*case, Squares(), chunk_rows)
+    torch.testing.assert_close(ours.loss, expected, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(ours.loss, case[:2])
+    for mine, theirs in zip(grads, torch.autograd.grad(expected, case[:2]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+    with torch.no_grad():
+        assert chunked(*case, Squares(), chunk_rows).loss == ours.loss
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not LOSSES[kind].needs_acceptance])
+def test_rows_written_out_are_those_of_the_definition(kind):
+    """Every loss that could do without its own `rows`."""
+    torch.manual_seed(0)
+    logits, probs = torch.randn(7, W).double(), torch.softmax(2 * torch.randn(7, W).double(), -1)
+    derived = Loss.rows(LOSSES[kind](), logits.clone(), probs)
+    written = LOSSES[kind]().rows(logits.clone(), probs)
+    torch.testing.assert_close(written, derived, rtol=1e-12, atol=1e-12)
+
+
 def test_row_values_and_hits():
     hidden, head, elements, supervision, _ = case = make_case(9)
-    ours = chunked(*case, LossSpec("kl"), 4)
+    ours = chunked(*case, KLDivergence(), 4)
     logits = hidden[elements.element_N] @ head.T
     probs = supervision.probs_SW[elements.target_N]
-    torch.testing.assert_close(ours.row_loss_N, kl_divergence(logits, probs).detach())
+    torch.testing.assert_close(ours.row_loss_N, KLDivergence().definition(logits, probs).detach())
     assert torch.equal(ours.correct_N, logits.argmax(-1) == probs.argmax(-1))
 
 
@@ -107,18 +146,18 @@ def test_no_acceptance_has_no_direction():
     supervision = ProbsSupervision(one_hot, torch.ones(1), torch.zeros(1, dtype=torch.long))
     charged = torch.ones_like(charged)
     assert acceptance(hidden @ head.T, one_hot).max() == 0
-    for spec in (LossSpec("alpha"), LossSpec("lambda")):
+    for loss in (LkAlpha(), LkLambda()):
         case = (hidden, head, elements, supervision, charged)
-        ours = chunked(*case, spec, 3)
-        torch.testing.assert_close(ours.loss, by_definition(*case, spec))
+        ours = chunked(*case, loss, 3)
+        torch.testing.assert_close(ours.loss, by_definition(*case, loss))
         assert all(g.isfinite().all() for g in torch.autograd.grad(ours.loss, (hidden, head)))
-    assert chunked(hidden, head, elements, supervision, charged, LossSpec("alpha"), 3).loss == 0
+    assert chunked(hidden, head, elements, supervision, charged, LkAlpha(), 3).loss == 0
 
 
 def test_a_frozen_head_gets_no_gradient():
     hidden, head, *rest = make_case(6)
-    ours = chunked(hidden, head.detach(), *rest, LossSpec(), 4)
-    with_head = chunked(hidden, head, *rest, LossSpec(), 4)
+    ours = chunked(hidden, head.detach(), *rest, CrossEntropy(), 4)
+    with_head = chunked(hidden, head, *rest, CrossEntropy(), 4)
     (mine,) = torch.autograd.grad(ours.loss, hidden)
     (theirs,) = torch.autograd.grad(with_head.loss, hidden)
     assert torch.equal(mine, theirs)
@@ -131,8 +170,8 @@ def test_probabilities_that_do_not_sum_to_one_still_match_the_definition():
         supervision.probs_SW.bfloat16().double(), supervision.mask_S, supervision.slot_M
     )
     case = (hidden, head, elements, rough, charged)
-    for kind in ("ce", "kl"):
-        expected, ours = by_definition(*case, LossSpec(kind)), chunked(*case, LossSpec(kind), 3)
+    for loss in (CrossEntropy(), KLDivergence()):
+        expected, ours = by_definition(*case, loss), chunked(*case, loss, 3)
         torch.testing.assert_close(ours.loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(
             torch.autograd.grad(ours.loss, (hidden, head)),
@@ -146,8 +185,8 @@ def test_bf16_states_with_an_fp32_head():
     """The head's gradient comes back in fp32, summed over chunks in fp32."""
     hidden, head, elements, supervision, charged = make_case(40, dtype=torch.float32)
     low = hidden.detach().bfloat16().requires_grad_()
-    ours = chunked(low, head, elements, supervision, charged, LossSpec(), 7)
-    exact = by_definition(hidden, head, elements, supervision, charged, LossSpec())
+    ours = chunked(low, head, elements, supervision, charged, CrossEntropy(), 7)
+    exact = by_definition(hidden, head, elements, supervision, charged, CrossEntropy())
     grads = torch.autograd.grad(ours.loss, (low, head))
     assert (ours.loss.dtype, grads[0].dtype, grads[1].dtype) == (
         torch.float32, torch.bfloat16, torch.float32,
@@ -163,7 +202,7 @@ def test_the_draft_vocabularys_head_scores_as_the_whole_one():
     head = TargetHead(torch.randn(20, 6), torch.randn(20), scale=1.5, softcap=2.0, divisor=3.0)
     ids_W, member_V = torch.tensor([1, 4, 5, 17]), torch.zeros(20, dtype=torch.bool)
     member_V[ids_W] = True
-    vocabulary = DraftVocabulary(ids_W, member_V)
+    vocabulary = VocabularyTensors(ids_W, member_V)
     hidden_SD, slot_M = torch.randn(9, 6), torch.tensor([2, 3, 8])
     supervision = HiddenSupervision(
         hidden_SD, slot_M, head, head_rows(head, vocabulary), vocabulary

@@ -24,7 +24,7 @@ from fledge import (
     PEagleTrainerModule,
     simulated_accept_length,
 )
-from fledge.objective.losses import LossSpec
+from fledge.objective.losses import registry
 
 DEPTHS, SEED = 4, 11
 LENGTHS = [9, 1, 6, 13, 2, 21]
@@ -44,8 +44,11 @@ def make_module(draft=None, *, depths=DEPTHS, **options):
 
 def run(module, batch, *, seed=SEED, **extra):
     """(output, gradient of every parameter by name)."""
+    return backward(module, module(**batch, seed=seed, **extra))
+
+
+def backward(module, out):
     module.zero_grad()
-    out = module(**batch, seed=seed, **extra)
     out.loss.backward()
     return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
 
@@ -82,8 +85,8 @@ LOSSES = {
     "kl": {},
     "ce": {"loss": "ce"},
     "hard": {"loss": "hard"},
-    "alpha": {"lk_loss_type": "alpha"},
-    "lambda": {"lk_loss_type": "lambda"},  # one mean acceptance: all elements are one loss
+    "lk_alpha": {"lk_loss_type": "alpha"},
+    "lk_lambda": {"lk_loss_type": "lambda"},  # one mean acceptance: all elements are one loss
 }
 
 
@@ -96,7 +99,8 @@ def check_against_textbook(changes, loss, kind, **options):
     deepest = sampled_depths(documents, num_depths=DEPTHS, ratio=0.7, ratio_min=0.2, seed=SEED)
     naive = naive_peagle(
         module.draft_model, documents, deepest, head=make_head(), ids=ids, mask=mask,
-        num_depths=DEPTHS, spec=LossSpec(kind), balance=options.get("balance_depths", False),
+        num_depths=DEPTHS, loss=registry.LOSSES[kind](),
+        balance=options.get("balance_depths", False),
     )  # fmt: skip
     naive.loss.backward()
     torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
@@ -121,7 +125,7 @@ def test_every_loss_equals_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind)
 
 
-@pytest.mark.parametrize("kind", ["kl", "lambda"])
+@pytest.mark.parametrize("kind", ["kl", "lk_lambda"])
 def test_balanced_depths_are_losses_of_their_own(kind):
     check_against_textbook({}, LOSSES[kind], kind, balance_depths=True)
 
@@ -140,7 +144,7 @@ def test_partitioned_equals_flat(layers, partitions):
         flat = run(make_module(draft), batch)
         module = make_module(draft, sequence_partitions=partitions)
         assert_same(flat, run(module, batch))
-        found = len(module.prepare(**batch, seed=SEED).plan.segments)
+        found = len(module.prepare_inputs(**batch, seed=SEED).plan.segments)
         assert found == min(partitions, found) > 1
 
 
@@ -212,14 +216,11 @@ def test_micro_batches_add_up_to_one_batch(balance):
     one_by_one = [padded_batch([document]) for document in documents]
     halves = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 50)]
     for micro in (one_by_one, halves):
-        prepared = [module.prepare(**batch, seed=SEED) for batch in micro]
+        prepared = [module.prepare_inputs(**batch, seed=SEED) for batch in micro]
         normalizer = sum(p.charged_K for p in prepared)
         assert normalizer.tolist() == whole[0].charged.tolist()
         module.zero_grad()
-        outs = [
-            module(**batch, normalizer=normalizer, prepared=ready)
-            for batch, ready in zip(micro, prepared, strict=True)
-        ]
+        outs = [module.score(ready, normalizer) for ready in prepared]
         total = sum(out.loss for out in outs)
         total.backward()
         torch.testing.assert_close(total, whole[0].loss, rtol=1e-12, atol=1e-12)
@@ -379,9 +380,8 @@ def test_seeds_decide_what_is_sampled():
     assert run(module, batch, seed=1)[0].loss != run(module, batch, seed=2)[0].loss
     assert run(module, batch, seed=-1)[0].loss == run(module, batch, seed=2**64 - 1)[0].loss
     ahead = module.plan(batch["loss_mask"], batch["attention_mask"], seed=2)
-    assert_same(
-        run(module, batch, seed=2), run(module, batch, prepared=module.prepare(**batch, plan=ahead))
-    )
+    ready = module.prepare_inputs(**batch, plan=ahead)
+    assert_same(run(module, batch, seed=2), backward(module, module.score(ready)))
 
 
 def test_without_a_seed_training_varies_and_evaluation_does_not():
@@ -402,8 +402,8 @@ def test_without_a_seed_training_varies_and_evaluation_does_not():
 def test_a_cap_on_anchors():
     batch = padded_batch(make_documents([40, 30], supervised=1.1))
     free, capped = make_module(), make_module(max_anchors=5)
-    assert capped.prepare(**batch, seed=0).charged_K.tolist()[:2] == [68, 10]
-    assert free.prepare(**batch, seed=0).charged_K[1] > 10
+    assert capped.prepare_inputs(**batch, seed=0).charged_K.tolist()[:2] == [68, 10]
+    assert free.prepare_inputs(**batch, seed=0).charged_K[1] > 10
 
 
 # --- the rest ----------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_a_segment_at_a_time_in_forward_and_backward():
             module(**batch, seed=0).loss.backward()
         rows[partitions] = max(s[0] for s in watch.shapes if len(s) == 2 and s[1] == 160)
         peaks[partitions] = live.peak
-    elements = sum(module.prepare(**batch, seed=0).plan.counts)
+    elements = sum(module.prepare_inputs(**batch, seed=0).plan.counts)
     assert rows[1] == elements
     assert rows[4] <= elements / 4 + DEPTHS
     assert peaks[4] < 0.6 * peaks[1]

@@ -56,6 +56,16 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
         ("objective.ttt_steps=1.5", "objective.ttt_steps"),
         ("objective.step_decay=1.1", "less than or equal to 1, got 1.1"),
         ("draft.draft_vocab_size=0", "draft.draft_vocab_size"),
+        ("objective.loss=kll", "objective.loss.kind: unknown kind 'kll'; did you mean 'kl'?"),
+        ("objective.loss=3", "objective.loss: a name or a mapping is wanted, got 3"),
+        ("objective.loss=null", "objective.loss: a name or a mapping is wanted, got None"),
+        ("objective.loss.scale=0.5", "it belongs to objective.loss.kind=lk_lambda, but"),
+        ("objective.loss={kind: lk_lambda, scale: 2}", "objective.loss.scale: input should be"),
+        (
+            "objective.loss={kind: lk_lambda, skale: 2}",
+            "unknown key 'objective.loss.skale'; did you mean 'scale'?",
+        ),
+        ("objective.lk_kl_scale=2", "objective.lk_kl_scale: input should be less than or equal"),
     ],
 )
 def test_a_bad_override_names_itself_and_the_fix(override: str, says: str) -> None:
@@ -86,6 +96,14 @@ def test_a_bad_override_names_itself_and_the_fix(override: str, says: str) -> No
         ("target: {backend: cache}", "target.cached_target_path: a value is required"),
         ("data: {max_length: 9000}", "packing.tokens (8192) is below data.max_length (9000)"),
         ("objective: {kind: peagle, down_sample_ratio: 0.1}", "objective: down_sample_ratio_min"),
+        (
+            "objective:\n  loss:\n    kind: lk_lambda\n    scale: 2",
+            "line 2: objective.loss.scale: input should be less than or equal to 1, got 2",
+        ),
+        (
+            "objective: {loss: {kind: lk_lambda, scale: 0.5}, lk_kl_scale: 0.4}",
+            "objective: loss.scale is 0.5, but lk_kl_scale, its older spelling, is 0.4",
+        ),
     ],
 )
 def test_a_bad_file_is_named_with_the_place(tmp_path: Path, text: str, says: str) -> None:
@@ -102,6 +120,12 @@ def test_bytes_that_are_no_text_and_files_that_are_not_there(tmp_path: Path) -> 
     assert "YAML" in refusal(path=path)
     assert "No such file" in refusal(path=tmp_path / "missing.yaml")
     assert "directory" in refusal(path=tmp_path)
+
+
+def test_overrides_that_make_up_one_value_are_named_together() -> None:
+    line = refusal("objective.loss.skale=2", "objective.loss=lk_lambda")
+    assert line.startswith("override 'objective.loss.skale=2' and override 'objective.loss=lk_")
+    assert line.endswith("unknown key 'objective.loss.skale'; did you mean 'scale'?")
 
 
 def test_several_faults_are_counted() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from fledge.core.errors import BadInput
+from fledge.objective.losses.registry import LOSSES
 from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes
 
 SHAPES = recipe_shapes()
@@ -36,6 +37,9 @@ SPECIAL = {  # fields whose rule is not in their type
     "tokens": st.integers(4096, 10**6),
     "down_sample_ratio": st.floats(0.5, 1),
     "down_sample_ratio_min": st.floats(0, 0.5),
+    "loss": st.sampled_from(sorted(LOSSES))
+    | st.fixed_dictionaries({"kind": st.just("lk_lambda")}, optional={"decay": st.floats(0, 9)}),
+    "lk_kl_decay": st.none() | st.just(3.0),  # one spelling at a time
 }
 
 

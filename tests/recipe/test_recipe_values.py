@@ -5,6 +5,12 @@ from pathlib import Path
 import pytest
 
 from fledge.core.errors import BadInput
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.cross_entropy import CrossEntropy
+from fledge.objective.losses.hard import HardCrossEntropy
+from fledge.objective.losses.kl import KLDivergence
+from fledge.objective.losses.lk_alpha import LkAlpha
+from fledge.objective.losses.lk_lambda import LkLambda
 from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes, split_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +105,64 @@ def test_an_override_inside_a_mapping_keeps_its_other_keys(tmp_path: Path) -> No
     path = written(tmp_path, "data: {template_options: {a: 1, b: 2}}")
     recipe = load_recipe(path, ["data.template_options.b=3"])
     assert recipe.data.template_options == {"a": 1, "b": 3}
+
+
+LAMBDA = "objective: {loss: {kind: lk_lambda, scale: 0.5, decay: 2}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "loss"),
+    [
+        ("", [], CrossEntropy()),
+        ("", ["objective.kind=peagle"], KLDivergence()),
+        ("", ["objective.loss=kl"], KLDivergence()),
+        ("", ["objective.loss={kind: hard}"], HardCrossEntropy()),
+        ("objective: {loss: lk_alpha}", [], LkAlpha()),
+        ("objective: {loss: lk_lambda}", [], LkLambda()),
+        (LAMBDA, [], LkLambda(scale=0.5, decay=2)),
+        (LAMBDA, ["objective.kind=peagle"], LkLambda(scale=0.5, decay=2)),
+        (LAMBDA, ["objective.loss.scale=0.1"], LkLambda(scale=0.1, decay=2)),
+        (LAMBDA, ["objective.loss=lk_lambda"], LkLambda(scale=0.5, decay=2)),
+        (LAMBDA, ["objective.loss=kl"], KLDivergence()),
+        (LAMBDA, ["objective.loss.kind=kl"], KLDivergence()),
+        (
+            "objective: {loss: kl}",
+            ["objective.loss={kind: lk_lambda, scale: 0}"],
+            LkLambda(scale=0),
+        ),
+        ("", ["objective.loss.scale=0.5", "objective.loss=lk_lambda"], LkLambda(scale=0.5)),
+        ("", ["objective.loss=lk_lambda", "objective.loss.scale=0.5"], LkLambda(scale=0.5)),
+    ],
+)
+def test_a_loss_is_a_name_or_a_mapping(
+    tmp_path: Path, text: str, overrides: list[str], loss: Loss
+) -> None:
+    recipe = load_recipe(written(tmp_path, text), overrides)
+    assert recipe.objective.options()["loss"] == loss
+    assert load_recipe(written(tmp_path, recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "loss"),
+    [
+        ("{loss: ce, lk_kl_scale: 1.0, lk_kl_decay: 3.0}", [], CrossEntropy()),
+        ("{loss: ce, lk_kl_scale: 0.5}", ["objective.loss=lk_lambda"], LkLambda(scale=0.5)),
+        ("{loss: lk_lambda, lk_kl_scale: 0.5, lk_kl_decay: 0}", [], LkLambda(scale=0.5, decay=0)),
+        ("{loss: lk_lambda}", ["objective.lk_kl_decay=2"], LkLambda(decay=2)),
+        (
+            "{loss: lk_lambda, lk_kl_scale: 1.0, lk_kl_decay: 3.0}",
+            ["objective.loss.scale=0.5"],
+            LkLambda(scale=0.5),
+        ),
+    ],
+)
+def test_older_spellings_of_the_loss(
+    tmp_path: Path, text: str, overrides: list[str], loss: Loss
+) -> None:
+    recipe = load_recipe(written(tmp_path, f"objective: {text}"), overrides)
+    assert recipe.objective.options()["loss"] == loss
+    said = load_recipe(None, [f"objective={{loss: {dict(kind=loss.kind, **vars(loss))}}}"])
+    assert recipe.differences(said) == []
 
 
 ONLY_HF = "target: {backend: hf, model: org/name, device: cpu, aux_layer_ids: [2, 1, 0]}"

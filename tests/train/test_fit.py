@@ -224,9 +224,10 @@ def test_a_run_that_was_killed_at_its_very_beginning_begins_again(recipe, tmp_pa
 
 
 PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
+LAMBDA = ("objective.loss=lk_lambda", "objective.loss.scale=0.9")
 
 
-@pytest.mark.parametrize("kind", [(), PEAGLE], ids=["eagle3", "peagle"])
+@pytest.mark.parametrize("kind", [(), PEAGLE, LAMBDA], ids=["eagle3", "peagle", "lambda"])
 def test_micro_batches_do_not_change_the_run(recipe, tmp_path, kind):
     train(recipe(*kind, "training.micro_batch=4", run="wide"))
     train(recipe(*kind, "training.micro_batch=1", "training.accumulate=4", run="narrow"))
@@ -245,7 +246,7 @@ def _one_rank(rank, size, port, recipe):
     assert run_recipe(recipe) == 0
 
 
-@pytest.mark.parametrize("kind", [(), PEAGLE], ids=["eagle3", "peagle"])
+@pytest.mark.parametrize("kind", [(), PEAGLE, LAMBDA], ids=["eagle3", "peagle", "lambda"])
 def test_two_ranks_are_one(recipe, tmp_path, kind):
     """gloo on the CPU: the same packs, the same gradient, the same weights to rounding."""
     import socket

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fledge.train.batches import StepBatch
-from fledge.train.step import Parts, plan_batch, train_step
+from fledge.train.step import Parts, train_step
 
 
 def step_flops(parts: Parts, batch: StepBatch) -> float:
@@ -16,12 +16,13 @@ def step_flops(parts: Parts, batch: StepBatch) -> float:
     target's own head the slots that hold a target. Recomputation counts nothing: it is a choice.
     """
     total = 0.0
-    draft: Any = parts.objective.draft_model
+    objective: Any = parts.objective
+    draft: Any = objective.draft_model
     target: Any = parts.target
     for rows in batch.micro:
         if rows is None:
             continue
-        plan = plan_batch(parts.objective, rows, seed=parts.seed)
+        plan = objective.plan_rows(rows, parts.seed)
         tokens = rows.input_ids.numel()
         lengths = (rows.seq_lens if rows.seq_lens is not None else torch.tensor([tokens])).double()
         seen = float((lengths * (lengths + 1) / 2).sum())  # pairs of query and key

@@ -56,15 +56,15 @@ def _listed(value: Any) -> Any:
 
 
 _Int = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | str)]
-_Float = Annotated[float, BeforeValidator(_number, json_schema_input_type=float | str)]
+Number = Annotated[float, BeforeValidator(_number, json_schema_input_type=float | str)]
 
 Count = Annotated[_Int, Field(ge=0)]
 PositiveCount = Annotated[_Int, Field(gt=0)]
-Positive = Annotated[_Float, Field(gt=0)]
-NonNegative = Annotated[_Float, Field(ge=0)]
-Share = Annotated[_Float, Field(ge=0, le=1)]
-PositiveShare = Annotated[_Float, Field(gt=0, le=1)]
-ShareBelowOne = Annotated[_Float, Field(ge=0, lt=1)]
+Positive = Annotated[Number, Field(gt=0)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+PositiveShare = Annotated[Number, Field(gt=0, le=1)]
+ShareBelowOne = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
 
@@ -88,13 +88,23 @@ class Tagged:
     ) -> None:
         self.tag, self.kinds, self.default, self.bare = tag, kinds, default, bare
 
+    def spread(self, value: Any) -> Any:
+        """The mapping that a bare tag stands for; anything else as it is."""
+        return {self.tag: value} if self.bare and isinstance(value, str) else value
+
+    def dump(self, section: Section) -> Any:
+        """Its mapping, or its bare tag where there is nothing else to say."""
+        values = section.model_dump()
+        return values[self.tag] if self.bare and list(values) == [self.tag] else values
+
     def validate(self, value: Any) -> Section:
         if isinstance(value, Section):
             return value
-        if self.bare and isinstance(value, str):
-            value = {self.tag: value}
+        value = self.spread(value)
         if not isinstance(value, Mapping):
-            raise ValueError("a mapping is wanted")
+            raise ValueError(
+                "a name or a mapping is wanted" if self.bare else "a mapping is wanted"
+            )
         kinds, name = self.kinds(), value.get(self.tag, self.default)
         if not isinstance(name, str) or name not in kinds:
             raise ValueError(f"{self.tag} must be one of {', '.join(kinds)}, not {name!r}")
@@ -103,14 +113,12 @@ class Tagged:
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self.validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda section: section.model_dump()
-            ),
+            serialization=core_schema.plain_serializer_function_ser_schema(self.dump),
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        kinds = self.kinds()
-        choices = [handler(kind.__pydantic_core_schema__) for kind in kinds.values()]
-        if self.bare:
-            choices.append({"enum": list(kinds), "type": "string"})
-        return {"oneOf": choices}
+        kinds = {name: kind.__pydantic_core_schema__ for name, kind in self.kinds().items()}
+        union: dict[str, Any] = handler(core_schema.tagged_union_schema(kinds, self.tag))
+        if not self.bare:
+            return union
+        return {"anyOf": [{"enum": list(kinds), "type": "string"}, union]}

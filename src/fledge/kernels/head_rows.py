@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Row losses of a chunk of draft logits and their gradients, on a GPU in one kernel.
 
-Same results as `head_loss`'s torch lines (`_rows`), which read and write [C, W] in fp32 some twenty
-times. Here one program owns a row: it reads the logits as they are for the sums, and reads them
-again, from the cache, to replace them by their gradient. The target's probabilities stay one row a
-slot, however many elements share the slot.
+Same results as the losses' torch lines (`Loss.rows`), which read and write [C, W] in fp32 some
+twenty times. Here one program owns a row: it reads the logits as they are for the sums, and reads
+them again, from the cache, to replace them by their gradient. The target's probabilities stay one
+row a slot, however many elements share the slot.
 
 Importing this file imports Triton.
 """
@@ -29,7 +29,7 @@ def score_rows(
     logits, probs, slot, top, coefficient, ce_weight, loss, correct, width,
     KIND: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """KIND is a kind of `LossSpec`, or "acceptance" to put alpha in place of the loss."""
+    """KIND is the `kernel` of a `Loss`, or "acceptance" to put alpha in place of the loss."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     probs += tl.load(slot + row) * width

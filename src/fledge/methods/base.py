@@ -35,13 +35,6 @@ class TrainerInputs:
         return dict(vars(self))
 
 
-def loss_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    loss = options.get("loss", "")
-    if loss.startswith("lk_"):
-        return {**options, "loss": "ce", "lk_loss_type": loss.removeprefix("lk_")}
-    return options
-
-
 class Method(ABC):
     """One algorithm."""
 
@@ -104,7 +97,9 @@ class Method(ABC):
     # --- training -------------------------------------------------------------------------------
 
     @abstractmethod
-    def objective(self, draft: "DraftModel", given: TrainerInputs, **options: Any) -> "Objective":
+    def objective(
+        self, draft: "DraftModel", given: TrainerInputs, **options: Any
+    ) -> "Objective[Any]":
         """The draft and its loss, as a training step calls them; `options` as its section has."""
 
     def bench_options(self, **flags: Any) -> dict[str, Any]:

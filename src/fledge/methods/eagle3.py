@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fledge.methods.base import Method, TrainerInputs, loss_arguments
+from fledge.methods.base import Method, TrainerInputs
 
 if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
@@ -46,12 +46,14 @@ class Eagle3(Method):
 
         return default_aux_layer_ids(depth)
 
-    def objective(self, draft: "DraftModel", given: TrainerInputs, **options: Any) -> "Objective":
+    def objective(
+        self, draft: "DraftModel", given: TrainerInputs, **options: Any
+    ) -> "Objective[Any]":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel
         from fledge.objective.eagle3 import Eagle3TrainerModule
 
         assert isinstance(draft, LlamaEagle3DraftModel)
-        return Eagle3TrainerModule(draft, **given.arguments(), **loss_arguments(options))
+        return Eagle3TrainerModule(draft, **given.arguments(), **options)
 
     def bench_options(
         self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from fledge.core.settings import NonNegative, PositiveCount, PositiveShare, Share
-from fledge.methods.section import ObjectiveSection
+from fledge.core.settings import PositiveCount, PositiveShare
+from fledge.methods.section import LossSection
 
 
-class Eagle3Section(ObjectiveSection):
+class Eagle3Section(LossSection):
     """EAGLE-3: training-time test, each step from the draft's own output."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -20,15 +20,6 @@ class Eagle3Section(ObjectiveSection):
 
     depth_keep: PositiveShare = 1.0
     """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
-
-    loss: Literal["ce", "kl", "lk_alpha", "lk_lambda"] = "ce"
-    """Soft cross entropy, KL, or the acceptance losses LK-alpha and LK-lambda."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
 
     @property
     def depths(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fledge.methods.base import Method, TrainerInputs, loss_arguments
+from fledge.methods.base import Method, TrainerInputs
 from fledge.methods.eagle3 import AUX_LAYERS, EAGLE3
 
 if TYPE_CHECKING:
@@ -62,12 +62,14 @@ class Peagle(Method):
             return None  # nothing of it means the same here
         return peagle_from_eagle3(draft, config)
 
-    def objective(self, draft: "DraftModel", given: TrainerInputs, **options: Any) -> "Objective":
+    def objective(
+        self, draft: "DraftModel", given: TrainerInputs, **options: Any
+    ) -> "Objective[Any]":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel
         from fledge.objective.peagle import PEagleTrainerModule
 
         assert isinstance(draft, LlamaEagle3DraftModel)
-        return PEagleTrainerModule(draft, **given.arguments(), **loss_arguments(options))
+        return PEagleTrainerModule(draft, **given.arguments(), **options)
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}

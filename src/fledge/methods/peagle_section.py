@@ -1,20 +1,25 @@
 """P-EAGLE's section of a recipe."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from fledge.core.settings import Count, NonNegative, PositiveCount, PositiveShare, Share
-from fledge.methods.section import ObjectiveSection
+from fledge.core.settings import Count, PositiveCount, PositiveShare, Share, Tagged
+from fledge.methods.section import LossChoice, LossSection, loss_choices
 
 
-class PeagleSection(ObjectiveSection):
+class PeagleSection(LossSection):
     """P-EAGLE: all depths in one parallel pass."""
 
-    not_options = ("mask_token_id",)
+    not_options = LossSection.not_options | {"mask_token_id"}
 
     kind: Literal["peagle"] = "peagle"
     """Drafts all tokens at once; vLLM serves it, SGLang does not."""
+
+    loss: Annotated[LossChoice, Tagged("kind", loss_choices, default="kl", bare=True)] = Field(
+        default_factory=lambda: loss_choices()["kl"].model_validate({})
+    )
+    """What a wrong distribution costs: a name, or a mapping of kind and parameters; see below."""
 
     num_depths: PositiveCount = 8
     """Depths trained: as many as tokens drafted in serving."""
@@ -33,15 +38,6 @@ class PeagleSection(ObjectiveSection):
 
     max_anchors: PositiveCount | None = None
     """At most this many rollouts a pack; null: all."""
-
-    loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
-    """KL(target || draft), soft cross entropy, or the acceptance losses."""
-
-    lk_kl_scale: Share = 1.0
-    """lk_lambda: weight of the cross entropy at acceptance 0."""
-
-    lk_kl_decay: NonNegative = 3.0
-    """lk_lambda: how fast that weight falls with acceptance."""
 
     balance_depths: bool = False
     """Give every depth the same weight instead of every element."""

@@ -1,14 +1,21 @@
 """The section of a recipe that says what is trained for: each method has its own. No torch here."""
 
-from typing import Any, ClassVar
+from dataclasses import fields
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from fledge.core.settings import Section
+from pydantic import Field, create_model, model_validator
+
+from fledge.core.settings import NonNegative, Number, Section, Share, Tagged
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.registry import LOSSES
 
 
 class ObjectiveSection(Section):
     """What a recipe says under `objective`."""
 
-    not_options: ClassVar[tuple[str, ...]] = ()  # fields that are not the objective's concern
+    not_options: ClassVar[frozenset[str]] = frozenset({"kind"})
+    """Fields that are not arguments of the method's objective."""
 
     kind: str
     """Each method says its own name; it stands here so that it comes first."""
@@ -20,5 +27,78 @@ class ObjectiveSection(Section):
 
     def options(self) -> dict[str, Any]:
         """What the method's objective is told, by the names of its arguments."""
-        names = set(type(self).model_fields) - {"kind", *self.not_options}
+        names = set(type(self).model_fields) - self.not_options
         return {name: getattr(self, name) for name in names}
+
+
+class LossChoice(Section):
+    """One of `objective.losses` with its parameters; a section for each is made from its fields."""
+
+    kind: str
+    """Each loss says its own name."""
+
+    def loss(self) -> Loss:
+        return LOSSES[self.kind](**self.model_dump(exclude={"kind"}))
+
+
+def loss_choices() -> dict[str, type[LossChoice]]:
+    """The sections of all losses by name."""
+    return {name: _choice_of(name, loss) for name, loss in LOSSES.items()}
+
+
+@cache
+def _choice_of(name: str, loss: type[Loss]) -> type[LossChoice]:
+    numbers: dict[str, Any] = {
+        number.name: (
+            Annotated[Number, Field(**number.metadata["bounds"])],
+            Field(number.default, description=number.metadata["about"]),
+        )
+        for number in fields(loss)  # type: ignore[arg-type]  # every loss is a dataclass
+    }
+    kind: Any = (
+        Literal[name],
+        Field(name, description=LossChoice.model_fields["kind"].description),
+    )
+    return create_model(
+        loss.__name__, __base__=LossChoice, __doc__=loss.__doc__, kind=kind, **numbers
+    )
+
+
+class LossSection(ObjectiveSection):
+    """The section of a method that trains with any of `objective.losses`."""
+
+    not_options = frozenset({"kind", "loss", "lk_kl_scale", "lk_kl_decay"})
+
+    loss: Annotated[LossChoice, Tagged("kind", loss_choices, default="ce", bare=True)] = Field(
+        default_factory=lambda: loss_choices()["ce"].model_validate({})
+    )
+    """What a wrong distribution costs: a name, or a mapping of kind and parameters; see below."""
+
+    lk_kl_scale: Share | None = Field(default=None, exclude=True)
+    """Older spelling of loss.scale."""
+
+    lk_kl_decay: NonNegative | None = Field(default=None, exclude=True)
+    """Older spelling of loss.decay."""
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "loss": self.loss.loss()}
+
+    @model_validator(mode="after")
+    def _read_older_spellings(self) -> Self:
+        """They belong to lk_lambda and mean nothing to other losses. Recipes of earlier versions
+        hold their defaults where nobody asked for them, so a default yields to the new spelling."""
+        older = {"scale": self.lk_kl_scale, "decay": self.lk_kl_decay}
+        loss = self.loss
+        for name, value in older.items():
+            known = type(loss).model_fields.get(name)
+            if value is None or known is None:
+                continue
+            if name not in self.loss.model_fields_set:
+                loss = loss.model_copy(update={name: value})
+            elif value not in (getattr(loss, name), known.default):
+                raise ValueError(
+                    f"loss.{name} is {getattr(loss, name)}, but lk_kl_{name}, its older spelling, "
+                    f"is {value}; leave one out"
+                )
+        self.__dict__.update(loss=loss, lk_kl_scale=None, lk_kl_decay=None)  # still being built
+        return self

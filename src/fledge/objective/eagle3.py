@@ -1,6 +1,6 @@
 """EAGLE-3's training-time test: roll the draft out from every supervised slot and score each depth.
 
-The call is `base.RolloutTrainerModule.forward`; SEMANTICS 4 and 5 are the rules.
+The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from torch import Tensor
 from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import PreparedBatch, RolloutOutput, RolloutTrainerModule
-from fledge.objective.losses import LossKind, loss_spec
+from fledge.objective.base import RolloutOutput
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.registry import loss_of
+from fledge.objective.rollout import RolloutTrainerModule
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.plan import RolloutPlan, plan_rollout
-
-__all__ = ["Eagle3Output", "Eagle3TrainerModule", "PreparedBatch", "simulated_accept_length"]
 
 Eagle3Output = RolloutOutput
 
@@ -25,13 +25,15 @@ Eagle3Output = RolloutOutput
 class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    `loss` picks soft cross entropy ("ce"), "kl" or cross entropy with the target's top token
-    ("hard"); `lk_loss_type` ("alpha" or "lambda") replaces it. `compute_dtype` is the dtype of the
-    step's matrices when it differs from the parameters'. With `depth_keep` < 1 a rollout in
-    training is followed one depth deeper with that chance only, and weighted so that the expected
-    gradient is that of the full unroll. `compact=False` and `attention="reference"` are the slow
-    twins that tests compare with.
+    `loss` is a `Loss` or its name in `losses.registry` ("ce", "kl", "hard", ...); `lk_loss_type`
+    ("alpha" or "lambda", with `lk_kl_scale` and `lk_kl_decay`) replaces it. `compute_dtype` is the
+    dtype of the step's matrices when it differs from the parameters'. With `depth_keep` < 1 a
+    rollout in training is followed one depth deeper with that chance only, and weighted so that the
+    expected gradient is that of the full unroll. `compact=False` and `attention="reference"` are
+    the slow twins that tests compare with.
     """
+
+    draft_model: LlamaEagle3DraftModel
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         lk_kl_scale: float = 1.0,
         lk_kl_decay: float = 3.0,
         target_head: HeadLike | None = None,
-        loss: LossKind = "ce",
+        loss: str | Loss = "ce",
         step_decay: float = 0.8,
         depth_keep: float = 1.0,
         compute_dtype: torch.dtype | None = None,
@@ -60,7 +62,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             draft_model,
             selected_token_ids=selected_token_ids,
             selected_token_mask=selected_token_mask,
-            spec=loss_spec(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
+            loss=loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
             target_head=target_head,
             compute_dtype=compute_dtype,
             chunk_rows=chunk_rows,

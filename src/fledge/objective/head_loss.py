@@ -2,7 +2,7 @@
 
 The gradients are written out and taken in the forward pass, while a chunk's logits exist; the
 backward pass only scales what was kept: [elements, E] for the states and [W, E] for the head.
-`losses.py` defines what is computed here.
+A `losses.base.Loss` says what is computed here.
 
 Elements come sorted by the slot that holds their target (`rollout.plan.HeadElements`), so a chunk
 needs a short range of target slots and derives each slot's distribution once for all depths.
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.gate import kernel_runs
-from fledge.objective.losses import LossSpec
+from fledge.objective.losses.acceptance import acceptance
+from fledge.objective.losses.base import Loss
 from fledge.objective.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
 
@@ -30,91 +31,120 @@ class HeadLoss:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """Everything that is no differentiable input."""
+class HeadTask:
+    """Which elements are scored, against what, by which loss."""
 
     elements: HeadElements
     supervision: Supervision
     charged_N: Tensor  # bool
-    coefficient_N: Tensor  # what a charged row's loss counts
+    loss: Loss
+    # depths, where each is a loss with means of its own; 1, where all elements are one loss: only a
+    # loss that weighs by mean acceptance asks
     num_losses: int
-    spec: LossSpec
-    chunk_rows: int
-    compute_dtype: torch.dtype
-    with_grad: bool
+    chunk_rows: int | None = None  # None: as many as fit
+
+    def which_loss(self) -> Tensor:
+        """[N] the loss that an element belongs to."""
+        depth_N = self.elements.depth_N
+        return depth_N if self.num_losses > 1 else torch.zeros_like(depth_N)
 
 
 def head_loss(
     hidden_EE: Tensor,
     head_WE: Tensor,
+    task: HeadTask,
     *,
-    elements: HeadElements,
-    supervision: Supervision,
-    charged_N: Tensor,
-    coefficient_N: Tensor,
-    num_losses: int,
-    spec: LossSpec,
-    chunk_rows: int | None = None,
+    coefficient_N: Tensor,  # what a charged row's loss counts
+    acceptance_L: Tensor | None = None,
 ) -> HeadLoss:
     """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
 
-    `num_losses` is the number of depths where each is a loss with means of its own, and 1 where
-    all elements are one loss; only lambda, which weighs by a mean, asks.
+    `acceptance_L` is the mean acceptance of each loss, for a loss that needs it; None: the mean
+    over the elements of this call.
     `head_WE` may be an fp32 master of a bf16 step: it is cast to the states' dtype here, and its
     gradient is summed over the chunks in fp32.
     """
-    task = _Task(
-        elements=elements,
-        supervision=supervision,
-        charged_N=charged_N,
-        coefficient_N=torch.where(charged_N, coefficient_N, 0.0),
-        num_losses=num_losses,
-        spec=spec,
-        chunk_rows=chunk_rows or _chunk_rows(hidden_EE, len(head_WE)),
-        compute_dtype=hidden_EE.dtype,
-        with_grad=torch.is_grad_enabled(),
+    weight_N = None
+    if task.loss.needs_acceptance:
+        if acceptance_L is None:
+            acceptance_L = mean_acceptance(head_acceptance(hidden_EE, head_WE, task))
+        weight_N = task.loss.weight(acceptance_L.to(_wide(hidden_EE)))[task.which_loss()]
+    coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
+    return HeadLoss(
+        *_HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_EE, head_WE, task, coefficient_N, weight_N, torch.is_grad_enabled()
+        )
     )
-    loss, row_loss_N, correct_N = _HeadLoss.apply(hidden_EE, head_WE, task)  # type: ignore[no-untyped-call]
-    return HeadLoss(loss, row_loss_N, correct_N)
 
 
-def _chunk_rows(hidden_EE: Tensor, width: int) -> int:
+@torch.no_grad()
+def head_acceptance(hidden_EE: Tensor, head_WE: Tensor, task: HeadTask) -> Tensor:
+    """[2, L] float64: per loss the acceptance of its charged elements, summed, and their count.
+
+    A pass of its own over the logits: a third of the head's work, against two thirds for keeping
+    the gradients of both terms of a weighed loss apart.
+    """
+    head = head_WE.to(hidden_EE.dtype)
+    alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=torch.float64)
+    for part, element_C, target in _chunks(task, hidden_EE, head):
+        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head)
+        alpha_N[part] = _alpha(logits_CW, target).double()
+    values_2N = torch.stack([alpha_N, torch.ones_like(alpha_N)]) * task.charged_N
+    return values_2N.new_zeros(2, task.num_losses).index_add_(1, task.which_loss(), values_2N)
+
+
+def mean_acceptance(sums_2L: Tensor) -> Tensor:
+    """[L] from sums of `head_acceptance`; 0 of nothing."""
+    return sums_2L[0] / sums_2L[1].clamp_min(1)
+
+
+def _wide(hidden_EE: Tensor) -> torch.dtype:
+    """What losses are computed in: at least fp32."""
+    return torch.promote_types(hidden_EE.dtype, torch.float32)
+
+
+def _chunk_rows(hidden_EE: Tensor, width: int, loss: Loss) -> int:
     """As many as fit the memory of a chunk: the kernel has no fp32 copies of the logits."""
-    copies_spared = 4 if kernel_runs(hidden_EE, what="head loss") else 1
+    fused = loss.kernel is not None and kernel_runs(hidden_EE, what="head loss")
+    copies_spared = 4 if fused else 1
     return max(1, copies_spared * CHUNK_SCORES // width)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_EE: Tensor, head_WE: Tensor, task: _Task
+        ctx: Any,
+        hidden_EE: Tensor,
+        head_WE: Tensor,
+        task: HeadTask,
+        coefficient_N: Tensor,
+        weight_N: Tensor | None,
+        with_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(hidden_EE.dtype, torch.float32)
-        head = head_WE.to(task.compute_dtype)
-        want_hidden, want_head, _ = (task.with_grad and need for need in ctx.needs_input_grad)
+        wide, head = _wide(hidden_EE), head_WE.to(hidden_EE.dtype)
+        want_hidden, want_head = (with_grad and need for need in ctx.needs_input_grad[:2])
         dhidden_EE = torch.zeros_like(hidden_EE) if want_hidden else None
         dhead_WE = torch.zeros_like(head_WE, dtype=wide) if want_head else None
         row_loss_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
         correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
-        ce_weight_N = _ce_weights(hidden_EE, head, task)
-        for part, element_C, target in _chunks(task, wide):
+        for part, element_C, target in _chunks(task, hidden_EE, head):
             x_CE = hidden_EE.index_select(0, element_C)
             logits_CW = F.linear(x_CE, head)
-            ce_weight = None if ce_weight_N is None else ce_weight_N[part]
+            weight_C = None if weight_N is None else weight_N[part]
             row_loss_N[part], correct_N[part], dlogits_CW = _score(
-                logits_CW, target, task.spec, task.coefficient_N[part], ce_weight
+                logits_CW, target, task.loss, coefficient_N[part], weight_C
             )
             if dhidden_EE is not None:
                 dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
             if dhead_WE is not None:
                 _add_product(dhead_WE, dlogits_CW, x_CE)
-        loss = (row_loss_N * task.coefficient_N).sum()
+        loss = (row_loss_N * coefficient_N).sum()
         ctx.save_for_backward(dhidden_EE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
         ctx.mark_non_differentiable(row_loss_N, correct_N)
         return loss, row_loss_N, correct_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # a second copy of the head's gradient only for those who keep the graph
         scaled = (
             torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
@@ -123,7 +153,7 @@ class _HeadLoss(torch.autograd.Function):
             None if grad is None else scaled(grad, grads[0].to(grad.dtype))
             for grad in ctx.saved_tensors
         )
-        return dhidden_EE, dhead_WE, None
+        return dhidden_EE, dhead_WE, None, None, None, None
 
 
 def _add_product(into_WE: Tensor, dlogits_CW: Tensor, x_CE: Tensor) -> None:
@@ -148,41 +178,23 @@ class _Targets:
         return self.slots_MW.index_select(0, self.slot_C)
 
 
-def _chunks(task: _Task, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, _Targets]]:
+def _chunks(
+    task: HeadTask, hidden_EE: Tensor, head: Tensor
+) -> Iterator[tuple[slice, Tensor, _Targets]]:
     """Chunk by chunk: which elements, their rows among the states, what the target says.
 
     A slot that two chunks share is derived in both; all depths of it in one chunk share one.
     """
     elements = task.elements
-    for begin in range(0, len(elements), task.chunk_rows):
-        part = slice(begin, min(begin + task.chunk_rows, len(elements)))
+    rows = task.chunk_rows or _chunk_rows(hidden_EE, len(head), task.loss)
+    for begin in range(0, len(elements), rows):
+        part = slice(begin, min(begin + rows, len(elements)))
         first = int(elements.target_host[part.start])
         last = int(elements.target_host[part.stop - 1])
-        slots_MW = task.supervision.probs(first, last + 1).to(wide)
+        slots_MW = task.supervision.probs(first, last + 1).to(_wide(hidden_EE))
         slot_C = elements.target_N[part] - first
         top_C = slots_MW.argmax(-1)[slot_C]
         yield part, elements.element_N[part], _Targets(slots_MW, slot_C, top_C)
-
-
-def _ce_weights(hidden_EE: Tensor, head: Tensor, task: _Task) -> Tensor | None:
-    """Per element, the share of CE in the lambda loss; it needs the mean acceptance of its loss
-    first, taken over this call's elements alone.
-
-    A pass of its own over the logits: a third of the head's work, against two thirds for keeping
-    the gradients of both terms apart.
-    """
-    if task.spec.kind != "lambda":
-        return None
-    wide = torch.promote_types(hidden_EE.dtype, torch.float32)
-    alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
-    for part, element_C, target in _chunks(task, wide):
-        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head)
-        alpha_N[part] = _alpha(logits_CW, target)
-    depth_N = task.elements.depth_N
-    loss_N = depth_N if task.num_losses > 1 else torch.zeros_like(depth_N)
-    sums_K = alpha_N.new_zeros(task.num_losses).index_add_(0, loss_N, alpha_N * task.charged_N)
-    count_K = torch.zeros_like(sums_K).index_add_(0, loss_N, task.charged_N.to(wide))
-    return task.spec.ce_weight(sums_K / count_K.clamp_min(1))[loss_N]
 
 
 def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
@@ -192,59 +204,26 @@ def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
 
         slots = (target.slots_MW, target.slot_C, target.top_C)
         return fused_rows(logits_CW, *slots, kind="acceptance")[0]
-    draft_CW = torch.softmax(logits_CW.to(target.slots_MW.dtype), dim=-1)
-    return torch.minimum(target.per_element(), draft_CW).sum(-1)
+    return acceptance(logits_CW.to(target.slots_MW.dtype), target.per_element())
 
 
 def _score(
     logits_CW: Tensor,
     target: _Targets,
-    spec: LossSpec,
+    loss: Loss,
     coefficient_C: Tensor,
-    ce_weight_C: Tensor | None,
+    weight_C: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses [C], hits [C], and coefficient * gradient [C, W]; the logits are used up."""
-    if kernel_runs(logits_CW, what="head loss"):
+    if loss.kernel is not None and kernel_runs(logits_CW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
         loss_C, correct_C = fused_rows(
-            logits_CW, target.slots_MW, target.slot_C, target.top_C, kind=spec.kind,
-            coefficient_C=coefficient_C, ce_weight_C=ce_weight_C,
+            logits_CW, target.slots_MW, target.slot_C, target.top_C, kind=loss.kernel,
+            coefficient_C=coefficient_C, ce_weight_C=weight_C,
         )  # fmt: skip
         return loss_C, correct_C, logits_CW
     wide_CW = logits_CW.to(target.slots_MW.dtype)
     correct_C = wide_CW.argmax(-1) == target.top_C
-    loss_C, dlogits_CW = _rows(wide_CW, target.per_element(), spec, ce_weight_C)
+    loss_C, dlogits_CW = loss.rows(wide_CW, target.per_element(), weight_C)
     return loss_C, correct_C, dlogits_CW.mul_(coefficient_C[:, None]).to(logits_CW.dtype)
-
-
-def _rows(
-    logits_CW: Tensor, probs_CW: Tensor, spec: LossSpec, ce_weight_C: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Row losses [C] and their gradients with respect to the logits [C, W], which are used up."""
-    if spec.kind == "hard":
-        probs_CW = F.one_hot(probs_CW.argmax(-1), probs_CW.shape[-1]).to(probs_CW.dtype)
-    lse_C1 = torch.logsumexp(logits_CW, dim=-1, keepdim=True)
-    mass_C = probs_CW.sum(-1)  # 1 up to how the probabilities were stored
-    loss_C = lse_C1.squeeze(-1) * mass_C - (probs_CW * logits_CW).sum(-1)
-    q_CW = logits_CW.sub_(lse_C1).exp_()
-    if spec.kind == "alpha":
-        alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
-        safe_C = torch.where(alpha_C > 0, alpha_C, 1.0)
-        return -safe_C.log(), dalpha_CW * torch.where(alpha_C > 0, -1 / safe_C, 0.0)[:, None]
-    if ce_weight_C is not None:
-        alpha_C, dalpha_CW = _acceptance(q_CW, probs_CW)
-        loss_C = ce_weight_C * loss_C + (1 - ce_weight_C) * (1 - alpha_C)
-        dce_CW = q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
-        return loss_C, torch.lerp(-dalpha_CW, dce_CW, ce_weight_C[:, None])
-    if spec.kind == "kl":
-        loss_C = loss_C + torch.xlogy(probs_CW, probs_CW).sum(-1)
-    return loss_C, q_CW.mul_(mass_C[:, None]).sub_(probs_CW)
-
-
-def _acceptance(q_CW: Tensor, probs_CW: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha = sum min(p, q) and its gradient with respect to the logits (half where p = q)."""
-    alpha_C = torch.minimum(probs_CW, q_CW).sum(-1)
-    below_CW = 0.5 * ((q_CW < probs_CW).to(q_CW.dtype) + (q_CW <= probs_CW).to(q_CW.dtype))
-    inner_C1 = (q_CW * below_CW).sum(-1, keepdim=True)
-    return alpha_C, q_CW * (below_CW - inner_C1)

@@ -1,8 +1,9 @@
 """P-EAGLE's objective: sampled rollouts of a parallel-drafting draft, all depths in one pass.
 
-The call is `base.RolloutTrainerModule.forward`; SEMANTICS 6 is the rule. It differs from EAGLE-3's
-in four lines: rollouts are sampled, the draft runs all depths at once, every supervised element is
-charged (not only those whose target the draft can say), and no depth is worth less than another.
+The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rule. It differs
+from EAGLE-3's in four lines: rollouts are sampled, the draft runs all depths at once, every
+supervised element is charged (not only those whose target the draft can say), and no depth is worth
+less than another.
 """
 
 import torch
@@ -12,8 +13,9 @@ from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.peagle import unroll_parallel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import RolloutTrainerModule
-from fledge.objective.losses import LossKind, loss_spec
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.registry import loss_of
+from fledge.objective.rollout import RolloutTrainerModule
 from fledge.rollout.cod import check_cod_options, draw_seed
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
 
@@ -23,7 +25,7 @@ EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is th
 class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    What is sampled follows from `seed` (an argument of `plan`, `prepare` and the call). Without
+    What is sampled follows from `seed` (an argument of `prepare` and of the call). Without
     one, a draft in training mode samples from torch's generator, and one in evaluation mode the
     same rollouts every time.
 
@@ -32,6 +34,8 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     `balance_depths` gives every depth the same weight instead of every element. Loss, dtype and
     chunk options are `Eagle3TrainerModule`'s, with KL as the default.
     """
+
+    draft_model: LlamaEagle3DraftModel
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         lk_loss_type: str | None = None,
         lk_kl_scale: float = 1.0,
         lk_kl_decay: float = 3.0,
-        loss: LossKind = "kl",
+        loss: str | Loss = "kl",
         balance_depths: bool = False,
         max_anchors: int | None = None,
         compute_dtype: torch.dtype | None = None,
@@ -67,7 +71,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             draft_model,
             selected_token_ids=selected_token_ids,
             selected_token_mask=selected_token_mask,
-            spec=loss_spec(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
+            loss=loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
             target_head=target_head,
             compute_dtype=compute_dtype,
             chunk_rows=chunk_rows,

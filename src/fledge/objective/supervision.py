@@ -27,7 +27,7 @@ class Supervision(Protocol):
 
 
 @dataclass(frozen=True)
-class DraftVocabulary:
+class VocabularyTensors:
     """The draft's tokens: their target ids [W] in draft order, and membership [V]."""
 
     ids_W: Tensor
@@ -38,7 +38,7 @@ class DraftVocabulary:
 class LogitsSupervision:
     logits_SV: Tensor  # the whole batch flattened
     slot_M: Tensor
-    vocabulary: DraftVocabulary
+    vocabulary: VocabularyTensors
 
     def _distribution(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         rows_CV = self.logits_SV.index_select(0, self.slot_M[begin:end])
@@ -74,7 +74,7 @@ class HiddenSupervision:
     slot_M: Tensor
     head: TargetHead
     draft_head: TargetHead  # the head's rows of the draft vocabulary, all that probabilities need
-    vocabulary: DraftVocabulary
+    vocabulary: VocabularyTensors
 
     @torch.no_grad()
     def probs(self, begin: int, end: int) -> Tensor:
@@ -98,7 +98,7 @@ def _chunks(slot_M: Tensor, width: int) -> tuple[Tensor, ...]:
     return torch.split(slot_M, max(rows, 2048) if slot_M.is_cuda else rows)
 
 
-def head_rows(head: TargetHead, vocabulary: DraftVocabulary) -> TargetHead:
+def head_rows(head: TargetHead, vocabulary: VocabularyTensors) -> TargetHead:
     """The head cut down to the draft vocabulary (the head itself when that is the whole one)."""
     if len(vocabulary.ids_W) == len(vocabulary.member_V):
         return head

@@ -6,7 +6,7 @@ order, and an error can name the line or the override it is about. Imports no to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -43,12 +43,17 @@ class Shape:
     def all_keys(self) -> set[str]:
         return {key for kind in self.kinds for key in self.fields(kind)}
 
+    def nested(self, key: str) -> Tagged | None:
+        """How the kinds of a field are told apart, if it has any (`objective.loss`)."""
+        fields = [self.fields(kind)[key] for kind in self.kinds if key in self.fields(kind)]
+        return next((tagged for field in fields if (tagged := _tagged(field))), None)
+
 
 def shapes_of(recipe: type[BaseModel]) -> dict[str, Shape]:
     """The sections of a recipe class, read from its fields."""
     shapes = {}
     for name, field in recipe.model_fields.items():
-        tagged = next((one for one in field.metadata if isinstance(one, Tagged)), None)
+        tagged = _tagged(field)
         if tagged is None:
             assert isinstance(field.annotation, type)
             shapes[name] = Shape(None, {"": field.annotation}, "")
@@ -57,28 +62,62 @@ def shapes_of(recipe: type[BaseModel]) -> dict[str, Shape]:
     return shapes
 
 
+def _tagged(field: Any) -> Tagged | None:
+    return next((item for item in field.metadata if isinstance(item, Tagged)), None)
+
+
 def layered(
     path: Path | None, overrides: Sequence[str], *, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, dict[str, Any]], dict[Key, Entry]]:
     """The merged mapping, ready for validation, and the entries it was made of."""
-    entries = _file_entries(path, shapes) if path is not None else {}
+    written = _file_entries(path, shapes) if path is not None else {}
     changes: dict[Key, Entry] = {}
     for text in overrides:
-        _read_override(text, shapes=shapes, changes=changes, below=entries)
-    kinds = {name: _kind(name, shape, entries, changes) for name, shape in shapes.items()}
-    for gone in _left_behind(entries, changes, shapes=shapes, kinds=kinds):
-        del entries[gone]
-    entries |= changes
-    for (section, key), entry in entries.items():
-        if key not in shapes[section].fields(kinds[section]):
-            raise _unknown_key(section, key, entry.where, shapes=shapes, kind=kinds[section])
+        _read_override(text, shapes=shapes, changes=changes, below=written)
+    kinds, entries = _settled(written, changes, shapes=shapes)
     merged: dict[str, dict[str, Any]] = {name: {} for name in shapes}
-    for (section, key), entry in entries.items():
-        merged[section][key] = entry.value
+    for place, entry in entries.items():
+        section, key = place
+        tagged = _tagged(shapes[section].fields(kinds[section])[key])
+        layers = [layer[place] for layer in (written, changes) if place in layer]
+        merged[section][key] = entry.value if tagged is None else _nested(place, tagged, layers)
     for name, shape in shapes.items():
         if shape.tag is not None:
             merged[name][shape.tag] = kinds[name]
     return merged, entries
+
+
+def _settled(
+    written: Mapping[Key, Entry], changes: Mapping[Key, Entry], *, shapes: Mapping[str, Shape]
+) -> tuple[dict[str, str], dict[Key, Entry]]:
+    """The kind of every section, and what is said of it, overrides over the file."""
+    kinds = {name: _kind(name, shape, written, changes) for name, shape in shapes.items()}
+    gone = _left_behind(written, changes, shapes=shapes, kinds=kinds)
+    entries = {place: entry for place, entry in written.items() if place not in gone}
+    entries |= changes
+    for (section, key), entry in entries.items():
+        if key not in shapes[section].fields(kinds[section]):
+            raise _unknown_key(section, key, entry.where, shapes=shapes, kind=kinds[section])
+    return kinds, entries
+
+
+def _nested(place: Key, tagged: Tagged, layers: Sequence[Entry]) -> Any:
+    """The value of a field that has kinds of its own (`objective.loss`): as a section, of which the
+    file says something and overrides say more."""
+    name = ".".join(place)
+    spoken = [(tagged.spread(layer.value), layer) for layer in layers]
+    if not isinstance(spoken[-1][0], dict):
+        return spoken[-1][0]  # refused later, with its place
+    parts: list[dict[Key, Entry]] = [
+        {(name, str(part)): replace(layer, value=inner) for part, inner in value.items()}
+        for value, layer in spoken
+        if isinstance(value, dict)
+    ]
+    written, changes = parts if len(parts) == 2 else (parts[0], {})
+    shape = Shape(tagged.tag, tagged.kinds(), tagged.default)
+    kinds, entries = _settled(written, changes, shapes={name: shape})
+    said = {part: entry.value for (_, part), entry in entries.items()}
+    return {**said, tagged.tag: kinds[name]}
 
 
 def one_line(
@@ -91,7 +130,7 @@ def one_line(
     """The first complaint of pydantic, with its place, the value, and how many more there are."""
     first, more = error.errors()[0], error.error_count() - 1
     place = [str(part) for part in first["loc"]]
-    name = ".".join(place[:2]) + "".join(f"[{part}]" for part in place[2:])
+    name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
     entry = entries.get((place[0], place[1])) if len(place) > 1 else None
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
@@ -154,18 +193,25 @@ def _read_override(
         changes |= {(section, str(key)): Entry(v, where, True) for key, v in value.items()}
         return
     place = (section, keys[0])
-    if len(keys) == 1:
+    tagged = shapes[section].nested(keys[0])
+    if tagged is not None:  # loss=lk_lambda and loss.scale=0.5 in any order
+        value = _with({}, keys[1:], value) if keys[1:] else tagged.spread(value)
+        earlier = changes.get(place)
+        if earlier is not None and isinstance(earlier.value, dict) and isinstance(value, dict):
+            value, where = {**earlier.value, **value}, f"{earlier.where} and {where}"
         changes[place] = Entry(value, where, True)
-        return
-    if not _holds_mapping(shapes[section], keys[0]):
-        if keys[0] not in shapes[section].all_keys():
-            kind = shapes[section].default_kind
-            raise _unknown_key(section, keys[0], where, shapes=shapes, kind=kind)
+    elif len(keys) == 1:
+        changes[place] = Entry(value, where, True)
+    elif _holds_mapping(shapes[section], keys[0]):
+        old = changes.get(place) or below.get(place)
+        base = old.value if old is not None and isinstance(old.value, dict) else {}
+        changes[place] = Entry(_with(base, keys[1:], value), where, True)
+    elif keys[0] not in shapes[section].all_keys():
+        kind = shapes[section].default_kind
+        raise _unknown_key(section, keys[0], where, shapes=shapes, kind=kind)
+    else:
         fix = f"write {section}.{keys[0]}=value"
         raise BadInput(f"'{section}.{keys[0]}' has no parts", where=where, fix=fix)
-    old = changes.get(place) or below.get(place)
-    base = old.value if old is not None and isinstance(old.value, dict) else {}
-    changes[place] = Entry(_with(base, keys[1:], value), where, True)
 
 
 def _override_value(raw: str, *, where: str) -> Any:

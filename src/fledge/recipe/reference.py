@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from fledge.core.settings import Tagged
+from fledge.objective.losses.base import Loss
 from fledge.recipe.schema import Recipe, recipe_shapes
 
 
@@ -24,19 +26,38 @@ def _lines() -> Iterator[str]:
         yield ""
         for kind, model in shape.kinds.items():
             if shape.tag is not None:
-                about = (model.__doc__ or "").strip()
-                yield f"**`{section}.{shape.tag}={kind}`** {about}"
+                yield f"**`{section}.{shape.tag}={kind}`** {_plain(model.__doc__)}"
                 yield ""
             yield "| key | default | meaning |"
             yield "|---|---|---|"
             for key, field in model.model_fields.items():
                 default = "required" if field.is_required() else _default(field)
-                yield f"| `{key}` | {default} | {' '.join((field.description or '').split())} |"
+                yield f"| `{key}` | {default} | {_plain(field.description)} |"
             yield ""
+        for key in sorted(shape.all_keys()):
+            yield from _nested_lines(f"{section}.{key}", shape.nested(key))
+
+
+def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:
+    """The kinds of one field, each with its parameters: one table."""
+    if tagged is None:
+        return
+    yield f"**`{name}`** by its {tagged.tag}, each with its parameters:"
+    yield ""
+    yield f"| `{name}` | default | meaning |"
+    yield "|---|---|---|"
+    for kind, model in tagged.kinds().items():
+        yield f"| `{kind}` | | {_plain(model.__doc__)} |"
+        for key, field in model.model_fields.items():
+            if key != tagged.tag:
+                yield f"| `{kind}`: `{key}` | {_default(field)} | {_plain(field.description)} |"
+    yield ""
 
 
 def _default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, Loss):
+        value = value.kind
     if isinstance(value, tuple):
         value = list(value)
     words = {None: "null", True: "true", False: "false"}
@@ -44,6 +65,11 @@ def _default(field: Any) -> str:
     return f"`{plain}`"
 
 
+def _plain(text: str | None) -> str:
+    """On one line, and in one cell of a table."""
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
 def _sentence(text: str | None) -> str:
-    words = " ".join((text or "").split()).rstrip(".")
+    words = _plain(text).rstrip(".")
     return words[:1].lower() + words[1:]

@@ -11,7 +11,7 @@ from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
-from fledge.train.step import Parts, Sums, plan_batch
+from fledge.train.step import Parts, Sums
 
 
 @torch.no_grad()
@@ -41,11 +41,9 @@ def evaluate(
         nonlocal replayed
         asked = answers_ahead(parts.target, [batches[index] for index in mine])
         for index, (batch, on_host) in zip(mine, asked, strict=True):
-            plan = plan_batch(objective, batch, seed=0)  # the same rollouts at every evaluation
             answer = on_host.to(parts.device)
-            given = answer.to_trainer_inputs()
-            ready = objective.prepare(plan=plan, **given)
-            sums.add(objective(prepared=ready, normalizer=ready.charged_K, **given))
+            ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
+            sums.add(objective.score(ready, ready.charged_K))
             if index not in picks:
                 picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
             replayed += replay_held_out(answer, batch, rollouts, picks[index])

@@ -180,7 +180,7 @@ def _assemble(
 def _parts(
     recipe: Recipe,
     target: Eagle3TargetBackend,
-    objective: Objective,
+    objective: Objective[Any],
     *,
     device: torch.device,
     world: World,
@@ -312,7 +312,7 @@ def make_objective(
     vocabulary: DraftVocabulary,
     target: Eagle3TargetBackend,
     device: torch.device,
-) -> Objective:
+) -> Objective[Any]:
     wanted = recipe.training.compute_dtype
     bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
     given = TrainerInputs(

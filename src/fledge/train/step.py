@@ -1,7 +1,8 @@
 """One optimiser step. Together with `fit.py` this is the whole of training.
 
 The gradient is that of one big batch, however it is cut: every micro-batch's loss is a sum divided
-by the number of charged elements over all micro-batches and ranks. Nothing waits for the device.
+by the number of charged elements over all micro-batches and ranks; so is the mean acceptance that
+LK-lambda weighs by. Nothing waits for the device.
 """
 
 from dataclasses import dataclass, fields
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.distributed import World
-from fledge.core.rows import TokenBatch, shift_left
-from fledge.objective.base import Objective
+from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
@@ -24,7 +24,7 @@ class Parts:
     """What a step works with."""
 
     target: Eagle3TargetBackend
-    objective: Objective
+    objective: Objective[Any]  # whatever it prepares, it scores
     parameters: list[nn.Parameter]  # the trained ones
     optimizer: torch.optim.AdamW
     guard: StepGuard
@@ -53,8 +53,8 @@ class Sums:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(zero, torch.zeros(depths, dtype=torch.float64, device=device), *counts)
 
-    def add(self, output: Any) -> None:
-        """Add one micro-batch's output of a trainer module."""
+    def add(self, output: RolloutOutput) -> None:
+        """Add one micro-batch's output."""
         self.loss += output.loss.detach()
         self.loss_K += output.loss_sums
         self.charged_K += output.charged
@@ -84,20 +84,6 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
-def plan_batch(objective: Objective, batch: TokenBatch, *, seed: int) -> Any:
-    """Lay out the rollout from host masks; the loss mask moves with its
-    tokens (slot t reads token t + 1), as everything in the target's answer does. `seed` decides
-    what is sampled, where an objective samples: a resumed run draws what it would have drawn."""
-    return objective.plan(
-        shift_left(batch.loss_mask),
-        batch.attention_mask,
-        position_ids=batch.position_ids,
-        seq_lens=batch.seq_lens,
-        doc_remaining=batch.doc_remaining,
-        seed=seed,
-    )
-
-
 def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
@@ -105,16 +91,15 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
         answers = early or [parts.target.answer(rows) for rows in micro]
-        inputs = [
-            answer.to(parts.device, non_blocking=True).to_trainer_inputs() for answer in answers
-        ]
+        answers = [answer.to(parts.device, non_blocking=True) for answer in answers]
 
     # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
     # drawn for a document depends on it alone, not on ranks or packing.
-    plans = [plan_batch(objective, m, seed=parts.seed + 1_000_003 * batch.step) for m in micro]
+    seed = parts.seed + 1_000_003 * batch.step
     with parts.clock.phase("supervision"):
         prepared = [
-            objective.prepare(plan=plan, **given) for plan, given in zip(plans, inputs, strict=True)
+            objective.prepare(rows, answer, seed)
+            for rows, answer in zip(micro, answers, strict=True)
         ]
     # [K + 1]: charged elements per depth, and how many ranks were asked to stop
     counts = torch.zeros(objective.depths + 1, dtype=torch.int64, device=parts.device)
@@ -122,13 +107,15 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         counts[:-1] += ready.charged_K
     counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
     world.sum_(counts)
+    with parts.clock.phase("forward"):
+        acceptance = objective.acceptance(prepared, world)
 
     sums = Sums.zeros(objective.depths, parts.device)
-    for ready, given in zip(prepared, inputs, strict=True):
+    for ready in prepared:
         with parts.clock.phase("forward"):
-            output = objective(normalizer=counts[:-1], prepared=ready, **given)
+            output = objective.score(ready, counts[:-1], acceptance)
         with parts.clock.phase("backward"):
-            output.loss.backward()
+            output.loss.backward()  # type: ignore[no-untyped-call]
         sums.add(output)
 
     with parts.clock.phase("update"):

@@ -26,8 +26,7 @@ from fledge.compat.precompute_eagle3 import (
     main,
 )
 from fledge.core.errors import BadInput
-from fledge.objective.supervision import DraftVocabulary as ObjectiveVocabulary
-from fledge.objective.supervision import LogitsSupervision
+from fledge.objective.supervision import LogitsSupervision, VocabularyTensors
 from fledge.target.cache import job as cache_job
 from fledge.target.cache import run as cache_run
 from fledge.target.cache import shard as cache_shard
@@ -478,9 +477,7 @@ def test_the_batch_cache_of_the_seed_is_what_a_live_trainer_sees():
     kept = _compute_batch_cache(live, *vocabulary, torch.float32)
     supervised = live.loss_mask.bool()
     slots = supervised.flatten().nonzero()[:, 0]
-    objective = LogitsSupervision(
-        live.logits.flatten(0, 1), slots, ObjectiveVocabulary(*vocabulary)
-    )
+    objective = LogitsSupervision(live.logits.flatten(0, 1), slots, VocabularyTensors(*vocabulary))
     assert torch.equal(kept["target_probs"][supervised], objective.probs(0, len(slots)))
     ids, _ = vocabulary  # and a distribution where nothing is supervised, as SEMANTICS 4 has it
     assert torch.equal(kept["target_probs"], live.logits[..., ids].softmax(-1, torch.float32))

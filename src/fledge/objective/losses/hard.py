@@ -1,0 +1,30 @@
+"""Cross entropy with the target's top token alone."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.cross_entropy import cross_entropy_gradient, cross_entropy_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HardCrossEntropy(Loss):
+    """Cross entropy with the target's top token."""
+
+    kind = "hard"
+    kernel = "hard"
+
+    def definition(self, logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
+        top_N1 = probs_NW.argmax(-1, keepdim=True)
+        return -logits_NW.log_softmax(dim=-1).gather(-1, top_N1).squeeze(-1)
+
+    def rows(
+        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+    ) -> "tuple[Tensor, Tensor]":
+        top_C1 = probs_CW.argmax(-1, keepdim=True)
+        one_hot_CW = probs_CW.new_zeros(probs_CW.shape).scatter_(-1, top_C1, 1.0)
+        loss_C, q_CW, mass_C = cross_entropy_rows(logits_CW, one_hot_CW)
+        return loss_C, cross_entropy_gradient(q_CW, one_hot_CW, mass_C)

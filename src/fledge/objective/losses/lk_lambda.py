@@ -1,0 +1,47 @@
+"""LK-lambda (arXiv 2602.23881): from cross entropy to acceptance, as acceptance grows."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fledge.objective.losses.acceptance import acceptance, acceptance_rows
+from fledge.objective.losses.base import Loss, parameter
+from fledge.objective.losses.cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_rows,
+    soft_cross_entropy,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LkLambda(Loss):
+    """LK-lambda: w ce + (1 - w)(1 - acceptance), with w = scale * exp(-decay * mean acceptance)."""
+
+    scale: float = parameter(1.0, "Weight of the cross entropy at acceptance 0.", ge=0, le=1)
+    decay: float = parameter(3.0, "How fast that weight falls with acceptance.", ge=0)
+
+    kind = "lk_lambda"
+    kernel = "lambda"
+    needs_acceptance = True
+
+    def definition(self, logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
+        """The rows are all rows of the loss: they share one mean acceptance."""
+        alpha_N = acceptance(logits_NW, probs_NW)
+        weight = self.weight(alpha_N.sum() / max(len(alpha_N), 1))
+        return weight * soft_cross_entropy(logits_NW, probs_NW) + (1 - weight) * (1 - alpha_N)
+
+    def weight(self, mean_acceptance: "Tensor") -> "Tensor":
+        """The share of the cross entropy."""
+        return self.scale * (-self.decay * mean_acceptance.detach()).exp()
+
+    def rows(
+        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+    ) -> "tuple[Tensor, Tensor]":
+        assert weight_C is not None
+        ce_C, q_CW, mass_C = cross_entropy_rows(logits_CW, probs_CW)
+        alpha_C, dalpha_CW = acceptance_rows(q_CW, probs_CW)
+        loss_C = weight_C * ce_C + (1 - weight_C) * (1 - alpha_C)
+        dce_CW = cross_entropy_gradient(q_CW, probs_CW, mass_C)
+        return loss_C, (-dalpha_CW).lerp(dce_CW, weight_C[:, None])

@@ -1,0 +1,36 @@
+"""All losses by the name that recipes use. A new one is its own file, and one line here."""
+
+from fledge.core.registry import Registry
+from fledge.objective.losses.base import Loss
+
+LOSSES: Registry[type[Loss]] = Registry(
+    "objective.loss",
+    {
+        "ce": "fledge.objective.losses.cross_entropy:CrossEntropy",
+        "kl": "fledge.objective.losses.kl:KLDivergence",
+        "hard": "fledge.objective.losses.hard:HardCrossEntropy",
+        "lk_alpha": "fledge.objective.losses.lk_alpha:LkAlpha",
+        "lk_lambda": "fledge.objective.losses.lk_lambda:LkLambda",
+    },
+)
+_LK_TYPES = {"alpha": "lk_alpha", "lambda": "lk_lambda"}  # as trainer modules call them
+
+
+def loss_of(
+    loss: str | Loss, lk_loss_type: str | None, lk_kl_scale: float, lk_kl_decay: float
+) -> Loss:
+    """The loss that the arguments of a trainer module name: `lk_loss_type` replaces `loss`."""
+    if lk_loss_type is not None and lk_loss_type not in _LK_TYPES:
+        raise ValueError(f"lk_loss_type: 'alpha', 'lambda' or None, got {lk_loss_type!r}")
+    if not 0 <= lk_kl_scale <= 1:
+        raise ValueError(f"lk_kl_scale: must be in [0, 1], got {lk_kl_scale!r}")
+    if not lk_kl_decay >= 0:
+        raise ValueError(f"lk_kl_decay: must be >= 0, got {lk_kl_decay!r}")
+    named = lk_loss_type or loss
+    if isinstance(named, Loss):
+        return named
+    name = _LK_TYPES.get(named, named)
+    if name not in LOSSES:
+        raise ValueError(f"loss: must be one of {tuple(LOSSES)}, got {loss!r}")
+    parameters = {"scale": lk_kl_scale, "decay": lk_kl_decay} if name == "lk_lambda" else {}
+    return LOSSES[name](**parameters)

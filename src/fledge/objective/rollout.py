@@ -1,0 +1,371 @@
+"""What every rollout objective shares: the call, the supervision, the head, the metrics.
+
+`prepare` and `score` read top to bottom: plan, coverage; rollout, head + loss, metrics. An
+objective says how a batch is laid out (`plan`), what the draft computes on it (`_states`), which
+elements are charged (`_charged`) and what each depth weighs (`_coefficients`). The target's answer
+comes shifted (see `core.batch`); the only shift here is that of a loss mask on the host
+(`plan_rows`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.distributed import World
+from fledge.core.head import HeadLike, TargetHead
+from fledge.core.rows import TokenBatch, shift_left
+from fledge.draft.base import DraftModel
+from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.base import RolloutOutput
+from fledge.objective.head_loss import HeadTask, head_acceptance, head_loss, mean_acceptance
+from fledge.objective.losses.base import Loss
+from fledge.objective.supervision import (
+    HiddenSupervision,
+    LogitsSupervision,
+    ProbsSupervision,
+    Supervision,
+    VocabularyTensors,
+    head_rows,
+)
+from fledge.rollout.plan import RolloutPlan
+
+_PACKING = ("position_ids", "seq_lens", "doc_remaining")
+Plan = TypeVar("Plan", bound=RolloutPlan)
+
+
+@dataclass(frozen=True)
+class ReadyBatch(Generic[Plan]):
+    """What can be known of a batch before the draft runs, so that it is found out only once."""
+
+    plan: Plan
+    input_ids_BT: Tensor
+    aux_BTD: Tensor
+    supervision: Supervision
+    covered_M: Tensor  # bool per target slot: the draft can say the target's top token
+    charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
+
+
+@contextmanager
+def _no_autocast(kind: str) -> Iterator[torch.dtype | None]:
+    """Switch torch.autocast off, and say which dtype it asked for: a step computes all of its
+    matrices in one dtype, and its gradients, written out, in the same."""
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        yield None
+        return
+    asked = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        yield asked
+
+
+class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
+    """A draft and its objective; call it with `**batch.to_trainer_inputs()`."""
+
+    draft_model: DraftModel
+    selected_token_ids: Tensor
+    selected_token_mask: Tensor
+
+    def __init__(
+        self,
+        draft_model: DraftModel,
+        *,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        loss: Loss,
+        target_head: HeadLike | None,
+        compute_dtype: torch.dtype | None,
+        chunk_rows: int | None,
+        attention: AttentionKind,
+    ) -> None:
+        super().__init__()
+        if chunk_rows is not None and chunk_rows < 1:
+            raise ValueError(f"chunk_rows: must be positive, got {chunk_rows!r}")
+        draft_model.set_vocab_mapping(selected_token_ids, selected_token_mask)
+        self.draft_model = draft_model
+        device = draft_model.device
+        ids_W, member_V = selected_token_ids.to(device), selected_token_mask.bool().to(device)
+        self.register_buffer("selected_token_ids", ids_W, persistent=False)
+        self.register_buffer("selected_token_mask", member_V, persistent=False)
+        self.loss = loss
+        self.compute_dtype, self.attention = compute_dtype, attention
+        self.chunk_rows = chunk_rows
+        self.target_head = None if target_head is None else TargetHead.of(target_head)
+        if self.target_head is not None and len(self.target_head.weight_VD) != len(member_V):
+            raise ValueError(
+                f"target_head: {len(self.target_head.weight_VD)} tokens, the vocabulary has "
+                f"{len(member_V)}"
+            )
+        self._draft_head: TargetHead | None = None
+
+    # --- what an objective says -----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def depths(self) -> int:
+        """Depths of a rollout: the length of every per-depth count."""
+
+    @property
+    def _num_losses(self) -> int:
+        """How many means the loss is made of: one a depth, or 1 over all elements together."""
+        return self.depths
+
+    @abstractmethod
+    def plan(
+        self,
+        loss_mask: Tensor,
+        attention_mask: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+        seed: int | None = None,
+    ) -> Plan:
+        """Lay out the rollout of shifted rows on the draft's device; reading masks that are on
+        the host costs no sync. `seed` fixes what is sampled, where something is."""
+
+    @abstractmethod
+    def _states(
+        self, plan: Plan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
+        """Head inputs [all depths' rows end to end, E], after the final norm, computed in `dtype`
+        (None: the parameters')."""
+
+    @abstractmethod
+    def _charged(self, covered_N: Tensor) -> Tensor:
+        """Which head elements pay, given which of them the draft could say."""
+
+    @abstractmethod
+    def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
+        """[K] what one charged element of a depth counts in the loss."""
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def plan_rows(self, rows: TokenBatch, seed: int) -> Plan:
+        """Lay out the rollout from rows on the host, which are not shifted: the loss mask moves
+        with its tokens (slot t reads token t + 1), as everything in the target's answer does."""
+        return self.plan(
+            shift_left(rows.loss_mask),
+            rows.attention_mask,
+            position_ids=rows.position_ids,
+            seq_lens=rows.seq_lens,
+            doc_remaining=rows.doc_remaining,
+            seed=seed,
+        )
+
+    def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> ReadyBatch[Plan]:
+        """Plan a batch and count what it will be charged for: [K] of this count, summed over the
+        micro-batches and ranks of an optimizer step, is the `normalizer` of each of them."""
+        plan = self.plan_rows(rows, seed)
+        inputs: dict[str, Any] = answer.to_trainer_inputs()
+        return self.prepare_inputs(**inputs, plan=plan)
+
+    def prepare_inputs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        aux_hidden_states: Tensor,
+        *,
+        plan: Plan | None = None,
+        seed: int | None = None,
+        **rest: Tensor | None,
+    ) -> ReadyBatch[Plan]:
+        """`prepare` with the arguments of the call. Without a plan it is made from the masks given:
+        one sync if they are on the device."""
+        packing = {name: rest.pop(name, None) for name in _PACKING}
+        rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
+        self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
+        plan = plan or self.plan(loss_mask, attention_mask, seed=seed, **packing)
+        with _no_autocast(self.selected_token_ids.device.type):
+            supervision = self._supervision(plan, **rest)
+            covered_M = supervision.coverage()
+        if plan.asked_MK is None:
+            charged_K = self._per_depth(plan, self._charged(covered_M[plan.head.target_N]))
+        else:  # thinned: the rest stands for all of them
+            charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
+        return ReadyBatch(plan, input_ids, aux_hidden_states, supervision, covered_M, charged_K)
+
+    @torch.no_grad()
+    def acceptance(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> Tensor | None:
+        """[1 or K] the mean acceptance of charged elements over all micro-batches and ranks, per
+        depth where depths are losses of their own, for a loss that weighs by it: a forward of the
+        draft in advance. None: no such loss, or one micro-batch on one rank, whose mean `score`
+        takes from its own states."""
+        if not self.loss.needs_acceptance or (len(ready) <= 1 and world.size == 1):
+            return None
+        device, head_WE = self.selected_token_ids.device, self.draft_model.lm_head.weight
+        sums_2L = torch.zeros(2, self._num_losses, dtype=torch.float64, device=device)
+        with _no_autocast(device.type) as asked_dtype:
+            for batch in ready:
+                hidden_EE = self._hidden(batch, asked_dtype)
+                sums_2L += head_acceptance(hidden_EE, head_WE, self._head_task(batch))
+        return mean_acceptance(world.sum_(sums_2L))
+
+    def score(
+        self,
+        ready: ReadyBatch[Plan],
+        normalizer: Tensor | None = None,  # [K]; None: this batch is the whole step
+        acceptance: Tensor | None = None,  # of the step, as `acceptance` gives it
+    ) -> RolloutOutput:
+        """Loss and metrics. With the step's `normalizer` and `acceptance` the losses of its
+        micro-batches add up to the loss of the step, however it is cut.
+
+        Under torch.autocast its dtype is the step's, unless the module has a `compute_dtype`; the
+        backward pass belongs outside, as always.
+        """
+        plan, count_K = ready.plan, ready.charged_K if normalizer is None else normalizer
+        with _no_autocast(self.selected_token_ids.device.type) as asked_dtype:
+            hidden_EE = self._hidden(ready, asked_dtype)
+            task = self._head_task(ready)
+            scored = head_loss(
+                hidden_EE,
+                self.draft_model.lm_head.weight,
+                task,
+                coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
+                acceptance_L=acceptance,
+            )
+            loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
+            # a target that the draft cannot say is a rejection, charged or not
+            covered_N = ready.covered_M[plan.head.target_N]
+            charged_K = self._per_depth(plan, task.charged_N)
+            return self._output(
+                plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [B, T], shifted, as all that follows except aux and attention mask
+        attention_mask: Tensor,  # [B, T]
+        loss_mask: Tensor,  # [B, T]
+        aux_hidden_states: Tensor,  # [B, T, aux layers * D]
+        target_logits: Tensor | None = None,  # [B, T, V]
+        *,
+        target_probs: Tensor | None = None,  # [B, T, W]
+        position_mask: Tensor | None = None,  # [B, T, 1]
+        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+        normalizer: Tensor | None = None,  # [K]
+        seed: int | None = None,
+    ) -> RolloutOutput:
+        """Loss and metrics of one batch: `prepare_inputs` and `score`. With `normalizer` it is one
+        of several; a loss that weighs by acceptance wants those scored as `train_step` does."""
+        ready = self.prepare_inputs(
+            input_ids, attention_mask, loss_mask, aux_hidden_states, seed=seed,
+            target_logits=target_logits, target_probs=target_probs, position_mask=position_mask,
+            target_last_hidden_states=target_last_hidden_states,
+            position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining,
+        )  # fmt: skip
+        return self.score(ready, normalizer)
+
+    # --- its parts ------------------------------------------------------------------------------
+
+    def _hidden(self, ready: ReadyBatch[Plan], asked_dtype: torch.dtype | None) -> Tensor:
+        aux_TD = ready.plan.on_key_axis(ready.aux_BTD)
+        input_ids_T = ready.plan.on_key_axis(ready.input_ids_BT)
+        return self._states(ready.plan, aux_TD, input_ids_T, self.compute_dtype or asked_dtype)
+
+    def _head_task(self, ready: ReadyBatch[Plan]) -> HeadTask:
+        elements = ready.plan.head
+        return HeadTask(
+            elements=elements,
+            supervision=ready.supervision,
+            charged_N=self._charged(ready.covered_M[elements.target_N]),
+            loss=self.loss,
+            num_losses=self._num_losses,
+            chunk_rows=self.chunk_rows,
+        )
+
+    def _output(
+        self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
+    ) -> RolloutOutput:
+        correct_E = torch.zeros_like(plan.supervised_E)
+        correct_E[plan.head.element_N] = correct_N
+        hits, reached = [], []
+        alive = torch.ones_like(plan.by_depth(correct_E)[0])
+        for correct, supervised in zip(
+            plan.by_depth(correct_E), plan.by_depth(plan.supervised_E), strict=True
+        ):
+            alive = alive[: len(correct)] & supervised
+            reached.append(alive.sum())
+            alive = alive & correct
+            hits.append(alive.sum())
+        return RolloutOutput(
+            loss=loss,
+            loss_sums=loss_sums,
+            charged=charged_K,
+            correct=self._per_depth(plan, correct_N),
+            step_valid=plan.step_valid_K,
+            step_reached=torch.stack(reached),
+            step_prefix_hits=torch.stack(hits),
+        )
+
+    def _check_shapes(self, input_ids: Tensor, **given: Tensor | None) -> None:
+        """Everything fits the rows, the draft and its vocabulary, or is named."""
+        rows_BT, config = list(input_ids.shape), self.draft_model.config
+        aux_width = config.num_aux_hidden_states * config.target_hidden_size
+        shapes = {
+            "attention_mask": rows_BT,
+            "loss_mask": rows_BT,
+            "aux_hidden_states": [*rows_BT, aux_width],
+            "target_logits": [*rows_BT, len(self.selected_token_mask)],
+            "target_probs": [*rows_BT, len(self.selected_token_ids)],
+            "position_mask": [*rows_BT, 1],
+        }
+        if self.target_head is not None:
+            shapes["target_last_hidden_states"] = [*rows_BT, self.target_head.weight_VD.shape[1]]
+        for name, shape in shapes.items():
+            tensor = given.get(name)
+            if tensor is not None and list(tensor.shape) != shape:
+                raise ValueError(f"{name}: must be {shape}, got {list(tensor.shape)}")
+
+    def _per_depth(self, plan: Plan, values_N: Tensor) -> Tensor:
+        """[K] sums of per-element values; counts in int64."""
+        if not values_N.is_floating_point():
+            values_N = values_N.to(torch.int64)
+        return values_N.new_zeros(self.depths).index_add_(0, plan.head.depth_N, values_N)
+
+    def _supervision(
+        self,
+        plan: RolloutPlan,
+        *,
+        target_logits: Tensor | None = None,
+        target_probs: Tensor | None = None,
+        position_mask: Tensor | None = None,
+        target_last_hidden_states: Tensor | None = None,
+    ) -> Supervision:
+        given = [target_logits is not None, target_probs is not None]
+        given.append(target_last_hidden_states is not None)
+        if sum(given) != 1 or (target_probs is None) != (position_mask is None):
+            raise ValueError(
+                "supervision: give exactly one of target_logits, target_probs with position_mask, "
+                "target_last_hidden_states"
+            )
+        vocabulary = VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
+        if target_logits is not None:
+            return LogitsSupervision(target_logits.flatten(0, 1), plan.target_M, vocabulary)
+        if target_probs is not None and position_mask is not None:
+            return ProbsSupervision(
+                target_probs.flatten(0, 1), position_mask.reshape(-1), plan.target_M
+            )
+        assert target_last_hidden_states is not None
+        hidden_SD = target_last_hidden_states.flatten(0, 1)
+        head, draft_head = self._heads(hidden_SD.device)
+        return HiddenSupervision(hidden_SD, plan.target_M, head, draft_head, vocabulary)
+
+    def _heads(self, device: torch.device) -> tuple[TargetHead, TargetHead]:
+        """The target's head on the batch's device, and its rows of the draft vocabulary."""
+        if self.target_head is None:
+            raise ValueError("target_head: needed to read target_last_hidden_states")
+        if self.target_head.weight_VD.device != device:
+            self.target_head, self._draft_head = self.target_head.to(device), None
+        if self._draft_head is None:
+            vocabulary = VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
+            self._draft_head = head_rows(self.target_head, vocabulary)
+        return self.target_head, self._draft_head
