@@ -136,7 +136,7 @@ def test_its_replay_is_its_live_rounds(target, backend, asked):
     draft = make_pair(target, 3, asked[:16])
     live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX).generate(asked[:24], STOPS)
     texts = [Text(one.prompt_ids, one.token_ids) for one in live]
-    found = replay(backend, draft, texts, num_draft_tokens=2)
+    found = replay(backend, draft, texts)
     assert [one.rounds for one in found] == [one.rounds for one in live]
 
 

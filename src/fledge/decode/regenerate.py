@@ -57,7 +57,7 @@ class LocalModel:
             except BadRow as bad:
                 report(Outcome(task, bad))
         go_on = []
-        order = sorted(asked, key=lambda one: len(one[1]))
+        order = sorted(asked, key=lambda pair: len(pair[1]))
         for begin in range(0, len(order), self._batch):
             members = order[begin : begin + self._batch]
             if all(task.done and task.dialogue.last for task, _ in members):
@@ -68,9 +68,9 @@ class LocalModel:
                 temperature=self._sampling.temperature,
                 seed=self._sampling.seed + members[0][0].number,
             )
-            for (task, _), said in zip(members, replies, strict=True):
+            for (task, _), reply in zip(members, replies, strict=True):
                 try:
-                    task.dialogue.hear(self._reply(said))
+                    task.dialogue.hear(self._reply(reply))
                 except BadRow as bad:
                     report(Outcome(task, bad))
                     continue
@@ -89,6 +89,6 @@ class LocalModel:
             raise BadRow("prompt too long", f"{len(ids)} tokens, the model takes {self._room}")
         return ids
 
-    def _reply(self, said: Generation) -> Reply:
-        text = self._tokenizer.decode(said.token_ids, skip_special_tokens=True)
-        return Reply.of(text, cut=said.finish == "length", tokens=len(said.token_ids))
+    def _reply(self, answer: Generation) -> Reply:
+        text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        return Reply.of(text, cut=answer.finish == "length", tokens=len(answer.token_ids))

@@ -6,6 +6,7 @@ answers/KEY.parts/   those that are finished while others are not: a killed comm
 """
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -136,11 +137,11 @@ class _Writer:
         total = sum(1 + len(prompt.followups) for prompt in prompts)
         asked = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
         while asked:
-            encoded = [encode_prompt(said, self._template, self._tokenizer) for _, said in asked]
+            encoded = [encode_prompt(talk, self._template, self._tokenizer) for _, talk in asked]
             fits = [len(ids) + self._stops.max_new_tokens <= self._room for ids in encoded]
             skipped += fits.count(False)
-            asked = [one for one, room in zip(asked, fits, strict=True) if room]
-            encoded = [one for one, room in zip(encoded, fits, strict=True) if room]
+            asked = list(itertools.compress(asked, fits))
+            encoded = list(itertools.compress(encoded, fits))
             before = len(turns)
 
             def watch(done: float, before: int = before) -> None:
@@ -148,18 +149,19 @@ class _Writer:
                     on_answer(before + done, total)
 
             names = [number * len(prompts) + row for row, _ in asked]  # in the journal
-            for (row, said), one in zip(asked, self._generate(names, encoded, watch), strict=True):
-                assert one.finish is not None
+            answers = self._generate(names, encoded, watch)
+            for (row, messages), answer in zip(asked, answers, strict=True):
+                assert answer.finish is not None
                 prompt = prompts[row]
                 turns.append(
                     AnsweredTurn(
                         prompt.name, prompt.group, prompt.category, number,
-                        one.prompt_ids, one.token_ids, one.finish, said[-1]["content"],
+                        answer.prompt_ids, answer.token_ids, answer.finish, messages[-1]["content"],
                     )
                 )  # fmt: skip
             asked = [
-                (row, self._next(said, answered, prompts[row].followups[number]))
-                for (row, said), answered in zip(asked, turns[before:], strict=True)
+                (row, self._next(messages, turn, prompts[row].followups[number]))
+                for (row, messages), turn in zip(asked, turns[before:], strict=True)
                 if number < len(prompts[row].followups)
             ]
             number += 1
@@ -169,7 +171,7 @@ class _Writer:
         self, names: list[int], encoded: list[list[int]], watch: Callable[[float], None]
     ) -> list[Generation]:
         """Continue prompts, those of similar length together."""
-        found: dict[int, Generation] = {}
+        texts: dict[int, Generation] = {}
         limit = self._stops.max_new_tokens
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
         for begin in range(0, len(order), self._batch):
@@ -183,11 +185,11 @@ class _Writer:
                 out = self._decoder.generate(
                     [encoded[i] for i in members], self._stops, on_round=on_round
                 )
-                for i, one in zip(members, out, strict=True):
-                    value = {"token_ids": one.token_ids, "finish": one.finish}
+                for i, text in zip(members, out, strict=True):
+                    value = {"token_ids": text.token_ids, "finish": text.finish}
                     self._journal.add(names[i], value, good=True)
-            found |= dict(zip(members, out, strict=True))
-        return [found[i] for i in range(len(encoded))]
+            texts |= dict(zip(members, out, strict=True))
+        return [texts[i] for i in range(len(encoded))]
 
     def _finished(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
         """A batch whose answers are all in the journal. One that lacks some is answered again as a
@@ -196,11 +198,11 @@ class _Writer:
             return None
         held = [self._journal.entries[name].read() for name in names]
         return [
-            Generation(ids, one["token_ids"], one["finish"])
-            for ids, one in zip(encoded, held, strict=True)
+            Generation(ids, entry["token_ids"], entry["finish"])
+            for ids, entry in zip(encoded, held, strict=True)
         ]
 
-    def _next(self, said: list[Message], answered: AnsweredTurn, follow: str) -> list[Message]:
-        reply = self._tokenizer.decode(answered.answer_ids, skip_special_tokens=True)
+    def _next(self, messages: list[Message], turn: AnsweredTurn, follow: str) -> list[Message]:
+        reply = self._tokenizer.decode(turn.answer_ids, skip_special_tokens=True)
         answer = {"role": "assistant", "content": reply}
-        return [*said, answer, {"role": "user", "content": follow}]
+        return [*messages, answer, {"role": "user", "content": follow}]

@@ -109,9 +109,9 @@ class DraftReport:
             "definition": self.definition,
             **self.acceptance.to_json(),
             "every_slot_length": self.every_slot,
-            "by_set": {name: one.to_json() for name, one in self.groups.items()},
-            "by_category": {name: one.to_json() for name, one in self.categories.items()},
-            "by_context": {name: one.to_json() for name, one in self.contexts.items()},
+            "by_set": _to_json(self.groups),
+            "by_category": _to_json(self.categories),
+            "by_context": _to_json(self.contexts),
             "draft_vocabulary_misses": self.misses.to_json(),
             "target_picks_that_differ": self.other_picks,
             "replay_s": self.replay_s,
@@ -119,7 +119,7 @@ class DraftReport:
             "speed": None,
         }
         if self.samples:
-            value["samples"] = [one.to_json() for one in self.samples]
+            value["samples"] = [answer.to_json() for answer in self.samples]
         if self.live is not None:
             value["live"] = {
                 "texts": self.live.texts,
@@ -181,7 +181,7 @@ class DraftEvaluation:
             categories=by_label(samples, depth, lambda sample: sample.category),
             contexts=by_context(samples, depth),
             misses=vocabulary_misses(samples, depth, sayable.__contains__),
-            other_picks=None if replays is None else sum(one.other_picks for one in replays),
+            other_picks=None if replays is None else sum(text.other_picks for text in replays),
             live=self._check(live, replays, depth) if live else None,
             speed=speed,
             replay_s=None if replays is None else replay_s,
@@ -230,35 +230,35 @@ class DraftEvaluation:
             tree=options.tree,
         )
         plain = SpeculativeDecoder(self.target.model)
-        live_clock, plain_clock, found = Stopwatch(), Stopwatch(), {}
+        live_clock, plain_clock, live = Stopwatch(), Stopwatch(), {}
         for done, index in enumerate(which):
             self._watch("decoding live", done, len(which))
             prompts = [self.answers[index].prompt_ids]
             if done == 0:  # the first passes of a process are slow, and nobody's fault
                 for either in (decoder, plain):
                     either.generate(prompts, Stops(min(8, options.max_new_tokens)))
-            [found[index]] = decoder.generate(prompts, self._stops)
+            [live[index]] = decoder.generate(prompts, self._stops)
             if index in self._sample:
-                live_clock.add(decoder.timing, found[index])
+                live_clock.add(decoder.timing, live[index])
                 [alone] = plain.generate(prompts, self._stops)
                 plain_clock.add(plain.timing, alone)
-        return found, Speed.of(plain_clock, live_clock)
+        return live, Speed.of(plain_clock, live_clock)
 
     def _check(
         self, live: dict[int, Generation], replays: list[Replay] | None, depth: int
     ) -> LiveCheck:
         same_texts = rounds = same_rounds = 0
-        for index, one in live.items():
-            own = self.answers[index].answer_ids
-            same_texts += one.token_ids == own
-            agreed = len(one.prompt_ids) + _shared(one.token_ids, own)
+        for index, text in live.items():
+            answer_ids = self.answers[index].answer_ids
+            same_texts += text.token_ids == answer_ids
+            agreed = len(text.prompt_ids) + _shared(text.token_ids, answer_ids)
             if replays is not None:
-                inside = {r for r in one.rounds if r.context + r.emitted <= agreed}
+                inside = {r for r in text.rounds if r.context + r.emitted <= agreed}
                 begun = {r.context for r in replays[index].rounds}
                 compared = {r for r in inside if r.context in begun}
                 rounds += len(compared)
                 same_rounds += len(compared & set(replays[index].rounds))
-        samples = [_live_sample(one, self.answers[i]) for i, one in live.items()]
+        samples = [_live_sample(text, self.answers[i]) for i, text in live.items()]
         return LiveCheck(len(live), same_texts, rounds, same_rounds, acceptance(samples, depth))
 
 
@@ -298,13 +298,20 @@ def _shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def _live_sample(one: Generation, answered: AnsweredTurn) -> Sample:
-    return Sample(
-        one.prompt_ids, one.token_ids, one.rounds, answered.category, group=answered.group
-    )
+def _to_json(groups: dict[str, Acceptance]) -> dict[str, Any]:
+    return {name: figures.to_json() for name, figures in groups.items()}
 
 
-def _replayed_sample(one: AnsweredTurn, found: Replay) -> Sample:
+def _live_sample(text: Generation, turn: AnsweredTurn) -> Sample:
+    return Sample(text.prompt_ids, text.token_ids, text.rounds, turn.category, group=turn.group)
+
+
+def _replayed_sample(turn: AnsweredTurn, replayed: Replay) -> Sample:
     return Sample(
-        one.prompt_ids, one.answer_ids, found.rounds, one.category, found.accepted_T, one.group
+        prompt_ids=turn.prompt_ids,
+        answer_ids=turn.answer_ids,
+        rounds=replayed.rounds,
+        category=turn.category,
+        accepted_T=replayed.accepted_T,
+        group=turn.group,
     )

@@ -88,13 +88,13 @@ def count_rounds(pairs: Iterable[tuple[Round, int]], depth: int) -> Acceptance:
     """From (round, tokens of its text in all) pairs; `depth` tokens are drafted at most."""
     rounds = emitted = 0
     tried, reached, accepted = [0] * depth, [0] * depth, [0] * depth
-    for one, total in pairs:
+    for round_, total in pairs:
         rounds += 1
-        emitted += one.emitted
-        for k in range(min(depth, total - one.context)):
+        emitted += round_.emitted
+        for k in range(min(depth, total - round_.context)):
             tried[k] += 1
-            reached[k] += one.accepted >= k
-            accepted[k] += one.accepted > k
+            reached[k] += round_.accepted >= k
+            accepted[k] += round_.accepted > k
     return Acceptance(rounds, emitted, tuple(tried), tuple(reached), tuple(accepted))
 
 
@@ -103,7 +103,8 @@ def _shares(some: Sequence[int], of: Sequence[int]) -> list[float]:
 
 
 def acceptance(samples: Iterable[Sample], depth: int) -> Acceptance:
-    return count_rounds(((one, sample.total) for sample in samples for one in sample.rounds), depth)
+    pairs = ((round_, sample.total) for sample in samples for round_ in sample.rounds)
+    return count_rounds(pairs, depth)
 
 
 def by_label(
@@ -119,11 +120,11 @@ def by_context(samples: Iterable[Sample], depth: int) -> dict[str, Acceptance]:
     """By how many tokens were known when the round began: up to 128, 256, 512, ..."""
     groups: dict[int, list[tuple[Round, int]]] = {}
     for sample in samples:
-        for one in sample.rounds:
+        for round_ in sample.rounds:
             bound = _FIRST_BUCKET
-            while bound < one.context:
+            while bound < round_.context:
                 bound *= 2
-            groups.setdefault(bound, []).append((one, sample.total))
+            groups.setdefault(bound, []).append((round_, sample.total))
     return {f"<= {bound}": count_rounds(groups[bound], depth) for bound in sorted(groups)}
 
 
@@ -168,10 +169,10 @@ def vocabulary_misses(
         drafted = text[len(sample.prompt_ids) + 1 :]
         tokens += len(drafted)
         outside += sum(not can_say(token) for token in drafted)
-        for one in sample.rounds:
+        for round_ in sample.rounds:
             rounds += 1
-            missed = one.context + one.accepted
-            if one.accepted < min(depth, one.emitted):
+            missed = round_.context + round_.accepted
+            if round_.accepted < min(depth, round_.emitted):
                 ended += not can_say(text[missed])
     return VocabularyMisses(tokens, outside, rounds, ended)
 

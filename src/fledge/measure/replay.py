@@ -65,11 +65,9 @@ def replay(
     The target needs `supervision="hidden"`. Texts are packed up to `batch_tokens` tokens; `on_text`
     hears how many are done.
     """
-    if num_draft_tokens < 1:
-        raise ValueError(f"num_draft_tokens must be positive, got {num_draft_tokens}")
+    rollouts = rollouts_of(draft, num_draft_tokens, name=method, dtype=draft_dtype)
     if not all(len(text.prompt_ids) for text in texts):
         raise ValueError("texts: a prompt needs at least one token")
-    rollouts = rollouts_of(draft.eval(), num_draft_tokens, name=method, dtype=draft_dtype)
     replays: dict[int, Replay] = {}
     for pack in _packs([len(text) for text in texts], batch_tokens):
         members = [piece.row for piece in pack]

@@ -62,21 +62,21 @@ def written_tokens(
     names = Pieces(tokenizer, skip_special_tokens=False).add(text.answer_ids)
     places: dict[int, tuple[int, int, Drafted | None]] = {prompt: (-1, 0, None)}
     places |= {
-        one.context + k: (number, k + 1 if k < one.accepted else 0, drafted.get((one.context, k)))
-        for number, one in enumerate(rounds)
-        for k in range(one.emitted)
+        r.context + k: (number, k + 1 if k < r.accepted else 0, drafted.get((r.context, k)))
+        for number, r in enumerate(rounds)
+        for k in range(r.emitted)
     }
     tokens = []
     for index, name in enumerate(names):
-        number, depth, said = places[prompt + index]
-        missed = said if depth == 0 else None
+        number, depth, proposed = places[prompt + index]
+        missed = proposed if depth == 0 else None
         tokens.append(
             WrittenToken(
                 text=name,
                 depth=depth,
                 round=number,
                 target_p=target_p[index] if target_p else None,
-                draft_p=None if said is None else said.of_text,
+                draft_p=None if proposed is None else proposed.of_text,
                 instead=None if missed is None else tokenizer.decode([missed.token]),
                 instead_p=None if missed is None else missed.probability,
             )
@@ -102,9 +102,9 @@ def look_closely(
         batch.last_hidden_states[0], target.info().head, ids, range(max(2, prompt), total)
     )
     asked: dict[int, list[Round]] = {}  # by depth: rounds that drafted a token of the text there
-    for one in rounds:
-        for k in range(min(rollouts.depths, one.accepted + 1, total - one.context)):
-            asked.setdefault(k, []).append(one)
+    for r in rounds:
+        for k in range(min(rollouts.depths, r.accepted + 1, total - r.context)):
+            asked.setdefault(k, []).append(r)
     drafted: dict[tuple[int, int], Drafted] = {}
     if asked:
         plan = rollouts.plan(tokens)
@@ -113,10 +113,10 @@ def look_closely(
         ):
             row_of = {slot: row for row, slot in enumerate(plan.slot_T[rows.slot_N].tolist())}
             here = asked.get(depth, [])
-            states_ME = states_NE[[row_of[one.context - 2] for one in here]]
-            wanted = [ids[one.context + depth] for one in here]
-            for one, said in zip(here, _said(rollouts, states_ME, wanted), strict=True):
-                drafted[one.context, depth] = said
+            states_ME = states_NE[[row_of[r.context - 2] for r in here]]
+            wanted = [ids[r.context + depth] for r in here]
+            for r, token in zip(here, _drafted(rollouts, states_ME, wanted), strict=True):
+                drafted[r.context, depth] = token
     target_p = [sure.get(index) for index in range(prompt, total)]
     return written_tokens(text, rounds, tokenizer, target_p=target_p, drafted=drafted)
 
@@ -125,16 +125,17 @@ def _target_probabilities(
     hidden_TD: Tensor, head: TargetHead, ids: Sequence[int], places: Iterable[int]
 ) -> dict[int, float]:
     """Of some tokens of a text, by their place; slot t speaks of token t + 2."""
-    found: dict[int, float] = {}
+    probabilities: dict[int, float] = {}
     for part in torch.split(torch.tensor(list(places)), 256):
         logits_NV = head.logits(hidden_TD[(part - 2).to(hidden_TD.device)])
         probs_NV = torch.softmax(logits_NV.float(), dim=-1).cpu()
         picked = torch.tensor([ids[place] for place in part.tolist()])[:, None]
-        found |= zip(part.tolist(), probs_NV.gather(1, picked)[:, 0].tolist(), strict=True)
-    return found
+        of_text = probs_NV.gather(1, picked)[:, 0].tolist()
+        probabilities |= zip(part.tolist(), of_text, strict=True)
+    return probabilities
 
 
-def _said(rollouts: Rollouts, states_ME: Tensor, wanted: Sequence[int]) -> list[Drafted]:
+def _drafted(rollouts: Rollouts, states_ME: Tensor, wanted: Sequence[int]) -> list[Drafted]:
     """What the draft says in some places; `wanted` are the text's tokens there."""
     selected_W = rollouts.selected_token_ids
     probs_MW = torch.softmax(rollouts.logits(states_ME).float(), dim=-1)

@@ -6,6 +6,7 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.registry import Registry
 from fledge.decode.strategies.base import Strategy
 from fledge.decode.strategies.rollouts import Rollouts
+from fledge.decode.strategies.shape import DraftShape
 from fledge.draft.base import DraftModel
 from fledge.methods.base import Method
 from fledge.methods.registry import method_of
@@ -40,10 +41,14 @@ def choose(draft: DraftModel, name: str | None = None) -> type[Strategy]:
 
 
 def rollouts_of(
-    draft: DraftModel, depths: int, *, name: str | None = None, dtype: torch.dtype | None = None
+    draft: DraftModel,
+    num_draft_tokens: int,
+    *,
+    name: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Rollouts:
     """The teacher-forced twin of a draft's strategy."""
-    strategy = choose(draft, name)
+    strategy = choose(draft, name)(draft, DraftShape(num_draft_tokens))
     if strategy.rollouts is None:
         raise BadInput(f"method: {strategy.name} drafting cannot be replayed", fix="decode live")
-    return strategy.rollouts(draft, depths, dtype)
+    return strategy.rollouts(draft, strategy.depth, dtype)
