@@ -61,7 +61,7 @@ def make_chats(path: Path, count: int = 60) -> Path:
 
 
 def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
-    if "objective.kind=peagle" not in overrides:
+    if not any(text.startswith("objective.kind=") for text in overrides):
         overrides = ("objective.ttt_steps=3", *overrides)
     return load_recipe(
         None,

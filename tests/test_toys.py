@@ -1,0 +1,249 @@
+"""The house has room: a method, a loss and a target kind, all from this file.
+
+Each is registered here, taken through recipe check, plan, training, resumption, evaluation by
+replay and lossless decoding, and taken out again. Nothing in src/ knows of them.
+
+The toy method drafts two tokens at once: for each a linear map of two of the target's layers and of
+the next token's embedding, without attention and so without a cache.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.head import TargetHead, target_distribution_from_hidden
+from fledge.core.rows import TokenBatch
+from fledge.decode.proposal import Chooser, Proposal
+from fledge.decode.state import RoundState
+from fledge.decode.strategies.base import Strategy
+from fledge.decode.strategies.registry import STRATEGIES
+from fledge.decode.strategies.rollouts import Rollouts
+from fledge.draft.base import DraftModel
+from fledge.methods.base import Method, TrainerInputs
+from fledge.methods.registry import METHODS
+from fledge.methods.section import ObjectiveSection
+from fledge.objective.base import RolloutOutput
+from fledge.objective.losses.base import Loss, parameter
+from fledge.objective.losses.registry import LOSSES
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.test_fit import differing, final_weights, stop_after
+from train.tiny import Notes
+
+DEPTHS = 2
+
+# --- a method ------------------------------------------------------------------------------------
+
+
+class TwinDraft(DraftModel):
+    """Two tokens at once from fc(aux) + embedding, a matrix of its own for each."""
+
+    architecture = "TwinDraft"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        size, aux = config.hidden_size, config.num_aux_hidden_states * config.target_hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.fc = nn.Linear(aux, size, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(DEPTHS))
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self._register_vocabulary(config)
+
+    def states(self, aux: Tensor, token: Tensor) -> list[Tensor]:
+        """Head inputs [..., E] of both tokens, from aux states [..., 2D] and the next token."""
+        known = self.fc(aux.to(self.dtype)) + self.embed_tokens(token)
+        return [torch.tanh(layer(known)) for layer in self.layers]
+
+
+@dataclass(frozen=True)
+class TwinReady:
+    answer: Eagle3TargetBatch
+    probs_KBTW: Tensor
+    charged_KBT: Tensor  # bool
+
+    @property
+    def charged_K(self) -> Tensor:  # noqa: N802
+        return self.charged_KBT.flatten(1).sum(1)
+
+
+class TwinObjective(nn.Module):
+    """Cross entropy of both tokens with what the target says, where the draft can say it."""
+
+    depths = DEPTHS
+
+    def __init__(self, draft: TwinDraft, given: TrainerInputs) -> None:
+        super().__init__()
+        draft.set_vocab_mapping(given.selected_token_ids, given.selected_token_mask)
+        self.draft_model, self.compute_dtype = draft, None
+        self.head = TargetHead.of(given.target_head)
+        self.vocabulary = given.selected_token_ids, given.selected_token_mask.bool()
+
+    def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> TwinReady:
+        assert rows.doc_remaining is not None
+        assert answer.last_hidden_states is not None
+        states = answer.last_hidden_states
+        probs, covered = target_distribution_from_hidden(
+            states.flatten(0, 1), self.head, *self.vocabulary
+        )
+        probs_BTW, covered_BT = probs.unflatten(0, states.shape[:2]), covered.view(states.shape[:2])
+        charged, wanted = [], []
+        for depth in range(DEPTHS):  # what slot t is asked at a depth lies so many slots further on
+            supervised_BT = ahead(answer.loss_mask.bool() & covered_BT, depth)
+            charged.append(supervised_BT & (rows.doc_remaining > depth))
+            wanted.append(ahead(probs_BTW, depth))
+        return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
+
+    def score(self, ready: TwinReady, normalizer: Tensor) -> RolloutOutput:
+        answer = ready.answer
+        states = self.draft_model.states(answer.aux_hidden_states, answer.input_ids)
+        logits_KBTW = self.draft_model.lm_head(torch.stack(states))
+        ce_KBT = -(ready.probs_KBTW * logits_KBTW.log_softmax(-1)).sum(-1) * ready.charged_KBT
+        correct_KBT = (logits_KBTW.argmax(-1) == ready.probs_KBTW.argmax(-1)) & ready.charged_KBT
+        valid_KBT = ready.charged_KBT.cumprod(0).bool()
+        right_KBT = correct_KBT.cumprod(0).bool()
+        reached_KBT = valid_KBT & torch.cat([torch.ones_like(right_KBT[:1]), right_KBT[:-1]])
+        loss_K = ce_KBT.flatten(1).sum(1)
+        counts = [x.flatten(1).sum(1) for x in (ready.charged_KBT, correct_KBT, valid_KBT)]
+        counts += [x.flatten(1).sum(1) for x in (reached_KBT, valid_KBT & right_KBT)]
+        return RolloutOutput((loss_K / normalizer.clamp_min(1)).mean(), loss_K.detach(), *counts)
+
+
+def ahead(tensor_BT: Tensor, count: int) -> Tensor:
+    """[B, T, ...] moved to the left by `count`, zeros behind."""
+    return torch.cat([tensor_BT[:, count:], torch.zeros_like(tensor_BT[:, :count])], dim=1)
+
+
+class TwinRollouts(Rollouts):
+    def unroll(self, aux_TD, ids_T, plan):
+        by_token = self.draft.states(aux_TD, ids_T)
+        return [by_token[depth][rows.slot_N] for depth, rows in enumerate(plan.depths)]
+
+
+class TwinStrategy(Strategy):
+    name = drafted = "twin"
+    rollouts = TwinRollouts
+    count = DEPTHS
+    label = "two tokens at once"
+
+    def start(self, prompts, aux_BTD):
+        """Nothing is remembered."""
+
+    def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
+        rows_B, last_B = torch.arange(len(state.count_B)), state.count_B - 1
+        aux_BD, token_B = state.aux_BQD[rows_B, last_B], state.token_BQ[rows_B, last_B]
+        picks = [chooser.pick(self.draft.lm_head(x)) for x in self.draft.states(aux_BD, token_B)]
+        tokens_BN = torch.stack([self.selected_W[picked_B] for picked_B, _ in picks], dim=1)
+        probs = [probs_BW for _, probs_BW in picks if probs_BW is not None]
+        return Proposal(tokens_BN, probs_BNW=torch.stack(probs, 1) if probs else None)
+
+
+class TwinSection(ObjectiveSection):
+    """Two tokens at once."""
+
+    kind: Literal["twin"] = "twin"
+    """A toy."""
+
+    @property
+    def depths(self) -> int:
+        return DEPTHS
+
+
+class Twin(Method):
+    name, title, section = "twin", "Twin", TwinSection
+    strategies = ("twin",)
+    formats: ClassVar = {}
+    algorithms: ClassVar = {}
+
+    def owns(self, config):
+        return getattr(config, "twin", False)
+
+    def draft_type(self):
+        return TwinDraft
+
+    def aux_layers(self, section=None):
+        return 2
+
+    def default_aux_layer_ids(self, depth, count):
+        return [0, depth - 1]
+
+    def draft_settings(self, section, *, tokenizer, vocab_size):
+        return {"twin": True, "num_aux_hidden_states": 2}
+
+    def objective(self, draft, given, **options):
+        return TwinObjective(draft, given)
+
+
+# --- a loss --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Brier(Loss):
+    """The squared distance of the two distributions."""
+
+    power: float = parameter(2.0, "Of the distance, token by token.", ge=1)
+
+    kind = "brier"
+
+    def definition(self, logits_NW: Tensor, probs_NW: Tensor) -> Tensor:
+        return ((logits_NW.softmax(-1) - probs_NW).abs() ** self.power).sum(-1)
+
+
+# --- through the house ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toys():
+    """Everything registered for one test."""
+    STRATEGIES.add("twin", TwinStrategy)
+    METHODS.add("twin", Twin())
+    LOSSES.add("brier", Brier)
+    yield
+    for registry, name in ((STRATEGIES, "twin"), (METHODS, "twin"), (LOSSES, "brier")):
+        registry.remove(name)
+
+
+def run(*arguments: str) -> Any:
+    """A verb, in this process; what it printed as JSON."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+TOYS = {
+    "method": ["objective.kind=twin", "target.aux_layer_ids=0,3"],
+    "loss": ["objective.loss=brier", "objective.loss.power=2.5"],
+}
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_from_recipe_to_decoded_text(toys, recipe, tiny_target, tmp_path, monkeypatch, toy):
+    written = recipe(*TOYS[toy], "training.steps=8", run="whole")
+    (tmp_path / "recipe.yaml").write_text(written.to_yaml())
+    assert run("recipe", "check", tmp_path / "recipe.yaml")["target"]
+    assert run("plan", tmp_path / "recipe.yaml")["tokens"] > 0
+
+    assert run("train", tmp_path / "recipe.yaml")["finished"]
+    cut = recipe(*TOYS[toy], "training.steps=8", run="cut")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert not fit(set_up(cut), Notes()).finished
+    assert fit(set_up(cut), Notes()).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(4)))
+    [draft] = run(
+        "eval", tmp_path / "whole", "--prompts", asked, "--live", "3", "--draft-tokens", "2",
+        "--max-new-tokens", "16", "--dtype", "float32", "--device", "cpu",
+    )["drafts"]  # fmt: skip
+    live = draft["live"]
+    assert live["same_texts"] == live["texts"] == 3  # as the target decodes alone
+    assert live["same_rounds"] == live["compared_rounds"] > 0  # as replay foresaw
