@@ -11,7 +11,7 @@ from fledge.data.regenerate_dialogue import Reply
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.target.hf.loading import LoadedTarget
+from fledge.target.hf.loading import LoadedModel
 from fledge.target.layers import longest_text
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
 
@@ -21,7 +21,7 @@ _WINDOW = 4  # batches of rows taken at a time: similar lengths run together
 class LocalModel:
     """A target as it was loaded, answering `batch` questions at a time."""
 
-    def __init__(self, target: LoadedTarget, name: str, sampling: Sampling, batch: int) -> None:
+    def __init__(self, target: LoadedModel, name: str, sampling: Sampling, batch: int) -> None:
         if target.tokenizer is None:
             raise BadInput("no tokenizer", where=name, fix="name a directory that holds one")
         self._model, self._tokenizer = target.model, target.tokenizer
