@@ -45,7 +45,7 @@ from fledge.target.cache.manifest import (
     ensure_resumable,
     existing_shards,
 )
-from fledge.target.cache.precompute import Progress, execute
+from fledge.target.cache.precompute import Written, execute
 from fledge.target.layers import EAGLE3_AUX_LAYERS
 
 logger = logging.getLogger(__name__)
@@ -250,14 +250,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _progress(rows: int) -> Iterator[Callable[[Progress], None]]:
+def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
     """A bar from the first written row on (lines that are said before it stay), in one process."""
     from fledge.cli.console import watching
 
     with ExitStack() as stack:
         bars: list[Callable[[str, float, int], None]] = []
 
-        def show(at: Progress) -> None:
+        def show(at: Written) -> None:
             if not bars:
                 bars.append(stack.enter_context(watching()))
             bars[0]("asking the target", at.rows, rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
-from fledge.data.regenerate import Outcome, Sampling, Task
+from fledge.data.regenerate import EndedTask, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
@@ -42,20 +42,20 @@ class LocalModel:
             "dtype": str(self._model.dtype).removeprefix("torch."),
         }
 
-    def run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
+    def run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         for _, group in itertools.groupby(tasks, lambda task: task.number // self.together):
             window = list(group)
             while window:
                 window = self._turn(window, report)
 
-    def _turn(self, tasks: list[Task], report: Callable[[Outcome], None]) -> list[Task]:
+    def _turn(self, tasks: list[Task], report: Callable[[EndedTask], None]) -> list[Task]:
         """Answer the next question of every task; those that have another one."""
         asked: list[tuple[Task, list[int]]] = []
         for task in tasks:
             try:
                 asked.append((task, self._encode(task)))
             except BadRow as bad:
-                report(Outcome(task, bad))
+                report(EndedTask(task, bad))
         go_on = []
         order = sorted(asked, key=lambda one: len(one[1]))
         for begin in range(0, len(order), self._batch):
@@ -72,10 +72,10 @@ class LocalModel:
                 try:
                     task.dialogue.hear(self._reply(said))
                 except BadRow as bad:
-                    report(Outcome(task, bad))
+                    report(EndedTask(task, bad))
                     continue
                 if task.dialogue.question is None:
-                    report(Outcome(task))
+                    report(EndedTask(task))
                 else:
                     go_on.append(task)
         return go_on

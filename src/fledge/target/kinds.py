@@ -42,7 +42,7 @@ class TargetSection(Section):
     """Each kind says what it needs the name for."""
 
     aux_layer_ids: Annotated[tuple[Count, ...], BeforeValidator(_comma_separated)] | None = None
-    """Three decoder layers whose outputs feed the draft, in this order; null: 1, n/2 - 1, n - 4."""
+    """Decoder layers that feed the draft, in order (EAGLE-3: three); null: 1, n/2 - 1, n - 4."""
 
 
 Said = TypeVar("Said", bound=TargetSection)

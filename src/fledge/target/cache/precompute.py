@@ -54,7 +54,7 @@ _AHEAD = 3  # batches that the target may be ahead of the disk
 
 
 @dataclass(frozen=True)
-class Progress:
+class Written:
     rows: int  # written by this process
     bytes: int
 
@@ -81,7 +81,7 @@ def execute(
     *,
     device: torch.device,
     say: Callable[[str], None],
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[Written], None] = lambda _: None,
 ) -> Done:
     """Check, predict, load the target, write: the whole of a precompute, in every process."""
     plan = plan_cache(job, head_bytes=head_bytes)
@@ -164,7 +164,7 @@ def write_shards(
     *,
     rank: int = 0,
     world: int = 1,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[Written], None] = lambda _: None,
 ) -> int:
     """Write this process's share of the missing shards; `begin_cache` has been called."""
     vocabulary = None
@@ -252,7 +252,7 @@ class _Stopped(Exception):  # noqa: N818  (not an error: the caller gave up)
 class _Disk:
     """The writing thread: shards are begun, filled and ended in the order they are handed over."""
 
-    def __init__(self, job: CacheJob, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, job: CacheJob, on_progress: Callable[[Written], None]) -> None:
         self._job, self._on_progress = job, on_progress
         self._queue: queue.Queue[Any] = queue.Queue(_AHEAD)
         self._error: BaseException | None = None
@@ -317,4 +317,4 @@ class _Disk:
             shard.put(row, document)
             self._bytes += sum(tensor.nbytes for tensor in document.values())
         self._rows += len(members)
-        self._on_progress(Progress(self._rows, self._bytes))
+        self._on_progress(Written(self._rows, self._bytes))
