@@ -27,14 +27,14 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
 from fledge.data.prepare import prepare_rows
+from fledge.data.rows import RowView
 from fledge.data.tokenise import TokeniseOptions
 from fledge.models.resolve import local_model
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache.format import ENCODINGS, FORMAT, CacheShape, padded_layout_bytes
+from fledge.target.cache.job import CacheJob
 from fledge.target.cache.manifest import dtype_name
-from fledge.target.cache.precompute import CacheJob
 from fledge.target.cache.shard import layout_of
-from fledge.train.batches import RowView
 
 
 class NoiseTarget(Eagle3TargetBackend):

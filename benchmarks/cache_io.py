@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fledge.data.rows import RowView
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.backend import CachedEagle3TargetModel
-from fledge.target.cache.precompute import CacheJob, begin_cache, check_disk, plan_cache, run_job
-from fledge.train.batches import PackStream, RowView
+from fledge.target.cache.job import CacheJob, check_disk, plan_cache
+from fledge.target.cache.precompute import begin_cache, write_shards
+from fledge.target.cache.store import CachedRows
+from fledge.train.batches import PackStream
 
 
 def write(job: CacheJob, target: Eagle3TargetBackend) -> float:
@@ -22,7 +25,7 @@ def write(job: CacheJob, target: Eagle3TargetBackend) -> float:
     check_disk(job, plan)
     begin_cache(job, target)
     begin = time.perf_counter()
-    run_job(job, plan, target)
+    write_shards(job, plan, target)
     return time.perf_counter() - begin
 
 
@@ -59,7 +62,7 @@ def read_all(paths: list[Path]) -> float:
 def feed(directory: Path, *, tokens: int, device: torch.device | str = "cpu") -> float:
     """Seconds in which the reader delivers every batch of shuffled packs, nobody training."""
     with CachedEagle3TargetModel(directory, device=device) as target:
-        rows = RowView(target.rows(reading=True), np.arange(len(target.store)))
+        rows = RowView(CachedRows(target.store, reading=True), np.arange(len(target.store)))
         stream = PackStream(rows, tokens=tokens, pad_id=0, seed=0)
         if target.vocabulary is not None:
             ids, mask = target.vocabulary.selected_token_ids, target.vocabulary.t2d

@@ -10,12 +10,12 @@ from fledge.cli.main import app
 from fledge.data.regenerate import Sampling, regenerate
 from fledge.decode.regenerate import LocalModel
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.target.hf.loading import load_target
+from fledge.target.hf.loading import load_hf_model
 
 
 @pytest.fixture(scope="module")
 def loaded(tiny_target):
-    return load_target(tiny_target, device="cpu")
+    return load_hf_model(tiny_target, device="cpu")
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from fledge.core.distributed import World
 from fledge.core.rows import TokenRow
+from fledge.data.rows import split_rows
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
-from fledge.train.batches import PackStream, split_rows
+from fledge.train.batches import PackStream
 from fledge.train.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
 
 

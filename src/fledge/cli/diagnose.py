@@ -88,13 +88,13 @@ def diagnose(
 def _places(draft: str, target: str) -> tuple[Path, str]:
     """The draft's directory and the target's name; a run knows its own target."""
     from fledge.models.resolve import local_model
-    from fledge.train.cached import model_name
+    from fledge.target.kinds import model_name
     from fledge.train.runs import draft_directory, recipe_of
 
     path = Path(draft).expanduser()
     directory = draft_directory(path) if path.is_dir() else local_model(draft)
     recipe = None if target else recipe_of(directory)
-    name = target or ("" if recipe is None else model_name(recipe))
+    name = target or ("" if recipe is None else model_name(recipe.target))
     if not name:
         raise BadInput("which target?", where=draft, fix="give --target MODEL")
     return directory, name

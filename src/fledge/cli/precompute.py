@@ -107,7 +107,7 @@ def run_job(
 ) -> int:
     """Run a job with its progress shown; the exit code."""
     from fledge.target.cache.job import readable
-    from fledge.target.cache.run import STOPPED, execute
+    from fledge.target.cache.precompute import STOPPED, execute
 
     def show(at: Any) -> None:
         bar.update(task, total=len(job.rows), completed=at.rows, note=readable(at.bytes))
@@ -124,15 +124,15 @@ def run_job(
         return STOPPED
     facts = {
         "directory": str(job.directory),
-        "complete": done.outcome.complete,
+        "complete": done.complete,
         "rows": len(job.rows),
         "bytes": done.predicted_bytes,
-        "shards_written": done.outcome.written,
+        "shards_written": done.written_shards,
         "shards_reused": done.reused_shards,
     }
     if as_json:
         print_json(facts)
-    elif done.outcome.complete:
+    elif done.complete:
         out.print(
             f"{len(job.rows):,} rows in {job.directory}; train with target.backend=cache "
             f"target.cached_target_path={job.directory}",

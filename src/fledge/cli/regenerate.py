@@ -127,13 +127,13 @@ def _local(
 ) -> Any:
     from fledge.cli.loading import parse_dtype
     from fledge.decode.regenerate import LocalModel
-    from fledge.target.hf.loading import load_target
+    from fledge.target.hf.loading import load_hf_model
 
     for option, value in (("--extra", extra), ("--model", model)):
         if value:
             raise BadInput("is for servers", where=option, fix="give --url, or leave it out")
     quiet_libraries()
-    loaded = load_target(name, dtype=parse_dtype(dtype), device=device or None)
+    loaded = load_hf_model(name, dtype=parse_dtype(dtype), device=device or None)
     return LocalModel(loaded, name, sampling, batch)
 
 

@@ -114,22 +114,28 @@ def _open(
     engine_arg: list[str],
     trust_remote_code: bool,
 ) -> Any:
+    from fledge.core.machine import find_device
     from fledge.models.resolve import local_model
-    from fledge.target.registry import TargetOptions, open_target
+    from fledge.target.kinds import engine_section, kind_of
+    from fledge.target.layers import EAGLE3_AUX_LAYERS
     from fledge.target.remote.server.app import Limits, TargetServer
 
     quiet_libraries()
-    options = TargetOptions(
-        aux_layer_ids=_layers(aux_layer_ids),
+    ids = _layers(aux_layer_ids)
+    section = engine_section(
+        engine,
+        model=target,
+        aux_layer_ids=ids,
         dtype=dtype,
-        device=None if device == "auto" else device,
-        compile_layers=compile_layers,
+        device=device,
+        compile=compile_layers,
         trust_remote_code=trust_remote_code,
         engine_args=dict(_argument(text) for text in engine_arg),
     )
+    layers = EAGLE3_AUX_LAYERS if ids is None else len(ids)
     err.print(f"loading {target}", style="cyan", markup=False, soft_wrap=True)
     return TargetServer(
-        open_target(engine, target, options),
+        kind_of(section).open(section, device=find_device(None), aux_layers=layers),
         model=target,
         engine=engine,
         model_dir=local_model(target, weights=False),

@@ -34,6 +34,7 @@ from fledge.core.head import TargetHead
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.format import ENCODINGS
 from fledge.target.cache.job import (
+    CacheJob,
     CacheOptions,
     ModelFacts,
     make_job,
@@ -44,8 +45,7 @@ from fledge.target.cache.manifest import (
     ensure_resumable,
     existing_shards,
 )
-from fledge.target.cache.precompute import CacheJob, Progress
-from fledge.target.cache.run import execute
+from fledge.target.cache.precompute import Written, execute
 from fledge.target.layers import EAGLE3_AUX_LAYERS
 
 logger = logging.getLogger(__name__)
@@ -244,20 +244,20 @@ def _run(args: argparse.Namespace) -> int:
         done = execute(
             job, model.head_bytes(dtype), load, device=device, say=logger.info, on_progress=show
         )
-    if done.outcome.complete:
+    if done.complete:
         logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
     return done.code
 
 
 @contextmanager
-def _progress(rows: int) -> Iterator[Callable[[Progress], None]]:
+def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
     """A bar from the first written row on (lines that are said before it stay), in one process."""
     from fledge.cli.console import watching
 
     with ExitStack() as stack:
         bars: list[Callable[[str, float, int], None]] = []
 
-        def show(at: Progress) -> None:
+        def show(at: Written) -> None:
             if not bars:
                 bars.append(stack.enter_context(watching()))
             bars[0]("asking the target", at.rows, rows)
@@ -269,10 +269,10 @@ def _progress(rows: int) -> Iterator[Callable[[Progress], None]]:
 def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
     """Tokenise the data and lay out the work; no weights are read."""
     from fledge.data import sources
-    from fledge.data.prepare import prepare_rows, tokenizer_fingerprint
+    from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
+    from fledge.data.rows import RowView
     from fledge.data.tokenise import TokeniseOptions
     from fledge.data.vocab import count_supervised, select_vocabulary, special_token_ids
-    from fledge.train.batches import RowView
 
     model = ModelFacts.read(
         args.target_model,
@@ -309,7 +309,7 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
     )
     facts = {
         "data": sources.fingerprint(data),
-        "tokenizer": tokenizer_fingerprint(model.directory),
+        "tokenizer": tokenizer_files_fingerprint(model.directory),
         "tokenise": asdict(options),
         "seq_length": args.seq_length,
         "shuffle_seed": args.shuffle_seed,

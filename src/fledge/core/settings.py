@@ -66,6 +66,7 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
 
 

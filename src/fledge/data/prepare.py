@@ -49,7 +49,7 @@ class Progress:
     tokens: int
 
 
-def tokenizer_fingerprint(model_dir: Path) -> str:
+def tokenizer_files_fingerprint(model_dir: Path) -> str:
     """A digest of the files that make up a tokenizer and its template."""
     digest = hashlib.sha256()
     found = [name for name in _TOKENIZER_FILES if (model_dir / name).is_file()]
@@ -77,7 +77,7 @@ def prepare_rows(
     fields = {
         "format": FORMAT,
         "data": sources.fingerprint(data),
-        "tokenizer": tokenizer_fingerprint(model_dir),
+        "tokenizer": tokenizer_files_fingerprint(model_dir),
         "options": options.fingerprint(),
         "rows_per_part": rows_per_part,
         "most_parts": sources.MOST_PARTS,

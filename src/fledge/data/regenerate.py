@@ -56,7 +56,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EndedTask:
     """A task that is over: its dialogue is said to the end, or there is a reason why not."""
 
     task: Task
@@ -73,7 +73,7 @@ class Answerer(Protocol):
         """Target and template: what must not change between a job and its continuation."""
         ...
 
-    def run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None: ...
+    def run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None: ...
 
 
 @dataclass
@@ -193,7 +193,7 @@ class _Run:
                 else:
                     yield Task(number, place, row, dialogue, done)
 
-    def report(self, outcome: Outcome) -> None:
+    def report(self, outcome: EndedTask) -> None:
         task, bad = outcome.task, outcome.bad
         if task.done:
             return

@@ -15,7 +15,7 @@ from typing import Any
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
-from fledge.data.regenerate import Outcome, Sampling, Task
+from fledge.data.regenerate import EndedTask, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
 
 _AGAIN = {408, 409, 425, 429}  # and every 5xx
@@ -83,7 +83,7 @@ class ChatServers:
             raise BadInput(f"serves {', '.join(names)}", where=url, fix="choose one with --model")
         return names[0]
 
-    def run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
+    def run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         try:
             asyncio.run(self._run(tasks, report))
         except BaseExceptionGroup as group:  # what ended one worker ended them all
@@ -92,7 +92,7 @@ class ChatServers:
                 raise
             raise known[0] from None
 
-    async def _run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
+    async def _run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         import httpx
 
         count = self._options.concurrency
@@ -105,7 +105,11 @@ class ChatServers:
                 group.create_task(self._work(client, number, tasks, report))
 
     async def _work(
-        self, client: Any, number: int, tasks: Iterator[Task], report: Callable[[Outcome], None]
+        self,
+        client: Any,
+        number: int,
+        tasks: Iterator[Task],
+        report: Callable[[EndedTask], None],
     ) -> None:
         """One of the workers: row after row, as long as there are any."""
         for task in tasks:
@@ -114,11 +118,11 @@ class ChatServers:
                     task.dialogue.hear(await self._ask(client, number, self._body(task)))
             except _Failure as failure:
                 bad = BadRow(failure.reason, failure.detail)
-                report(Outcome(task, bad, hopeless=failure.hopeless))
+                report(EndedTask(task, bad, hopeless=failure.hopeless))
             except BadRow as bad:
-                report(Outcome(task, bad))
+                report(EndedTask(task, bad))
             else:
-                report(Outcome(task))
+                report(EndedTask(task))
 
     async def _ask(self, client: Any, turn: int, body: dict[str, Any]) -> Reply:
         """One answer, tried as often as allowed; each try at the next address."""

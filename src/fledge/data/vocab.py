@@ -1,8 +1,8 @@
 """The draft vocabulary: which target tokens the draft can say, and how much of the data that is.
 
-Order of merit (SEMANTICS 3): bos, eos, pad, unk; then by count over supervised tokens (ties: lower
-id); then unseen ids ascending; cut at the wanted size. The selection is then sorted by target id,
-as the engines need it.
+Order of merit (docs/semantics.md): bos, eos, pad, unk; then by count over supervised tokens (ties:
+lower id); then unseen ids ascending; cut at the wanted size. The selection is then sorted by target
+id, as the engines need it.
 """
 
 import hashlib

@@ -6,12 +6,12 @@ from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
-from fledge.data.regenerate import Outcome, Sampling, Task
+from fledge.data.regenerate import EndedTask, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.target.hf.loading import LoadedTarget
+from fledge.target.hf.loading import LoadedModel
 from fledge.target.layers import longest_text
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
 
@@ -21,7 +21,7 @@ _WINDOW = 4  # batches of rows taken at a time: similar lengths run together
 class LocalModel:
     """A target as it was loaded, answering `batch` questions at a time."""
 
-    def __init__(self, target: LoadedTarget, name: str, sampling: Sampling, batch: int) -> None:
+    def __init__(self, target: LoadedModel, name: str, sampling: Sampling, batch: int) -> None:
         if target.tokenizer is None:
             raise BadInput("no tokenizer", where=name, fix="name a directory that holds one")
         self._model, self._tokenizer = target.model, target.tokenizer
@@ -42,20 +42,20 @@ class LocalModel:
             "dtype": str(self._model.dtype).removeprefix("torch."),
         }
 
-    def run(self, tasks: Iterator[Task], report: Callable[[Outcome], None]) -> None:
+    def run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         for _, group in itertools.groupby(tasks, lambda task: task.number // self.together):
             window = list(group)
             while window:
                 window = self._turn(window, report)
 
-    def _turn(self, tasks: list[Task], report: Callable[[Outcome], None]) -> list[Task]:
+    def _turn(self, tasks: list[Task], report: Callable[[EndedTask], None]) -> list[Task]:
         """Answer the next question of every task; those that have another one."""
         asked: list[tuple[Task, list[int]]] = []
         for task in tasks:
             try:
                 asked.append((task, self._encode(task)))
             except BadRow as bad:
-                report(Outcome(task, bad))
+                report(EndedTask(task, bad))
         go_on = []
         order = sorted(asked, key=lambda pair: len(pair[1]))
         for begin in range(0, len(order), self._batch):
@@ -72,10 +72,10 @@ class LocalModel:
                 try:
                     task.dialogue.hear(self._reply(reply))
                 except BadRow as bad:
-                    report(Outcome(task, bad))
+                    report(EndedTask(task, bad))
                     continue
                 if task.dialogue.question is None:
-                    report(Outcome(task))
+                    report(EndedTask(task))
                 else:
                     go_on.append(task)
         return go_on

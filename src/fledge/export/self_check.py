@@ -34,6 +34,7 @@ from fledge.measure.prompts import encode_prompt, read_prompts
 from fledge.measure.replay import Text, replay
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.kinds import kind_of
 from fledge.target.layers import longest_text
 from fledge.target.remember import colocated
 from fledge.train.evaluate import evaluate
@@ -108,7 +109,7 @@ def open_target(
     if source.recipe is not None and source.run is not None and source.estimate is not None:
         overrides = [f"run.output_dir={source.run}"]
         overrides += [f"training.device={device}"] if device else []
-        if source.recipe.target.backend != "cache":  # whoever answered in training: here it is us
+        if not kind_of(source.recipe.target).brings_rows:  # whoever answered then: now it is us
             layers = ",".join(map(str, aux_layer_ids))
             overrides += ["target.backend=hf", f"target.model={name}"]
             overrides += [f"target.aux_layer_ids={layers}"]

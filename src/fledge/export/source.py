@@ -15,8 +15,8 @@ from fledge.methods.registry import method_of
 from fledge.models.embedded import MODELS as EMBEDDED
 from fledge.models.resolve import load_config, local_model
 from fledge.recipe.schema import Recipe
+from fledge.target.kinds import model_name
 from fledge.target.layers import default_aux_layer_ids, target_depth
-from fledge.train.cached import model_name
 from fledge.train.runs import checkpoint_state, draft_directory, recipe_of, run_directory
 
 DEFAULT_DRAFT_TOKENS = 5  # where no run says how many it was trained for
@@ -43,7 +43,7 @@ class DraftSource:
 
     @property
     def target_name(self) -> str:
-        return "" if self.recipe is None else model_name(self.recipe)
+        return "" if self.recipe is None else model_name(self.recipe.target)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """Recipes: everything that decides a run, typed, frozen and written down.
 
 A recipe is a sparse YAML file plus `section.key=value` overrides from the command line; what
-neither says has a default. The sections live in `recipe_sections.py` and `recipe_target.py`.
+neither says has a default. The sections live in `sections.py`, with the methods and with the kinds
+of targets.
 Imports no torch: the command line reads recipes before anything heavy is needed.
 
     recipe = load_recipe("recipes/smollm2_cpu.yaml", ["training.lr=3e-4", "target.backend=remote"])
@@ -32,8 +33,9 @@ from fledge.recipe.sections import (
     Tracking,
     Training,
 )
-from fledge.recipe.target import HfTarget, TargetSection, target_sections
 from fledge.recipe.yaml_text import dump_yaml
+from fledge.target.hf.kind import HfTarget
+from fledge.target.kinds import TargetSection, target_sections
 
 RESOLVED_NAME = "recipe.yaml"  # the resolved recipe inside a run's directory
 

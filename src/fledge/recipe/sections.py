@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from fledge.core.settings import (
     Count,
+    Device,
     NonNegative,
     Positive,
     PositiveCount,
@@ -19,7 +20,6 @@ from fledge.core.settings import (
     Text,
     Texts,
 )
-from fledge.recipe.target import Device
 
 
 class Data(Section):

@@ -7,12 +7,14 @@ from types import TracebackType
 from typing import Any, Protocol, Self, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.core.batch import SUPERVISIONS, Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput, nearest
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
+from fledge.data.rows import KnownRows, RowView
+from fledge.data.vocab import DraftVocabulary
 from fledge.target.layers import FinalNorm
 
 
@@ -43,6 +45,8 @@ class TargetInfo:
     weight_dtypes: str  # which dtypes hold which share of the weights
     weights_fingerprint: str
     tokenizer_fingerprint: str | None
+    module: nn.Module | None = None  # the model itself, where it is in this process
+    vocabulary: DraftVocabulary | None = None  # the only one that its answers are over
 
 
 class Eagle3TargetBackend(ABC):
@@ -137,6 +141,14 @@ class Eagle3TargetBackend(ABC):
         check_vocab_mapping(selected_token_ids, selected_token_mask)
         self._selected_token_ids = selected_token_ids
         self._selected_token_mask = selected_token_mask.bool()
+
+    def known_rows(self) -> KnownRows | None:
+        """The only rows that it can be asked about; None: any."""
+        return None
+
+    def read_ahead(self, rows: RowView) -> RowView:
+        """The same rows, of which collating may fetch the answers in advance."""
+        return rows
 
     def close(self) -> None:
         """Let go of the target. A second call does nothing; anything else then raises."""

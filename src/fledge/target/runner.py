@@ -56,7 +56,7 @@ class TargetRunner(Protocol):
 
 @runtime_checkable
 class HiddenTargetRunner(TargetRunner, Protocol):
-    """Beyond the seed: a runner that can stop in front of the head, and show it."""
+    """A runner that can also stop in front of the head, and show it."""
 
     def forward_eagle3_hidden(
         self, input_ids: Tensor, attention_mask: Tensor

@@ -7,68 +7,17 @@ resumed run needs nothing but its step number, and N ranks together see what one
 
 import queue
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
-from fledge.core.rows import TokenBatch, TokenRow
+from fledge.core.rows import TokenBatch
 from fledge.data.pack import Pack, Packing, collate, one_per_row, pack_rows
-
-
-class Rows(Protocol):
-    """Token rows by number: a prepared data set, or the rows of a cache."""
-
-    @property
-    def lengths(self) -> NDArray[np.int64]: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Any: ...
-
-
-class RowView(Sequence[TokenRow]):
-    """Some rows of a prepared data set, in a fixed order."""
-
-    def __init__(self, rows: Rows, index: NDArray[np.int64]) -> None:
-        self._rows, self._index = rows, index
-        self.lengths: NDArray[np.int64] = rows.lengths[index]
-
-    def through(self, rows: Rows) -> "RowView":
-        """The same rows, taken from another view of the data set."""
-        return RowView(rows, self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, index: int) -> TokenRow:  # type: ignore[override]  # no slices
-        row: TokenRow = self._rows[int(self._index[index])]
-        return row
-
-
-def split_rows(
-    rows: Rows, held_out: int, *, drop_truncated: bool = False
-) -> tuple[RowView, RowView]:
-    """(training rows, held-out rows). Rows of one conversation stay on one side.
-
-    The held-out ones are drawn with a fixed seed: they must be the same in every run on this data,
-    or figures could not be compared.
-    """
-    places, keep = [], np.ones(len(rows), dtype=bool)
-    for i in range(len(rows)):
-        row = rows[i]
-        places.append(row.place)
-        keep[i] = not (drop_truncated and row.truncated)
-    conversations = sorted(set(places))
-    order = np.random.default_rng(0).permutation(len(conversations))
-    count = min(held_out, max(0, len(conversations) - 1))
-    chosen = {conversations[i] for i in order[:count]}
-    out = np.array([place in chosen for place in places], dtype=bool)
-    index = np.arange(len(rows), dtype=np.int64)
-    return RowView(rows, index[keep & ~out]), RowView(rows, index[out])
+from fledge.data.rows import RowView
 
 
 @dataclass(frozen=True)

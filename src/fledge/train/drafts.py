@@ -13,8 +13,7 @@ from fledge.methods.registry import load_draft, method_of
 from fledge.models.resolve import load_config
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.remember import colocated
-from fledge.train.cached import model_name
+from fledge.target.kinds import model_name
 from fledge.train.runs import starting_draft
 
 
@@ -40,8 +39,8 @@ def make_draft(
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
     # Which layers it listens to is part of what a draft is: other ones are noise to it.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
-    if (here := colocated(target)) is not None:  # elsewhere nobody can look at its rotary module
-        verify_rotary(draft.config, here.model)
+    if (module := target.info().module) is not None:  # elsewhere nobody can look at its rotary
+        verify_rotary(draft.config, module)
     draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
     draft.gradient_checkpointing = recipe.training.gradient_checkpointing
     return draft.to(device)
@@ -56,7 +55,7 @@ def _draft_config(
         recipe.objective, tokenizer=tokenizer, vocab_size=target.info().vocab_size
     )
     return derive_draft_config(
-        load_config(model_name(recipe)),
+        load_config(model_name(recipe.target)),
         draft_vocab_size=vocabulary.size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,

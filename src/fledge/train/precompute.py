@@ -3,24 +3,20 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from fledge.core.errors import BadInput
 from fledge.data import sources
-from fledge.data.prepare import Progress, tokenizer_fingerprint
+from fledge.data.prepare import Progress, tokenizer_files_fingerprint
+from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.vocab import special_token_ids
-from fledge.models.resolve import load_config
 from fledge.recipe.schema import Recipe
-from fledge.recipe.target import CacheTarget, HfTarget, RemoteTarget
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.format import DTYPES
-from fledge.target.cache.job import CacheOptions, ModelFacts, make_job
-from fledge.target.cache.precompute import CacheJob
-from fledge.train.batches import Rows, RowView, split_rows
-from fledge.train.cached import model_name
-from fledge.train.remote import remote_facts
+from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
+from fledge.target.kinds import TargetKind, kind_of
 from fledge.train.setup import make_target, tokenise_options, tokenised
 from fledge.train.vocabulary import choose_vocabulary
 
@@ -43,27 +39,18 @@ class _Joined:
         return self._then[index - len(self._first)]
 
 
-def _check_backend(recipe: Recipe) -> None:
-    if isinstance(recipe.target, CacheTarget):
+def _precomputable(recipe: Recipe) -> TargetKind[Any]:
+    kind = kind_of(recipe.target)
+    if kind.brings_rows:
         raise BadInput(
             "a cache is not made from a cache", where="target.backend", fix="fledge cache convert"
         )
+    return kind
 
 
 def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The precision in which the recipe's target answers, as far as its config tells."""
-    _check_backend(recipe)
-    section = recipe.target
-    if isinstance(section, RemoteTarget):
-        wire = section.wire_dtype
-        return DTYPES[remote_facts(section)["dtype"] if wire == "auto" else wire]
-    named = getattr(section, "dtype", "auto")
-    if named in DTYPES:
-        return DTYPES[named]
-    stored = getattr(load_config(model_name(recipe)), "dtype", None) or torch.float32
-    if stored not in DTYPES.values() or (device.type == "cuda" and stored == torch.float32):
-        return torch.bfloat16  # what `make_target` runs such a model in
-    return stored
+    return _precomputable(recipe).dtype(recipe.target, device)
 
 
 def recipe_job(
@@ -77,17 +64,14 @@ def recipe_job(
     All rows are kept, in the order of the data: which of them are held out is decided when
     training, unless the recipe names held-out data of its own (`data.valid`).
     """
-    _check_backend(recipe)
-    section, data = recipe.target, recipe.data
+    kind, section, data = _precomputable(recipe), recipe.target, recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    layers = section.aux_layer_ids
-    if layers is None and isinstance(section, RemoteTarget):
-        layers = tuple(remote_facts(section)["aux_layer_ids"])
     model = ModelFacts.read(
-        model_name(recipe),
-        aux_layer_ids=layers,
-        trust_remote_code=getattr(section, "trust_remote_code", False),
+        kind.model_name(section),
+        aux_layer_ids=kind.aux_layer_ids(section),
+        num_aux_layers=recipe.method.aux_layers(recipe.objective),
+        trust_remote_code=kind.trusts_code(section),
     )
     train = tokenised(data.train, model.directory, data, on_progress)
     valid = tokenised(data.valid, model.directory, data, on_progress) if data.valid else None
@@ -106,7 +90,7 @@ def recipe_job(
     facts = {
         "data": sources.fingerprint(list(data.train)),
         "valid": sources.fingerprint(list(data.valid)) if data.valid else None,
-        "tokenizer": tokenizer_fingerprint(model.directory),
+        "tokenizer": tokenizer_files_fingerprint(model.directory),
         "tokenise": asdict(tokenise_options(data)),
         "seq_length": data.max_length,
         "shuffle_seed": None,
@@ -126,11 +110,6 @@ def recipe_job(
 
 
 def recipe_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
-    """The recipe's target; states are not kept in memory, each row is asked about once.
-
-    Nor are its layers compiled: every batch has a width of its own, and would be compiled for.
-    """
-    if isinstance(recipe.target, HfTarget):
-        section = recipe.target.model_copy(update={"keep_states_gb": 0.0, "compile": False})
-        recipe = recipe.model_copy(update={"target": section})
-    return make_target(recipe, device)
+    """The recipe's target, to be asked about each row once."""
+    section = kind_of(recipe.target).asked_once(recipe.target)
+    return make_target(recipe.model_copy(update={"target": section}), device)

@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from fledge.target.remember import colocated
+from fledge.target.kinds import kind_of
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
@@ -70,8 +70,7 @@ def predict(recipe: Any, training: "Training") -> Prediction:
     """Cost of a run that is set up: its target and draft are there to be counted."""
     parts, stream, draft = training.parts, training.stream, training.draft
     target_bytes = sum(p.nbytes for p in _target_weights(training))
-    if recipe.target.backend == "hf":
-        target_bytes += _kept_states(recipe, training)
+    target_bytes += _kept_states(recipe, training)
     trained = sum(p.numel() for p in parts.parameters)
     frozen = sum(p.numel() for p in draft.parameters()) - trained
     depths = parts.objective.depths
@@ -82,7 +81,8 @@ def predict(recipe: Any, training: "Training") -> Prediction:
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
     layer_bytes = tokens_per_step * depths * per_depth * width * config.num_hidden_layers
-    states = tokens_per_step * 4 * config.target_hidden_size * width * recipe.training.accumulate
+    state_width = (config.num_aux_hidden_states + 1) * config.target_hidden_size
+    states = tokens_per_step * state_width * width * recipe.training.accumulate
     chunk = 4 * (1 << 26) * 4  # the head's chunk of logits, probabilities and gradients
     head_grad = config.draft_vocab_size * config.hidden_size * 4
     disk = (recipe.checkpoint.keep + 1) * (4 * (trained + frozen) + 8 * trained)
@@ -98,15 +98,15 @@ def predict(recipe: Any, training: "Training") -> Prediction:
 
 def _target_weights(training: "Training") -> list[nn.Parameter]:
     """Of a target that runs in this process; others cost elsewhere."""
-    here = colocated(training.parts.target)
-    return [] if here is None else list(here.model.parameters())
+    module = training.parts.target.info().module
+    return [] if module is None else list(module.parameters())
 
 
 def _kept_states(recipe: Any, training: "Training") -> int:
-    per_token = 4 * training.draft.config.target_hidden_size * 4
+    config = training.draft.config
+    per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * 4
     wanted: int = int(training.stream.rows.lengths.sum()) * per_token
-    allowed = int(recipe.target.keep_states_gb * 2**30)
-    return min(allowed, wanted)
+    return min(kind_of(recipe.target).kept_bytes(recipe.target), wanted)
 
 
 def _seconds(recipe: Any, training: "Training", tokens: int) -> float:
@@ -121,7 +121,7 @@ def _operations(recipe: Any, training: "Training", tokens: int) -> float:
     parts, config = training.parts, training.draft.config
     target = sum(p.numel() for p in _target_weights(training) if p.ndim == 2)
     epochs = recipe.training.epochs if recipe.training.steps is None else 1
-    reused = epochs if recipe.target.backend == "hf" and recipe.target.keep_states_gb else 1
+    reused = epochs if kind_of(recipe.target).kept_bytes(recipe.target) else 1
     weights = training.draft.named_parameters()
     layer = sum(p.numel() for name, p in weights if name.startswith("layers.") and p.ndim == 2)
     head = config.draft_vocab_size * config.hidden_size

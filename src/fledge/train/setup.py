@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from fledge.core.distributed import World, join_world, pick_device
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, in_words
 from fledge.core.rows import TokenBatch
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
+from fledge.data.rows import RowView, split_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary, special_token_ids
@@ -27,22 +28,12 @@ from fledge.models.resolve import load_tokenizer, local_model
 from fledge.objective.base import Objective
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
-from fledge.recipe.target import (
-    CacheTarget,
-    HfTarget,
-    RemoteTarget,
-    SglangTarget,
-    VllmTarget,
-)
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.registry import TargetOptions, open_target
-from fledge.target.remember import RememberingTarget
-from fledge.train.batches import PackStream, RowView, split_rows
-from fledge.train.cached import cache_vocabulary, cached_rows, model_name, open_cache, read_ahead
+from fledge.target.kinds import kind_of, model_name
+from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, make_optimizer
-from fledge.train.remote import open_remote
 from fledge.train.step import Parts
 from fledge.train.vocabulary import choose_vocabulary
 
@@ -76,12 +67,9 @@ def prepare_data(
 ) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint), tokenised at most once."""
     data = recipe.data
-    if isinstance(recipe.target, CacheTarget):
-        train, held_out, fingerprint = cached_rows(recipe, recipe.target)
-        return _not_empty(train), held_out, fingerprint
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    model = local_model(model_name(recipe), weights=False)
+    model = local_model(model_name(recipe.target), weights=False)
     rows = tokenised(data.train, model, data, on_progress)
     if not data.valid:
         train, held_out = split_rows(rows, data.valid_rows, drop_truncated=data.drop_truncated)
@@ -92,6 +80,22 @@ def prepare_data(
         held_out, _ = split_rows(valid, 0)
         fingerprint = f"{rows.fingerprint}+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
+
+
+def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, RowView, str]:
+    """The same of a target that brings its rows."""
+    known, data = target.known_rows(), recipe.data
+    assert known is not None, f"{type(target).__name__} brings no rows"
+    longest = int(known.rows.lengths.max())
+    if longest > recipe.packing.tokens:
+        raise BadInput(
+            f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
+            f"{recipe.target.backend} ({longest})",
+            where="packing.tokens",
+            fix=f"packing.tokens={longest} or more",
+        )
+    train, held_out = known.split(data.valid_rows, drop_truncated=data.drop_truncated)
+    return _not_empty(train), held_out, known.fingerprint
 
 
 def _not_empty(train: RowView) -> RowView:
@@ -127,12 +131,14 @@ def tokenised(
 def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
     """Build a run. Nothing is written but caches."""
     device = pick_device(recipe.training.device)
-    data = prepare_data(recipe, on_progress)
+    brings_rows = kind_of(recipe.target).brings_rows
+    data = None if brings_rows else prepare_data(recipe, on_progress)
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
     target = make_target(recipe, device)
     try:
-        return _assemble(recipe, target, *data, device=device, world=world)
+        rows = known_data(recipe, target) if data is None else data
+        return _assemble(recipe, target, *rows, device=device, world=world)
     except BaseException:
         target.close()
         raise
@@ -150,12 +156,12 @@ def _assemble(
 ) -> Training:
     """Everything that depends on both the rows and the target."""
     directory = Path(recipe.run.output_dir)
-    tokenizer = load_tokenizer(model_name(recipe))
+    tokenizer = load_tokenizer(model_name(recipe.target))
     vocabulary = _vocabulary(recipe, directory, target, train, tokenizer, data_fingerprint)
     target.set_vocab_mapping(
         torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
     )
-    train, held_out = read_ahead(target, train), read_ahead(target, held_out)
+    train, held_out = target.read_ahead(train), target.read_ahead(held_out)
     draft = make_draft(recipe, target, vocabulary, tokenizer, device)
     world.copy_from_main(draft)
     objective = make_objective(recipe, draft, vocabulary, target, device)
@@ -231,46 +237,16 @@ def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenB
 
 def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     """The frozen target that a recipe names."""
-    section = recipe.target
-    if isinstance(section, CacheTarget):
-        return open_cache(recipe, section, device)
-    if isinstance(section, RemoteTarget):
-        return open_remote(section, device)
-    assert isinstance(section, HfTarget | SglangTarget | VllmTarget)
-    if not isinstance(section, HfTarget):
-        try:
-            return open_target(section.backend, section.model, _options(section, device))
-        except BadInput as error:  # an engine speaks of itself: say which key chose it
-            key = f"target.backend={section.backend}"
-            where = error.where if key in error.where else f"{key} {error.where}".strip()
-            raise BadInput(error.what, where=where, fix=error.fix) from error
-    target = open_target(section.backend, section.model, _options(section, device))
-    if section.keep_states_gb and section.supervision == "hidden":
-        return RememberingTarget(target, int(section.keep_states_gb * 2**30))
-    return target
-
-
-def _options(section: HfTarget | SglangTarget | VllmTarget, device: torch.device) -> TargetOptions:
-    shared: dict[str, Any] = {
-        "aux_layer_ids": section.aux_layer_ids,
-        "supervision": section.supervision,
-        "dtype": section.dtype,
-        "trust_remote_code": section.trust_remote_code,
-    }
-    if isinstance(section, HfTarget):
-        own = None if section.device == "auto" else section.device
-        return TargetOptions(
-            **shared,
-            device=own or device,
-            attn_implementation=section.attn_implementation,
-            compile_layers=section.compile,
+    layers = recipe.method.aux_layers(recipe.objective)
+    target = kind_of(recipe.target).open(recipe.target, device=device, aux_layers=layers)
+    if len(target.aux_layer_ids) != layers:
+        target.close()
+        raise BadInput(
+            f"the target shows layers {target.aux_layer_ids}, a draft of {recipe.method.title} "
+            f"listens to {in_words(layers)}",
+            where="target.aux_layer_ids",
         )
-    return TargetOptions(
-        **shared,
-        tp_size=section.tp_size,
-        memory_fraction=section.memory_fraction,
-        engine_args=section.engine_args,
-    )
+    return target
 
 
 def _vocabulary(
@@ -281,10 +257,16 @@ def _vocabulary(
     tokenizer: Any,
     fingerprint: str,
 ) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else what a cache of probabilities dictates, else
-    chosen; `init_from` goes before a cache, which then has to fit it."""
-    saved = directory / VOCABULARY_NAME
-    vocab_size = target.info().vocab_size
+    """The draft's vocabulary: the run's own, else the only one of a target that answers with
+    probabilities from a cache, else chosen; `init_from` goes before it, which then has to fit."""
+    saved, dictated = directory / VOCABULARY_NAME, target.info().vocabulary
+    vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
+    if dictated is not None and dictated.size != (dictated.vocab_size if size is None else size):
+        raise BadInput(
+            f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}",
+            where=f"target.backend={recipe.target.backend}",
+            fix=f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states",
+        )
     if saved.exists():  # a resumed run keeps its map, always
         kept = DraftVocabulary.load(saved)
         if kept.vocab_size != vocab_size:
@@ -294,7 +276,6 @@ def _vocabulary(
                 fix="name the target that the run was started with",
             )
         return kept
-    dictated = cache_vocabulary(target)
     if dictated is not None and recipe.draft.init_from is None:
         return dictated
     return choose_vocabulary(

@@ -7,10 +7,10 @@ that training would have taken.
 from collections.abc import Iterable
 
 from fledge.core.errors import BadInput
+from fledge.data.rows import RowView
 from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
 from fledge.methods.registry import load_draft
 from fledge.recipe.schema import Recipe
-from fledge.train.batches import RowView
 from fledge.train.runs import starting_draft
 
 

@@ -8,8 +8,9 @@ import torch
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.format import FORMAT, CacheShape
+from fledge.target.cache.job import CacheJob, plan_cache
 from fledge.target.cache.manifest import dtype_name
-from fledge.target.cache.precompute import CacheJob, begin_cache, plan_cache, run_job
+from fledge.target.cache.precompute import begin_cache, write_shards
 
 
 def token_row(ids, mask=None, place="row"):
@@ -44,7 +45,7 @@ def write_cache(directory, target, rows, encoding, **more):
     job = make_job(directory, target, rows, encoding, **more)
     plan = plan_cache(job, head_bytes=0)
     begin_cache(job, target)
-    run_job(job, plan, target)
+    write_shards(job, plan, target)
     return Path(directory)
 
 

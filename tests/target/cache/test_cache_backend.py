@@ -8,6 +8,7 @@ import torch
 
 from fledge.core.errors import BadInput
 from fledge.data.pack import Piece, collate
+from fledge.data.rows import RowView
 from fledge.target.cache import backend as cache_backend
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.cache.codec import decode_states
@@ -238,9 +239,9 @@ def test_a_damaged_row_is_reported_by_name(damaged):
             BadInput, match=r"row 4 \(chats.jsonl:5; shard-00001.safetensors, row 0"
         ):
             batch_of(target, rows[4])
-    target.rows()[4]  # its tokens are fine
+    target.known_rows().rows[4]  # its tokens are fine
     ahead = CachedEagle3TargetModel(directory)
-    ahead.rows(reading=True)[4]  # looked at in the background; said where it is needed
+    CachedRows(ahead.store, reading=True)[4]  # looked at in the background; said where it is needed
     with pytest.raises(BadInput, match=r"chats.jsonl:5"):
         batch_of(ahead, rows[4])
     assert list(target.store.damaged()) == [4]
@@ -249,7 +250,8 @@ def test_a_damaged_row_is_reported_by_name(damaged):
 def test_a_damaged_row_is_skipped_by_choice(damaged, caplog):
     directory, rows = damaged
     target = CachedEagle3TargetModel(directory, on_damage="skip")
-    reading = target.rows(reading=True)
+    everything = RowView(CachedRows(target.store), np.arange(6))
+    reading = target.read_ahead(everything)
     assert [int(row.loss_mask.sum()) for row in reading] == [6, 6, 6, 6, 0, 6]
     assert [r.message for r in caplog.records] == [
         "skipping a damaged row of the cache: row 4 (chats.jsonl:5; shard-00001.safetensors, row 0)"

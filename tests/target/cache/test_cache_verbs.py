@@ -84,12 +84,14 @@ def test_probs_of_the_recipe_form_have_the_vocabulary_of_a_live_run(
 
 
 def test_held_out_data_of_its_own_travels_with_the_cache(command, words, recipe, tmp_path):
-    from fledge.train.setup import prepare_data
+    from fledge.train.setup import known_data, make_target
 
     valid = make_chats(tmp_path / "valid.jsonl", count=7)
     cache = tmp_path / "cache"
     assert command("precompute", *words, f"data.valid={valid}", "-o", cache)[0] == 0
-    train_rows, held_out, _ = prepare_data(cache_recipe(recipe, cache))
+    cached = cache_recipe(recipe, cache)
+    with make_target(cached, torch.device("cpu")) as target:
+        train_rows, held_out, _ = known_data(cached, target)
     assert (len(train_rows), len(held_out)) == (60, 7)
     assert {held_out[i].place.rpartition(":")[0] for i in range(7)} == {str(valid)}
 

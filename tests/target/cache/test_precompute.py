@@ -28,9 +28,10 @@ from fledge.compat.precompute_eagle3 import (
 from fledge.core.errors import BadInput
 from fledge.objective.supervision import LogitsSupervision, VocabularyTensors
 from fledge.target.cache import job as cache_job
-from fledge.target.cache import run as cache_run
+from fledge.target.cache import precompute
 from fledge.target.cache import shard as cache_shard
-from fledge.target.cache.precompute import begin_cache, plan_cache, run_job
+from fledge.target.cache.job import plan_cache
+from fledge.target.cache.precompute import begin_cache, write_shards
 from fledge.target.cache.store import CacheStore
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.caches import make_job, payload, token_row
@@ -65,7 +66,7 @@ def no_model(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("fledge.target.hf.model.load_target", refuse)
+    monkeypatch.setattr("fledge.target.hf.model.load_hf_model", refuse)
 
 
 def shards(directory):
@@ -99,14 +100,14 @@ def test_the_seeds_own_command_line_works(argv, tmp_path, caplog):
 def test_bytes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
 
     plans = []
-    real = cache_run.plan_cache
+    real = precompute.plan_cache
 
     def spying(job, **more):
         plans.append(real(job, **more))
         assert not (tmp_path / "cache").exists()  # before anything is written
         return plans[-1]
 
-    monkeypatch.setattr(cache_run, "plan_cache", spying)
+    monkeypatch.setattr(precompute, "plan_cache", spying)
     top_k = 5 if encoding == "topk" else None
     assert main(argv(encoding=encoding, draft_vocab_size=100, target_probs_topk=top_k)) == 0
     sizes = [(tmp_path / "cache" / name).stat().st_size for name in shards(tmp_path / "cache")]
@@ -395,14 +396,14 @@ def test_whatever_stops_the_writing_thread_is_raised_where_the_target_runs(tmp_p
         plan = plan_cache(job, head_bytes=0)
         begin_cache(job, target)
         with pytest.raises(KeyError, match="a bar that is gone"):
-            run_job(job, plan, target, on_progress=broken)
+            write_shards(job, plan, target, on_progress=broken)
     assert not list((tmp_path / "cache").rglob("shard*"))
 
 
 def test_a_disk_that_is_too_small_is_refused_before_writing(argv, tmp_path, monkeypatch, capsys):
     no_model(monkeypatch)
     usage = shutil._ntuple_diskusage(10**6, 10**6, 1000)
-    monkeypatch.setattr("fledge.target.cache.precompute.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("fledge.target.cache.job.shutil.disk_usage", lambda _: usage)
     assert main(argv()) == 2
     assert "would be written" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
@@ -428,13 +429,13 @@ def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
 def test_a_cache_that_is_removed_meanwhile_is_not_called_complete(
     argv, tmp_path, capsys, monkeypatch
 ):
-    real = cache_run.run_job
+    real = precompute.write_shards
 
     def removing(job, *rest, **options):
         shutil.rmtree(job.directory)
         return real(job, *rest, **options)
 
-    monkeypatch.setattr(cache_run, "run_job", removing)
+    monkeypatch.setattr(precompute, "write_shards", removing)
     assert main(argv()) == 2
     assert "removed meanwhile" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()

@@ -15,7 +15,7 @@ from fledge.cli.main import run
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.registry import TargetOptions, open_target
+from fledge.target.kinds import engine_section
 from fledge.train import fit as fit_module
 from fledge.train.checkpoint import newest_checkpoint
 from fledge.train.fit import fit
@@ -243,6 +243,8 @@ def test_engines_are_opened_by_name_with_their_own_arguments(recipe, monkeypatch
 
     def stand_in(engine, name):
         class Model:
+            aux_layer_ids = (0, 1, 2)
+
             @classmethod
             def from_pretrained(cls, model, **options):
                 asked[engine] = model, options
@@ -261,9 +263,10 @@ def test_engines_are_opened_by_name_with_their_own_arguments(recipe, monkeypatch
         section |= {"memory_fraction": 0.5, "tp_size": 2, "engine_args": {"page_size": 16}}
         written = load_recipe(None, [f"target={json.dumps(section)}", *given])
         make_target(written, torch.device("cpu"))
-    shared = {"aux_layer_ids": (0, 1, 2), "dtype": "auto", "supervision": "hidden", "page_size": 16}
+    shared = {"aux_layer_ids": (0, 1, 2), "num_aux_layers": 3, "page_size": 16}
+    shared |= {"dtype": "auto", "supervision": "hidden"}
     sglang = {**shared, "tp_size": 2, "mem_fraction_static": 0.5}
     vllm = {**shared, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
     assert asked == {"sglang": ("org/name", sglang), "vllm": ("org/name", vllm)}
     with pytest.raises(BadInput, match=r"no engine 'sgl'.*did you mean 'sglang'"):
-        open_target("sgl", "x", TargetOptions())
+        engine_section("sgl", model="x")

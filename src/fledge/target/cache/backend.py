@@ -5,6 +5,8 @@ is never loaded. Documents may be packed in any way: what the target said about 
 depend on its neighbours.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
+from fledge.data.rows import KnownRows, RowView
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache.codec import decode_states
@@ -64,19 +67,26 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self.aux_layer_ids = list(manifest["aux_layer_ids"])
         self._device = torch.device(device)
         self._embedding, info = read_target(self.store.directory, manifest)
-        self._info = replace(info, head=info.head.to(self._device))
+        vocabulary = None  # hidden states depend on none
+        if not self.shape.is_hidden:
+            vocabulary = DraftVocabulary.load(self.store.directory / VOCABULARY)
+        self._info = replace(info, head=info.head.to(self._device), vocabulary=vocabulary)
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
         """The draft vocabulary that the cache was made for, if its encoding depends on one."""
-        if self.shape.is_hidden:
-            return None
-        return DraftVocabulary.load(self.store.directory / VOCABULARY)
+        return self._info.vocabulary
 
-    def rows(self, *, reading: bool = False) -> CachedRows:
-        """The token rows that this target knows; see `CachedRows` for `reading`."""
+    def known_rows(self) -> KnownRows:
         self._check_open()
-        return CachedRows(self.store, reading=reading)
+        manifest = self.store.manifest
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        held_out = int(manifest["held_out_rows"])
+        return KnownRows(CachedRows(self.store), held_out, f"cache:{digest}")
+
+    def read_ahead(self, rows: RowView) -> RowView:
+        self._check_open()
+        return rows.through(CachedRows(self.store, reading=True))
 
     def get_input_embeddings(self) -> InputEmbedding:
         self._check_open()

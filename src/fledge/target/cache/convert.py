@@ -13,9 +13,9 @@ from fledge.data.vocab import (
 )
 from fledge.models.resolve import load_tokenizer
 from fledge.target.cache.backend import CachedEagle3TargetModel
-from fledge.target.cache.job import CacheOptions, encoding_facts
+from fledge.target.cache.job import CacheJob, CacheOptions, encoding_facts
 from fledge.target.cache.manifest import LATE, TARGET_FILES, shape_of
-from fledge.target.cache.precompute import CacheJob
+from fledge.target.cache.store import CachedRows
 
 
 def convert_job(
@@ -45,7 +45,7 @@ def convert_job(
     }
     return CacheJob(
         directory=directory,
-        rows=source.rows(),
+        rows=CachedRows(source.store),
         shape=shape_of(manifest),
         manifest=manifest,
         vocabulary=vocabulary,
@@ -73,7 +73,7 @@ def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocab
 
 def _count(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
     """A draft vocabulary counted on the cache's rows; held-out ones are not looked at."""
-    rows = source.rows()
+    rows = CachedRows(source.store)
     trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
     pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
     tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))

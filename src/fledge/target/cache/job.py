@@ -4,6 +4,7 @@ Nothing here loads weights; what only the loaded target can tell is added by `be
 """
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,22 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache.format import FORMAT, Encoding, padded_layout_bytes
-from fledge.target.cache.manifest import copied_files, dtype_name, shape_of
-from fledge.target.cache.precompute import CacheJob, CachePlan
+from fledge.target.cache.format import (
+    FORMAT,
+    CacheShape,
+    Encoding,
+    padded_layout_bytes,
+    shard_name,
+)
+from fledge.target.cache.manifest import (
+    copied_files,
+    dtype_name,
+    ensure_free,
+    ensure_resumable,
+    existing_shards,
+    shape_of,
+)
+from fledge.target.cache.shard import is_whole_shard, layout_of
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
     default_aux_layer_ids,
@@ -51,6 +65,51 @@ def quota_in_bytes(gigabytes: float | None) -> int | None:
     if not 0 < gigabytes < 1e9:
         raise BadInput(f"{gigabytes} is no size of a disk", where="--quota-gb", fix="500, say")
     return int(gigabytes * 1e9)
+
+
+@dataclass(frozen=True)
+class CacheJob:
+    """What to compute and where it goes; nothing is loaded or written yet."""
+
+    directory: Path
+    rows: Sequence[TokenRow]  # in the order of the cache
+    shape: CacheShape
+    manifest: dict[str, Any]  # all fields but the target's own
+    vocabulary: DraftVocabulary | None = None
+    model_dir: Path | None = None  # whose config and tokenizer are copied into the cache
+    shard_size: int = 256
+    batch_size: int = 4
+    pad_id: int = 0
+    resume: bool = False
+    quota_bytes: int | None = None
+
+    def shard_rows(self, index: int) -> list[TokenRow]:
+        stop = min(len(self.rows), (index + 1) * self.shard_size)
+        return [self.rows[i] for i in range(index * self.shard_size, stop)]
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The cost of a job, to the byte, before it starts."""
+
+    shard_bytes: tuple[int, ...]
+    head_bytes: int  # embedding, head: an estimate until the target is loaded
+    done: frozenset[int]  # shards that are there already
+    allowed: int  # the first so many shards fit the quota
+    rows: int
+    tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.shard_bytes) + self.head_bytes
+
+    @property
+    def missing(self) -> list[int]:
+        return [i for i in range(len(self.shard_bytes)) if i not in self.done]
+
+    @property
+    def to_write_bytes(self) -> int:
+        return sum(self.shard_bytes[i] for i in self.missing)
 
 
 @dataclass(frozen=True)
@@ -181,6 +240,53 @@ def make_job(
         resume=options.resume,
         quota_bytes=options.quota_bytes,
     )
+
+
+def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
+    """Refuse what cannot work and add up the bytes. Touches nothing."""
+    if not len(job.rows):
+        raise BadInput("no row to precompute", where=str(job.directory))
+    ensure_free(job.directory, resume=job.resume)
+    existing = existing_shards(job.directory)
+    ensure_resumable(job.directory, job.manifest, existing)
+    sizes, done, tokens = [], set(), 0
+    for index in range(-(-len(job.rows) // job.shard_size)):
+        layout = layout_of(job.shape, job.shard_rows(index))
+        sizes.append(layout.n_bytes)
+        tokens += int(layout.row_start[-1])
+        if index in existing and is_whole_shard(job.directory / shard_name(index), layout):
+            done.add(index)
+    extra = existing - set(range(len(sizes)))
+    if extra:
+        raise BadInput(
+            f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows",
+            where=str(job.directory),
+        )
+    used, allowed = head_bytes, len(sizes)
+    for index, size in enumerate(sizes):
+        used += size
+        if job.quota_bytes is not None and used > job.quota_bytes:
+            allowed = index
+            break
+    return CachePlan(tuple(sizes), head_bytes, frozenset(done), allowed, len(job.rows), tokens)
+
+
+def check_disk(job: CacheJob, plan: CachePlan) -> int:
+    """Free bytes where the cache will lie; too few are refused before anything is written."""
+    place = job.directory
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    allowed = [i for i in plan.missing if i < plan.allowed]
+    needed = sum(plan.shard_bytes[i] for i in allowed)
+    if needed + plan.head_bytes > free:
+        raise BadInput(
+            f"{(needed + plan.head_bytes) / 1e9:.2f} GB would be written, {free / 1e9:.2f} GB are "
+            "free",
+            where=str(job.directory),
+            fix="use a smaller encoding, fewer rows or another disk",
+        )
+    return free
 
 
 def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:

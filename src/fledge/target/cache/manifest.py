@@ -1,7 +1,7 @@
 """The cache's manifest: what shaped its contents, and whether a run may add to it.
 
 Two caches with equal manifests hold the same rows, encoded alike, from the same target. What the
-shards themselves hold is `cache_format`; the target's embedding and head are kept here, once.
+shards themselves hold is `format`; the target's embedding and head are kept here, once.
 """
 
 import json

@@ -6,30 +6,39 @@ shard's bytes do not depend on which process wrote it, or when.
 """
 
 import queue
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
+from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
 from fledge.core.rows import TokenRow
 from fledge.data.pack import Piece, collate
-from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.codec import encode_rows
-from fledge.target.cache.format import CacheShape, ShardLayout, shard_name
+from fledge.target.cache.format import ShardLayout, shard_name
+from fledge.target.cache.job import (
+    CacheJob,
+    CachePlan,
+    check_disk,
+    describe_plan,
+    plan_cache,
+    readable,
+)
 from fledge.target.cache.manifest import (
     LATE,
+    LOCK,
     MANIFEST,
     VOCABULARY,
-    ensure_free,
     ensure_resumable,
     existing_shards,
     has_head,
@@ -38,113 +47,79 @@ from fledge.target.cache.manifest import (
     target_tensors,
     write_head,
 )
-from fledge.target.cache.shard import ShardWriter, is_whole_shard, layout_of, open_shard
+from fledge.target.cache.shard import ShardWriter, layout_of, open_shard
 
+STOPPED = 3  # exit code: by the quota, or a full disk
 _AHEAD = 3  # batches that the target may be ahead of the disk
 
 
 @dataclass(frozen=True)
-class CacheJob:
-    """What to compute and where it goes; nothing is loaded or written yet."""
-
-    directory: Path
-    rows: Sequence[TokenRow]  # in the order of the cache
-    shape: CacheShape
-    manifest: dict[str, Any]  # all fields but the target's own
-    vocabulary: DraftVocabulary | None = None
-    model_dir: Path | None = None  # whose config and tokenizer are copied into the cache
-    shard_size: int = 256
-    batch_size: int = 4
-    pad_id: int = 0
-    resume: bool = False
-    quota_bytes: int | None = None
-
-    def shard_rows(self, index: int) -> list[TokenRow]:
-        stop = min(len(self.rows), (index + 1) * self.shard_size)
-        return [self.rows[i] for i in range(index * self.shard_size, stop)]
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """The cost of a job, to the byte, before it starts."""
-
-    shard_bytes: tuple[int, ...]
-    head_bytes: int  # embedding, head: an estimate until the target is loaded
-    done: frozenset[int]  # shards that are there already
-    allowed: int  # the first so many shards fit the quota
-    rows: int
-    tokens: int
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.shard_bytes) + self.head_bytes
-
-    @property
-    def missing(self) -> list[int]:
-        return [i for i in range(len(self.shard_bytes)) if i not in self.done]
-
-    @property
-    def to_write_bytes(self) -> int:
-        return sum(self.shard_bytes[i] for i in self.missing)
-
-
-@dataclass(frozen=True)
-class Progress:
+class Written:
     rows: int  # written by this process
     bytes: int
 
 
 @dataclass(frozen=True)
-class Outcome:
-    written: int  # shards
-    complete: bool  # every shard is on the disk
+class Done:
+    """How a precompute ended."""
+
+    code: int  # exit code
+    predicted_bytes: int
+    reused_shards: int
+    written_shards: int  # by this process
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard is on the disk."""
+        return self.code == 0
 
 
-def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
-    """Refuse what cannot work and add up the bytes. Touches nothing."""
-    if not len(job.rows):
-        raise BadInput("no row to precompute", where=str(job.directory))
-    ensure_free(job.directory, resume=job.resume)
-    existing = existing_shards(job.directory)
-    ensure_resumable(job.directory, job.manifest, existing)
-    sizes, done, tokens = [], set(), 0
-    for index in range(-(-len(job.rows) // job.shard_size)):
-        layout = layout_of(job.shape, job.shard_rows(index))
-        sizes.append(layout.n_bytes)
-        tokens += int(layout.row_start[-1])
-        if index in existing and is_whole_shard(job.directory / shard_name(index), layout):
-            done.add(index)
-    extra = existing - set(range(len(sizes)))
-    if extra:
-        raise BadInput(
-            f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows",
-            where=str(job.directory),
-        )
-    used, allowed = head_bytes, len(sizes)
-    for index, size in enumerate(sizes):
-        used += size
-        if job.quota_bytes is not None and used > job.quota_bytes:
-            allowed = index
-            break
-    return CachePlan(tuple(sizes), head_bytes, frozenset(done), allowed, len(job.rows), tokens)
+def execute(
+    job: CacheJob,
+    head_bytes: int,
+    load: Callable[[], Eagle3TargetBackend],
+    *,
+    device: torch.device,
+    say: Callable[[str], None],
+    on_progress: Callable[[Written], None] = lambda _: None,
+) -> Done:
+    """Check, predict, load the target, write: the whole of a precompute, in every process."""
+    plan = plan_cache(job, head_bytes=head_bytes)
+    free = check_disk(job, plan)
+    # everybody has looked at the directory before anybody writes: joining waits for all
+    world = join_world(device)
+    if world.is_main:
+        for line in describe_plan(job, plan, free):
+            say(line)
+    with load() as target:
+        check_target(job, target)
+        with _locked(job.directory, world.is_main):
+            begin_cache(job, target, write=world.is_main)
+            world.barrier()  # the manifest is there before the first shard
+            written = write_shards(
+                job, plan, target, rank=world.rank, world=world.size, on_progress=on_progress
+            )
+    leave_world(world)
+    complete = all(index < plan.allowed for index in plan.missing)
+    if not complete:
+        say(f"stopped by the quota of {readable(job.quota_bytes or 0)}; --resume continues")
+    return Done(0 if complete else STOPPED, plan.total_bytes, len(plan.done), written)
 
 
-def check_disk(job: CacheJob, plan: CachePlan) -> int:
-    """Free bytes where the cache will lie; too few are refused before anything is written."""
-    place = job.directory
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    allowed = [i for i in plan.missing if i < plan.allowed]
-    needed = sum(plan.shard_bytes[i] for i in allowed)
-    if needed + plan.head_bytes > free:
-        raise BadInput(
-            f"{(needed + plan.head_bytes) / 1e9:.2f} GB would be written, {free / 1e9:.2f} GB are "
-            "free",
-            where=str(job.directory),
-            fix="use a smaller encoding, fewer rows or another disk",
-        )
-    return free
+@contextmanager
+def _locked(directory: Path, main: bool) -> Iterator[None]:
+    """Keep a second precompute out of the directory while one is at work."""
+    if not main:
+        yield
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(directory / LOCK, timeout=0):
+            yield
+            if not (directory / LOCK).exists():  # what was written before is not there any more
+                raise removed(directory)
+    except Timeout:
+        raise BadInput("another precompute is writing here", where=str(directory)) from None
 
 
 def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = True) -> None:
@@ -182,15 +157,15 @@ def check_target(job: CacheJob, target: Eagle3TargetBackend) -> None:
         )
 
 
-def run_job(
+def write_shards(
     job: CacheJob,
     plan: CachePlan,
     target: Eagle3TargetBackend,
     *,
     rank: int = 0,
     world: int = 1,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Outcome:
+    on_progress: Callable[[Written], None] = lambda _: None,
+) -> int:
     """Write this process's share of the missing shards; `begin_cache` has been called."""
     vocabulary = None
     if job.vocabulary is not None and not job.shape.is_hidden:
@@ -207,7 +182,7 @@ def run_job(
             for members in _batches(rows, job.batch_size):
                 disk.put(members, _compute(job, target, [rows[i] for i in members], vocabulary))
             disk.end()
-    return Outcome(len(shards), not [i for i in plan.missing if i >= plan.allowed])
+    return len(shards)
 
 
 def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
@@ -277,7 +252,7 @@ class _Stopped(Exception):  # noqa: N818  (not an error: the caller gave up)
 class _Disk:
     """The writing thread: shards are begun, filled and ended in the order they are handed over."""
 
-    def __init__(self, job: CacheJob, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, job: CacheJob, on_progress: Callable[[Written], None]) -> None:
         self._job, self._on_progress = job, on_progress
         self._queue: queue.Queue[Any] = queue.Queue(_AHEAD)
         self._error: BaseException | None = None
@@ -342,4 +317,4 @@ class _Disk:
             shard.put(row, document)
             self._bytes += sum(tensor.nbytes for tensor in document.values())
         self._rows += len(members)
-        self._on_progress(Progress(self._rows, self._bytes))
+        self._on_progress(Written(self._rows, self._bytes))

@@ -1,6 +1,6 @@
 """A finished cache: its rows by number or by their tokens, checked as they are first read.
 
-Not here: what a row's bytes mean (`cache_codec`), or how a batch is made of rows (`cache`).
+Not here: what a row's bytes mean (`codec`), or how a batch is made of rows (`backend`).
 """
 
 import logging

@@ -26,13 +26,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
-class LoadedTarget:
+class LoadedModel:
     model: nn.Module
     tokenizer: Any  # None when the directory holds none that can be read
     stored_as: str | None  # the checkpoint's own quantisation method, if it has one
 
 
-def load_target(
+def load_hf_model(
     name_or_path: str | PathLike[str],
     *,
     dtype: torch.dtype | str = "auto",
@@ -40,7 +40,7 @@ def load_target(
     attn_implementation: str | None = None,
     quantization_config: Any = None,
     trust_remote_code: bool = False,
-) -> LoadedTarget:
+) -> LoadedModel:
     """The model on `device` (a GPU where there is one), with its tokenizer."""
     import transformers
 
@@ -75,7 +75,7 @@ def load_target(
     if "device_map" not in options:
         model = model.to(device)
     tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
-    return LoadedTarget(model, tokenizer, stored_as)
+    return LoadedModel(model, tokenizer, stored_as)
 
 
 def _check_complete(report: dict[str, Any], where: str) -> None:

@@ -24,7 +24,7 @@ from fledge.target.base import TargetInfo
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
 from fledge.target.hf import fp8
 from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
-from fledge.target.hf.loading import load_target
+from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
     OneRow,
     Unsupported,
@@ -133,7 +133,7 @@ class HFEagle3TargetModel(InProcessTarget):
         device = find_device(device)
         if dtype == "fp8" and (reason := fp8.why_not(device)):
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
-        loaded = load_target(
+        loaded = load_hf_model(
             name_or_path,
             dtype="bfloat16" if dtype == "fp8" else dtype,
             device=device,
@@ -177,6 +177,7 @@ class HFEagle3TargetModel(InProcessTarget):
                 tokenizer_fingerprint=(
                     None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
                 ),
+                module=self.model,
             )
         return self._info
 

@@ -2,7 +2,7 @@
 
 Every row or packed document is one request of a prompt and one token, so rows of any lengths run
 together and padding is never computed. Which states a request leaves, and how they get out of the
-engine, is in `vllm_worker`; here are the engine's life, and the way from requests back to rows.
+engine, is in `worker`; here are the engine's life, and the way from requests back to rows.
 
 vLLM is imported when a runner is built and not before. The engine lives in this process, one at a
 time, in eager mode (the layers to capture are chosen after the model is loaded). With tensor
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fledge.core.batch import Supervision
-from fledge.core.errors import BadInput, MissingPackage
+from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
 from fledge.target.hf.loading import tokenizer_in
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
@@ -75,10 +75,13 @@ class VLLMTargetRunner:
 
     _open: "VLLMTargetRunner | None" = None
 
-    def __init__(self, engine: Any, directory: Path) -> None:
+    def __init__(
+        self, engine: Any, directory: Path, num_aux_layers: int = EAGLE3_AUX_LAYERS
+    ) -> None:
         """Take over an engine that `build` made from the files in `directory`."""
         self._engine = engine
         self.directory = directory
+        self._num_aux_layers = num_aux_layers  # the engine has room for so many
         self._order: list[int] = []  # where each wanted layer stands among those that arrive
         self.model: Any = self._model()
         VLLMTargetRunner._open = self
@@ -96,7 +99,8 @@ class VLLMTargetRunner:
 
         `dtype` None keeps the checkpoint's own. `engine_kwargs` go to vLLM's `EngineArgs` by their
         own names (`max_model_len`, `gpu_memory_utilization`, `quantization`, ...). Rows may be as
-        long as the model and the engine's memory allow, unless `max_model_len` says less.
+        long as the model and the engine's memory allow, unless `max_model_len` says less. The
+        engine keeps the states of `num_aux_layers` layers; which ones is said later.
         """
         _check_installed()
         _check_alone(cls._open)
@@ -112,9 +116,16 @@ class VLLMTargetRunner:
         from fledge.models.resolve import local_model
 
         directory = local_model(str(model))
-        return cls(_start(directory, dtype=dtype_name(dtype), **engine_kwargs), directory)
+        engine = _start(directory, dtype=dtype_name(dtype), **engine_kwargs)
+        return cls(engine, directory, num_aux_layers)
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        if len(aux_layer_ids) != self._num_aux_layers:
+            raise BadInput(
+                f"this vLLM was built for {in_words(self._num_aux_layers)} aux layers, not for "
+                f"{aux_layer_ids}",
+                fix=f"VLLMTargetRunner.build(..., num_aux_layers={len(aux_layer_ids)})",
+            )
         theirs = [layer_id + 1 for layer_id in aux_layer_ids]
         self._ask("fledge_capture", theirs)
         self._order = [sorted(theirs).index(layer_id) for layer_id in theirs]  # it sorts them
@@ -291,7 +302,7 @@ class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM whose inner workings `vllm_worker` was not written for."""
+    """Refuse a vLLM whose inner workings `worker` was not written for."""
     if not any(version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
         raise BadInput(
             f"vLLM {version} is not known to this backend, which knows {', '.join(KNOWN_VERSIONS)}",

@@ -1,4 +1,4 @@
-"""The target server's routes. What they mean is written in `target/remote_protocol.py`.
+"""The target server's routes. What they mean is written in `remote/protocol.py`.
 
 Small replies go through FastAPI; messages are sent by hand in large pieces of the tensors' own
 memory, which reaches the speed of a plain socket (benchmarks/results/remote.md).

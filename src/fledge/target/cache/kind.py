@@ -1,0 +1,83 @@
+"""`target.backend=cache`: the target's answers from disk. Imports no torch when loaded."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fledge.core.errors import BadInput
+from fledge.core.settings import Text
+from fledge.target.kinds import TargetKind, TargetSection
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.target.cache.backend import CachedEagle3TargetModel
+
+
+class CacheTarget(TargetSection):
+    """The target's answers from disk, written by `fledge precompute`."""
+
+    backend: Literal["cache"] = "cache"
+    """The target is not loaded at all; data.train is ignored, the rows lie in the cache."""
+
+    model: Text | None = None
+    """Checked against the model that the cache was made from; null: take the cache's."""
+
+    cached_target_path: Text
+    """Directory of the cache; giving it chooses this backend."""
+
+    on_damage: Literal["fail", "skip"] = "fail"
+    """What to do with a row whose checksum does not fit."""
+
+
+class CacheKind(TargetKind[CacheTarget]):
+    name = "cache"
+    section = CacheTarget
+    brings_rows = True
+
+    def open(
+        self, section: CacheTarget, *, device: "torch.device", aux_layers: int
+    ) -> "CachedEagle3TargetModel":
+        """The target of a cache, checked against what the recipe says of it."""
+        from fledge.target.cache.backend import CachedEagle3TargetModel
+
+        target = CachedEagle3TargetModel(
+            section.cached_target_path, device=device, on_damage=section.on_damage
+        )
+        where, wanted = str(target.store.directory), section.aux_layer_ids
+        if wanted is not None and list(wanted) != target.aux_layer_ids:
+            raise BadInput(
+                f"made with aux layers {target.aux_layer_ids}, the recipe says {list(wanted)}",
+                where=where,
+                fix="leave target.aux_layer_ids out, or make another cache",
+            )
+        if section.model is not None:
+            _check_model(section.model, target.store.manifest, where)
+        return target
+
+    def model_name(self, section: CacheTarget) -> str:
+        from fledge.target.cache.manifest import TARGET_FILES
+
+        return section.model or str(Path(section.cached_target_path).expanduser() / TARGET_FILES)
+
+
+def _check_model(name: str, manifest: dict[str, Any], where: str) -> None:
+    """The named model must be the one that was asked; weights are compared where they lie here."""
+    from fledge.data.prepare import tokenizer_files_fingerprint
+    from fledge.models.resolve import local_model
+    from fledge.target.cache.job import files_fingerprint, has_weights
+
+    directory = local_model(name, weights=False)
+    differing = []
+    if tokenizer_files_fingerprint(directory) != manifest.get("tokenizer"):
+        differing.append("tokenizer")
+    if has_weights(directory) and files_fingerprint(directory) != manifest.get("model_files"):
+        differing.append("weights or config")
+    if differing:
+        raise BadInput(
+            f"made from another model than {name} (different {' and '.join(differing)})",
+            where=where,
+            fix="leave target.model out, or make a cache for this model",
+        )
+
+
+CACHE = CacheKind()

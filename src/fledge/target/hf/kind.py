@@ -1,0 +1,81 @@
+"""`target.backend=hf`: the target in the training process. Imports no torch when loaded."""
+
+from typing import TYPE_CHECKING, Literal
+
+from fledge.core.settings import Device, NonNegative
+from fledge.target.kinds import LoadedKind, LoadedTarget
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.target.base import Eagle3TargetBackend
+
+
+class HfTarget(LoadedTarget):
+    """The target in the training process, through Hugging Face transformers."""
+
+    backend: Literal["hf"] = "hf"
+    """Co-located: simplest, and right up to what fits beside the draft."""
+
+    device: Device = "auto"
+    """auto: the trainer's own device."""
+
+    attn_implementation: (
+        Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None
+    ) = None
+    """Attention of transformers; null: its own choice."""
+
+    compile: bool = True
+    """On a GPU, compile the target's layers; small models run as CUDA graphs."""
+
+    keep_states_gb: NonNegative = 0.0
+    """Keep the target's states in memory up to this size: later epochs then need no target."""
+
+
+class HfKind(LoadedKind[HfTarget]):
+    name = "hf"
+    section = HfTarget
+
+    def open(
+        self, section: HfTarget, *, device: "torch.device", aux_layers: int
+    ) -> "Eagle3TargetBackend":
+        from fledge.core.machine import find_device
+        from fledge.target.hf.model import HFEagle3TargetModel
+        from fledge.target.remember import RememberingTarget
+
+        device = find_device(device if section.device == "auto" else section.device)
+        target = HFEagle3TargetModel.from_pretrained(
+            section.model,
+            aux_layer_ids=section.aux_layer_ids,
+            supervision=section.supervision,
+            dtype=_as_stored(section.model, device) if section.dtype == "auto" else section.dtype,
+            device=device,
+            attn_implementation=section.attn_implementation,
+            compile_layers=section.compile,
+            trust_remote_code=section.trust_remote_code,
+            num_aux_layers=aux_layers,
+        )
+        if section.keep_states_gb and section.supervision == "hidden":
+            return RememberingTarget(target, self.kept_bytes(section))
+        return target
+
+    def asked_once(self, section: HfTarget) -> HfTarget:
+        """States are not kept, and layers not compiled: every batch of a precompute has a width of
+        its own, and would be compiled for."""
+        return section.model_copy(update={"keep_states_gb": 0.0, "compile": False})
+
+    def kept_bytes(self, section: HfTarget) -> int:
+        return int(section.keep_states_gb * 2**30)
+
+
+def _as_stored(model: str, device: "torch.device") -> str:
+    """As stored; but a model stored in float32 (a dequantised one) runs in bfloat16 on a GPU."""
+    import torch
+
+    from fledge.models.resolve import load_config
+
+    stored = getattr(load_config(model), "dtype", None)
+    return "bfloat16" if device.type == "cuda" and stored == torch.float32 else "auto"
+
+
+HF = HfKind()

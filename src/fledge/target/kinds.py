@@ -1,0 +1,239 @@
+"""Kinds of targets: everything that depends on who answers, one object per kind, by name.
+
+A kind is its section of a recipe and how the backend behind it is opened; whoever needs to know
+more asks the kind before it is open, and `Eagle3TargetBackend` afterwards. A kind's file imports
+neither torch nor an engine when it is loaded: recipes are read before anything heavy is needed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from fledge.core.errors import BadInput, MissingPackage, nearest
+from fledge.core.registry import Registry
+from fledge.core.settings import Count, PositiveCount, PositiveShare, Section, Text
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.target.base import Eagle3TargetBackend
+
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "fp8"}
+
+
+def _spelt_out(value: Any) -> Any:
+    return _SHORT.get(value, value) if isinstance(value, str) else value
+
+
+def _comma_separated(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+class TargetSection(Section):
+    """What every kind shares, so that it survives a switch of `target.backend`."""
+
+    backend: str
+    """Each kind says its own name; it stands here so that it comes first."""
+
+    model: Text | None = None
+    """Each kind says what it needs the name for."""
+
+    aux_layer_ids: Annotated[tuple[Count, ...], BeforeValidator(_comma_separated)] | None = None
+    """Decoder layers that feed the draft, in order (EAGLE-3: three); null: 1, n/2 - 1, n - 4."""
+
+
+Said = TypeVar("Said", bound=TargetSection)
+
+
+class TargetKind(ABC, Generic[Said]):
+    """One kind of target."""
+
+    name: ClassVar[str]
+    """`target.backend` of its recipes."""
+
+    section: type[Said]
+    """Its section of a recipe."""
+
+    brings_rows: ClassVar[bool] = False
+    """Whether it answers about rows of its own (`known_rows`), whatever data a recipe names."""
+
+    @abstractmethod
+    def open(
+        self, section: Said, *, device: "torch.device", aux_layers: int
+    ) -> "Eagle3TargetBackend":
+        """The target; `aux_layers` is how many layers it must show where the section names none."""
+
+    def model_name(self, section: Said) -> str:
+        """Where config and tokenizer come from."""
+        if section.model is None:
+            raise BadInput("no model for the tokenizer", where="target.model")
+        return section.model
+
+    # --- asked before a target is opened --------------------------------------------------------
+
+    def aux_layer_ids(self, section: Said) -> Sequence[int] | None:
+        """The layers that it will show; None: the usual ones of its model."""
+        return section.aux_layer_ids
+
+    def dtype(self, section: Said, device: "torch.device") -> "torch.dtype":
+        """The precision in which it will answer, as far as its config tells."""
+        import torch
+
+        from fledge.models.resolve import load_config
+        from fledge.target.cache.format import DTYPES
+
+        stored = getattr(load_config(self.model_name(section)), "dtype", None) or torch.float32
+        if stored not in DTYPES.values() or (device.type == "cuda" and stored == torch.float32):
+            return torch.bfloat16  # what such a model runs in
+        return stored
+
+    def trusts_code(self, section: Said) -> bool:
+        """Whether Python code that comes with the model may be run."""
+        return False
+
+    def asked_once(self, section: Said) -> Said:
+        """The section for a target that is asked about every row once, as a precompute does."""
+        return section
+
+    def kept_bytes(self, section: Said) -> int:
+        """Memory for answers that later epochs take instead of asking again."""
+        return 0
+
+
+class LoadedTarget(TargetSection):
+    """A kind that loads the weights itself."""
+
+    model: Text = "smollm2-135m"
+    """Directory, .gguf file, embedded name (smollm2-135m) or hub id (org/name@revision)."""
+
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp8"], BeforeValidator(_spelt_out)
+    ] = "auto"
+    """Precision of the target's forward; auto: as stored. Train on what will be served."""
+
+    supervision: Literal["hidden", "probs", "logits"] = "hidden"
+    """How the target's answer travels: hidden states suit every objective and loss."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+Loaded = TypeVar("Loaded", bound=LoadedTarget)
+
+
+class LoadedKind(TargetKind[Loaded]):
+    """What the kinds that load weights answer alike."""
+
+    def dtype(self, section: Loaded, device: "torch.device") -> "torch.dtype":
+        from fledge.target.cache.format import DTYPES
+
+        return DTYPES.get(section.dtype) or super().dtype(section, device)
+
+    def trusts_code(self, section: Loaded) -> bool:
+        return section.trust_remote_code
+
+
+class EngineTarget(LoadedTarget):
+    """A target inside a serving engine."""
+
+    tp_size: PositiveCount = 1
+    """GPUs the target is split over."""
+
+    memory_fraction: PositiveShare | None = None
+    """Share of GPU memory for the engine; null: the engine's choice."""
+
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine, by their own names."""
+
+
+Engine = TypeVar("Engine", bound=EngineTarget)
+
+
+class EngineKind(LoadedKind[Engine]):
+    """A serving engine in this process, imported when it is opened."""
+
+    backend: ClassVar[str]
+    """Its backend, as `module:class`."""
+
+    argument_names: ClassVar[tuple[str, str]]
+    """What the engine calls `tp_size` and `memory_fraction`."""
+
+    def open(
+        self, section: Engine, *, device: "torch.device", aux_layers: int
+    ) -> "Eagle3TargetBackend":
+        split, memory = self.argument_names
+        arguments: dict[str, Any] = {}
+        if section.tp_size > 1:
+            arguments[split] = section.tp_size
+        if section.memory_fraction is not None:
+            arguments[memory] = section.memory_fraction
+        if section.trust_remote_code:
+            arguments["trust_remote_code"] = True
+        try:
+            backend: Eagle3TargetBackend = self._backend().from_pretrained(
+                section.model,
+                aux_layer_ids=section.aux_layer_ids,
+                dtype=section.dtype,
+                supervision=section.supervision,
+                num_aux_layers=aux_layers,
+                **{**arguments, **section.engine_args},
+            )
+        except BadInput as error:  # an engine speaks of itself: say which key chose it
+            key = f"target.backend={self.name}"
+            where = error.where if key in error.where else f"{key} {error.where}".strip()
+            raise BadInput(error.what, where=where, fix=error.fix) from error
+        return backend
+
+    def _backend(self) -> Any:
+        module, _, name = self.backend.partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise MissingPackage(
+                f"{error.name} is not installed", fix=f"pip install 'fledge[{self.name}]'"
+            ) from error
+
+
+TARGET_KINDS: Registry[TargetKind[Any]] = Registry(
+    "target.backend",
+    {
+        "hf": "fledge.target.hf.kind:HF",
+        "remote": "fledge.target.remote.kind:REMOTE",
+        "cache": "fledge.target.cache.kind:CACHE",
+        "sglang": "fledge.target.sglang.kind:SGLANG",
+        "vllm": "fledge.target.vllm.kind:VLLM",
+    },
+)
+
+
+def target_sections() -> dict[str, type[TargetSection]]:
+    """The recipe sections by the name of their kind."""
+    return {name: kind.section for name, kind in TARGET_KINDS.items()}
+
+
+def kind_of(section: TargetSection) -> TargetKind[Any]:
+    """The kind that a section belongs to."""
+    return TARGET_KINDS.named(section.backend)
+
+
+def model_name(section: TargetSection) -> str:
+    """Where a target's config and tokenizer come from."""
+    return kind_of(section).model_name(section)
+
+
+def engine_section(engine: str, **given: Any) -> LoadedTarget:
+    """The section of a target that is loaded here, from flags; a kind takes those that it has."""
+    engines = {n: s for n, s in target_sections().items() if issubclass(s, LoadedTarget)}
+    if engine not in engines:
+        raise BadInput(f"no engine {engine!r}", where="engine", fix=nearest(engine, [*engines]))
+    section = engines[engine]
+    known = {name: value for name, value in given.items() if name in section.model_fields}
+    try:
+        return section.model_validate(known)
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = str(first["loc"][0]).replace("_", "-") if first["loc"] else "engine"
+        raise BadInput(f"{first['msg']}, got {first['input']!r}", where=f"--{flag}") from error

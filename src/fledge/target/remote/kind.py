@@ -1,0 +1,137 @@
+"""`target.backend=remote`: the target on servers. Imports no torch when loaded."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from fledge.core.settings import Count, NonNegative, Positive, PositiveCount, Text, Texts
+from fledge.target.kinds import TargetKind, TargetSection
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.target.remote.client import RemoteEagle3TargetModel
+
+
+class RemoteTarget(TargetSection):
+    """The target on servers started with `fledge serve-target`."""
+
+    backend: Literal["remote"] = "remote"
+    """Target and draft in separate processes, on one machine or on many."""
+
+    model: Text | None = None
+    """Where config and tokenizer come from; null: from the servers."""
+
+    urls: Annotated[Texts, Field(min_length=1)] = ("http://127.0.0.1:8700",)
+    """One or more servers with the same target; requests go to the least loaded."""
+
+    supervision: Literal["hidden", "probs", "topk"] = "hidden"
+    """What travels: hidden states by default, probabilities or top-k on thin links."""
+
+    top_k: PositiveCount = 64
+    """Probabilities that travel for each token (topk)."""
+
+    wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of what travels; auto: the target's own, which loses nothing."""
+
+    merge: bool = False
+    """Let a server run small requests of several trainers together; equal to rounding only."""
+
+    token_env: Text | None = None
+    """Name of the environment variable that holds the bearer token; null: none is sent."""
+
+    ca_file: Text | None = None
+    """Certificate bundle for https servers that the system does not know."""
+
+    prefetch: PositiveCount = 2
+    """Batches asked for ahead of the trainer."""
+
+    timeout_s: Positive = 120.0
+    """How long one request may take before it is sent again elsewhere."""
+
+    retries: Count = 5
+    """Attempts after the first one, each after a longer pause."""
+
+    wait_s: NonNegative = 300.0
+    """How long to wait while no server answers before the run stops, resumable."""
+
+    shared_memory: bool = True
+    """Use shared memory instead of the network when a server runs on this machine."""
+
+    @field_validator("urls")
+    @classmethod
+    def _http(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"'{url}' must start with http:// or https://")
+        return urls
+
+
+class RemoteKind(TargetKind[RemoteTarget]):
+    name = "remote"
+    section = RemoteTarget
+
+    def open(
+        self, section: RemoteTarget, *, device: "torch.device", aux_layers: int
+    ) -> "RemoteEagle3TargetModel":
+        """The client that a recipe describes; batches lie where a copy to `device` is fast."""
+        return _client(section, pin_memory=device.type == "cuda")
+
+    def model_name(self, section: RemoteTarget) -> str:
+        return section.model or str(_files(section))
+
+    def aux_layer_ids(self, section: RemoteTarget) -> Sequence[int] | None:
+        return section.aux_layer_ids or _facts(section)["aux_layer_ids"]
+
+    def dtype(self, section: RemoteTarget, device: "torch.device") -> "torch.dtype":
+        from fledge.target.cache.format import DTYPES
+
+        wire = section.wire_dtype
+        return DTYPES[_facts(section)["dtype"] if wire == "auto" else wire]
+
+
+def _client(section: RemoteTarget, *, pin_memory: bool = False) -> "RemoteEagle3TargetModel":
+    from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
+
+    return RemoteEagle3TargetModel(
+        section.urls,
+        supervision=section.supervision,
+        aux_layer_ids=section.aux_layer_ids,
+        token=token_from(section.token_env),
+        ca_file=section.ca_file,
+        top_k=section.top_k,
+        dtype=section.wire_dtype,
+        merge=section.merge,
+        prefetch=section.prefetch,
+        timeout_s=section.timeout_s,
+        retries=section.retries,
+        wait_s=section.wait_s,
+        shared_memory=section.shared_memory,
+        pin_memory=pin_memory,
+    )
+
+
+@functools.cache
+def _facts(section: RemoteTarget) -> dict[str, Any]:
+    """What the servers say of their target, asked once a process."""
+    with _client(section) as target:
+        return target.server_info
+
+
+@functools.cache
+def _files(section: RemoteTarget) -> Path:
+    """A directory with the config and tokenizer of the servers' target, fetched once a process."""
+    from fledge.core.files import cache_dir
+
+    with _client(section) as target:
+        facts = target.server_info
+        name = f"{facts['weights_fingerprint']}-{facts['tokenizer_fingerprint']}"
+        directory = cache_dir() / "remote" / name
+        target.fetch_files(directory)
+    return directory
+
+
+REMOTE = RemoteKind()

@@ -1,0 +1,166 @@
+"""Kinds of targets: the ones we have, and one that comes from outside."""
+
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.recipe.schema import load_recipe
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.hf.kind import HfTarget
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.kinds import (
+    TARGET_KINDS,
+    TargetKind,
+    TargetSection,
+    engine_section,
+    kind_of,
+    model_name,
+    target_sections,
+)
+from fledge.train.fit import fit
+from fledge.train.predict import predict
+from fledge.train.setup import make_target, set_up
+from train.test_fit import differing, final_weights, stop_after
+from train.tiny import Notes
+
+CPU = torch.device("cpu")
+
+
+class ToyTarget(TargetSection):
+    """A Hugging Face model behind somebody else's class."""
+
+    backend: Literal["toy"] = "toy"
+    """Registered by a test."""
+
+    gain: float = 1.0
+    """Its states are multiplied by this."""
+
+
+class Toy(Eagle3TargetBackend):
+    def __init__(self, inner: HFEagle3TargetModel, gain: float) -> None:
+        super().__init__("hidden")
+        self.inner, self.gain, self.aux_layer_ids = inner, gain, inner.aux_layer_ids
+
+    def answer(self, rows):
+        batch = self.inner.answer(rows)
+        batch.aux_hidden_states.mul_(self.gain)
+        return batch
+
+    def get_input_embeddings(self):
+        return self.inner.get_input_embeddings()
+
+    def info(self):
+        return self.inner.info()
+
+
+class ToyKind(TargetKind[ToyTarget]):
+    name = "toy"
+    section = ToyTarget
+
+    def open(self, section, *, device, aux_layers):
+        inner = HFEagle3TargetModel.from_pretrained(
+            section.model,
+            aux_layer_ids=section.aux_layer_ids,
+            dtype=torch.float32,
+            device=device,
+            num_aux_layers=aux_layers,
+        )
+        return Toy(inner, section.gain)
+
+
+@pytest.fixture
+def toy(recipe, tmp_path):
+    """Makes recipes of the new kind: a written one of ours, switched."""
+    TARGET_KINDS.add("toy", ToyKind())
+
+    def make(*overrides, run="toy"):
+        written = recipe(run=run).write_resolved(tmp_path / "written")
+        return load_recipe(written, ["target.backend=toy", *overrides])
+
+    yield make
+    if "toy" in TARGET_KINDS:
+        TARGET_KINDS.remove("toy")
+
+
+def test_a_kind_from_outside_is_read_opened_and_planned(toy, tiny_target):
+    recipe = toy("target.gain=2")
+    assert recipe.target == ToyTarget(model=str(tiny_target), aux_layer_ids=(0, 1, 2), gain=2.0)
+    assert model_name(recipe.target) == str(tiny_target)
+    rows = TokenBatch(*(torch.arange(1, 9)[None] for _ in range(3)))
+    with make_target(recipe, CPU) as ours, make_target(toy(), CPU) as plain:
+        doubled = 2 * plain.answer(rows).aux_hidden_states
+        assert torch.equal(ours.answer(rows).aux_hidden_states, doubled)
+    training = set_up(recipe)
+    assert predict(recipe, training).target_bytes == sum(
+        weight.nbytes for weight in training.parts.target.info().module.parameters()
+    )
+
+
+def test_a_kind_from_outside_trains_and_resumes_like_our_own(toy, recipe, tmp_path, monkeypatch):
+    with pytest.raises(BadInput, match=r"gian.*did you mean 'gain'"):
+        toy("target.gian=2")
+    assert fit(set_up(recipe(run="hf")), Notes()).finished
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        assert not fit(set_up(toy()), Notes()).finished
+    assert fit(set_up(load_recipe(tmp_path / "toy" / "recipe.yaml")), Notes()).finished
+    assert differing(final_weights(tmp_path / "toy"), final_weights(tmp_path / "hf")) == []
+
+
+@pytest.mark.parametrize("words", [["recipe", "check"], ["plan"]], ids=" ".join)
+def test_verbs_take_a_kind_from_outside(toy, words, tmp_path):
+    path = toy().write_resolved(tmp_path / "toy-recipe")
+    result = CliRunner().invoke(app, [*words, str(path)])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_removed_kind_is_not_known(toy):
+    section = toy().target
+    TARGET_KINDS.remove("toy")
+    with pytest.raises(BadInput, match=r"unknown target\.backend 'toy'"):
+        kind_of(section)
+    with pytest.raises(BadInput, match=r"target\.backend"):
+        load_recipe(None, ["target.backend=toy"])
+
+
+def test_sections_need_no_torch():
+    code = (
+        "import sys, fledge.recipe.schema; from fledge.target.kinds import target_sections; "
+        "assert list(target_sections()) == ['hf', 'remote', 'cache', 'sglang', 'vllm']; "
+        "assert not {'torch', 'transformers', 'vllm', 'sglang'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_kind_says_its_name_once():
+    for name, section in target_sections().items():
+        assert TARGET_KINDS[name].name == name
+        assert section.model_fields["backend"].default == name
+
+
+def test_a_server_opens_only_what_loads_weights():
+    section = engine_section("hf", model="m", dtype="bf16", compile=False, engine_args={"a": 1})
+    assert section == HfTarget(model="m", dtype="bfloat16", compile=False)
+    assert engine_section("vllm", model="m", engine_args={"a": 1}).engine_args == {"a": 1}
+    with pytest.raises(BadInput, match=r"no engine 'cache'"):
+        engine_section("cache", model="m")
+    with pytest.raises(BadInput, match=r"--dtype: .* got 'int3'"):
+        engine_section("hf", model="m", dtype="int3")
+
+
+def test_a_target_that_shows_another_number_of_layers_is_refused(toy, monkeypatch):
+    def two(self, section, *, device, aux_layers):
+        section = section.model_copy(update={"aux_layer_ids": (0, 1)})
+        return opened(self, section, device=device, aux_layers=2)
+
+    opened = ToyKind.open
+    monkeypatch.setattr(ToyKind, "open", two)
+    with pytest.raises(BadInput, match=r"shows layers \[0, 1\].*EAGLE-3 listens to three"):
+        make_target(toy(), CPU)
