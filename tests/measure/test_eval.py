@@ -15,6 +15,7 @@ from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import eos_token_ids
 from fledge.decode.strategies.registry import STRATEGIES
 from fledge.decode.strategies.shape import DraftShape, TreeShape
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.measure.answers import cached_answers
 from fledge.measure.evaluation import DraftEvaluation, EvalOptions
 from fledge.measure.figures import (
@@ -90,9 +91,17 @@ def run(place, *arguments):
     )  # fmt: skip
 
 
-def test_drafts_side_by_side_as_json(place, own_cache):
+def test_drafts_side_by_side_as_json(place, own_cache, monkeypatch):
+    loaded, load = [], LlamaEagle3DraftModel.from_pretrained
+
+    def from_pretrained(directory, **options):
+        loaded.append(directory.name)
+        return load(directory, **options)
+
+    monkeypatch.setattr(LlamaEagle3DraftModel, "from_pretrained", from_pretrained)
     result = run(place, str(place / "trained"), str(place / "random"), "--json")
     assert result.exit_code == 0, result.output
+    assert loaded == ["trained", "random"]  # each once
     found = json.loads(result.stdout)
     assert found["answers"] == 4  # three prompts and one follow-up
     assert found["target"]["dtype"] == "float64"
