@@ -1,6 +1,6 @@
 """How long tokenising takes, and how long the second start takes.
 
-    python benchmarks/bench_tokenise.py ../shared/data/smollm2_chat.jsonl
+    python benchmarks/bench_tokenise.py chats.jsonl
 
 Each start is a new process, as a user would have it; a fresh cache is used. The table goes to
 benchmarks/results/tokenise.md with --write.

@@ -12,7 +12,7 @@ counts = st.lists(st.integers(0, 5), min_size=1, max_size=40).map(np.array)
 
 
 def by_the_book(counts_V, size, special):
-    """SEMANTICS 3, word for word."""
+    """docs/semantics.md, Draft vocabulary, word for word."""
     order = []
     for token in special:
         if token is not None and token not in order:

@@ -71,7 +71,7 @@ def assert_same(one, other, tolerance=1e-11):
 
 
 def flat_forward(draft, plan, aux, ids, *, shuffle=False):
-    """The plan's elements through `forward_peagle`, as a caller of the seed's interface would."""
+    """The plan's elements through `forward_peagle`, as an outside caller would."""
     real = sum(LENGTHS)
     deeper = [
         (slot, depth)
@@ -282,7 +282,7 @@ def test_the_mask_token_must_be_an_id():
         unrolled(draft, make_plan(batch), aux, ids)
 
 
-def test_signatures_are_the_seeds():
+def test_public_signatures():
     def names(function):
         return list(inspect.signature(function).parameters)
 

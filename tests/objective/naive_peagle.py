@@ -1,8 +1,8 @@
 """P-EAGLE as a textbook would write it: one document at a time, every element against every other.
 
-Elements are (anchor, depth) pairs in a list; visibility is the sentence of SEMANTICS 6 in a double
-loop; q, k, v read explicit concatenations. Nothing is shared with the code under test except the
-draft's parameters and rotary table.
+Elements are (anchor, depth) pairs in a list; visibility is the sentence of docs/semantics.md in a
+double loop; q, k, v read explicit concatenations. Nothing is shared with the code under test except
+the draft's parameters and rotary table.
 """
 
 from dataclasses import dataclass, field

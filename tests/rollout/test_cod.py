@@ -1,4 +1,4 @@
-"""COD sampling against the sentences of SEMANTICS 6."""
+"""COD sampling against the sentences of docs/semantics.md, P-EAGLE."""
 
 import numpy as np
 import pytest

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def rule(query, key, document):
-    """SEMANTICS 6, word for word; elements are (anchor, depth), `document(anchor)` -1: padding."""
+    """docs/semantics.md, P-EAGLE, word for word; elements are (anchor, depth), -1 is padding."""
     (qa, qd), (ka, kd) = query, key
     same = document(qa) == document(ka) and document(qa) != -1
     return same and ((kd == 0 and ka <= qa) or (ka == qa and kd <= qd))

@@ -1,4 +1,4 @@
-"""The rollout plan against a brute-force reading of SEMANTICS 1 and 5."""
+"""The rollout plan against a brute-force reading of docs/semantics.md, Shift and TTT."""
 
 import numpy as np
 import pytest

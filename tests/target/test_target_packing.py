@@ -65,7 +65,7 @@ def test_take_and_put_are_inverse_on_documents(lengths: list[int], overhead: int
 
 
 def test_the_worked_example() -> None:
-    """Width 8, documents of 3 and 2 tokens (SEMANTICS 5)."""
+    """Width 8, documents of 3 and 2 tokens (docs/semantics.md, Packing)."""
     ids, mask, loss, positions, seq_lens, remaining = packed_rows([[[11, 12, 13], [14, 15]]], 8)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert mask.tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
@@ -109,7 +109,7 @@ def test_grouping_does_not_change_the_answer(overhead: int) -> None:
 
 
 def test_packed_equals_the_dense_block_causal_mask() -> None:
-    """The seed's own way, a [B, 1, T, T] mask, on every real slot."""
+    """The textbook way, a [B, 1, T, T] mask, on every real slot."""
     model = tiny_model("llama", dtype=torch.float64)
     ids, mask, loss, positions, seq_lens, remaining = packed_rows(some_documents(), 14)
     document = torch.stack(

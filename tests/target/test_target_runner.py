@@ -52,7 +52,7 @@ def test_runner_equals_hf_bitwise(architecture: str, supervision: Any) -> None:
 
 
 class SeedRunner:
-    """Exactly the seed's surface: no hidden states, no head, no close."""
+    """Exactly `TargetRunner`: no hidden states, no head, no close."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -90,7 +90,7 @@ def test_a_mock_of_a_runner_is_enough() -> None:
     assert torch.equal(batch.aux_hidden_states, aux)
 
 
-def test_a_runner_with_the_seeds_surface_is_enough() -> None:
+def test_a_runner_with_the_narrow_protocol_is_enough() -> None:
     model = tiny_model("qwen3")
     runner = SeedRunner(model)
     assert isinstance(runner, TargetRunner)

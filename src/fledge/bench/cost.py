@@ -1,4 +1,4 @@
-"""What one training step must multiply, and who holds its memory at the peak."""
+"""Operations of one training step, and which lines hold its memory at the peak."""
 
 from collections import defaultdict
 from typing import Any
@@ -57,7 +57,7 @@ def _weights(modules: Any) -> int:
 
 
 def memory_at_peak(parts: Parts, batch: StepBatch, rows: int = 20) -> list[tuple[str, float]]:
-    """Run a step and tell who held how many GiB when most was allocated: (source line, GiB)."""
+    """Run a step; at its memory peak, how many GiB each source line held: (source line, GiB)."""
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
     train_step(parts, batch, lr=1e-4)
     torch.cuda.synchronize()
@@ -95,11 +95,11 @@ def profile(parts: Parts, batch: StepBatch) -> str:
 
     gpu = parts.device.type == "cuda"
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
-    with record(activities=kinds) as found:
+    with record(activities=kinds) as measured:
         train_step(parts, batch, lr=1e-4)
         parts.clock.read()
     keys = ["self_device_time_total"] * gpu + ["self_cpu_time_total"]
-    average = found.key_averages()
+    average = measured.key_averages()
     return "\n".join(
         average.table(sort_by=key, row_limit=30, max_name_column_width=60) for key in keys
     )

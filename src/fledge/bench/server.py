@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerAcceptance:
-    """The engine's own word on its draft, over the measured requests."""
+    """The engine's own figures about its draft, over the measured requests."""
 
     length: float
     per_position: list[float] = field(default_factory=list)  # P(tokens 1..k accepted); vLLM only
@@ -191,10 +191,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     ordered = sorted(values)
-    found = {
+    ranks = {
         f"p{share}": ordered[max(0, -(-share * len(ordered) // 100) - 1)] for share in _PERCENTILES
     }
-    return {**found, "mean": sum(ordered) / len(ordered)}
+    return {**ranks, "mean": sum(ordered) / len(ordered)}
 
 
 # --- acceptance --------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ async def _counters(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 def parse_counters(text: str) -> dict[str, float]:
-    """`name` or `name:position` -> value, for what engines tell about speculative decoding."""
-    found: dict[str, float] = {}
+    """`name` or `name:position` -> value, for the engine's speculative decoding counters."""
+    counters: dict[str, float] = {}
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if match is None or "spec_" not in match["name"]:
@@ -216,8 +216,8 @@ def parse_counters(text: str) -> dict[str, float]:
         name = match["name"].removesuffix("_total")
         if position := re.search(r'position="(\d+)"', match["labels"] or ""):
             name = f"{name}:{position[1]}"
-        found[name] = found.get(name, 0.0) + float(match["value"])
-    return found
+        counters[name] = counters.get(name, 0.0) + float(match["value"])
+    return counters
 
 
 async def _acceptance(

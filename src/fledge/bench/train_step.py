@@ -2,7 +2,7 @@
 
 A step is what `fledge train` does: target forward, rollout, backward, clip, AdamW with float32
 masters. `documents` packs documents of about that many tokens; without it every row is one document
-of `seq` tokens. 60 % of the tokens are supervised, as in the peers' figures.
+of `seq` tokens. 60 % of the tokens are supervised.
 """
 
 import statistics

@@ -103,20 +103,20 @@ def train(
         measured = bench.measure(
             case, where, steps=steps, warmup=warmup, on_step=lambda: bar.advance(task), look=look
         )
-    found = {"kind": kind, "shape": shape, **measured.to_json()}
+    figures = {"kind": kind, "shape": shape, **measured.to_json()}
     if as_json:
-        print_json(found)
+        print_json(figures)
     else:
-        _show(found)
+        _show(figures)
     for note in notes:
         print(note)
 
 
-def _show(found: dict[str, object]) -> None:
+def _show(figures: dict[str, object]) -> None:
     from rich.table import Table
 
     table = Table(box=None, show_header=False)
-    for name, value in found.items():
+    for name, value in figures.items():
         table.add_row(
             name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value}"
         )

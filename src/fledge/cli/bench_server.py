@@ -49,7 +49,7 @@ def bench(
     for _, address in servers:
         server_address(address)
     levels = concurrency or [1]
-    found: list[tuple[str, Any]] = []
+    runs: list[tuple[str, Any]] = []
     with watching() as watch:
         for level in levels:
             load = Load(asked, requests, level, max_tokens, temperature)
@@ -60,18 +60,18 @@ def bench(
                     watch(label, done, requests)
 
                 on_answer(0)
-                found.append((name, measure(address, load, model=model, on_answer=on_answer)))
+                runs.append((name, measure(address, load, model=model, on_answer=on_answer)))
     if as_json:
-        print_json([{"server": name, **one.to_json()} for name, one in found])
+        print_json([{"server": name, **run.to_json()} for name, run in runs])
     else:
-        _show(found)
+        _show(runs)
 
 
 def dict_messages(messages: Any) -> list[dict[str, str]]:
-    return [{"role": one["role"], "content": one["content"]} for one in messages]
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _show(found: list[tuple[str, Any]]) -> None:
+def _show(runs: list[tuple[str, Any]]) -> None:
     table = Table(box=None)
     columns = (
         "server", "at a\ntime", "tokens/s", "speed-up", "first token\np50 / p99 ms",
@@ -79,19 +79,19 @@ def _show(found: list[tuple[str, Any]]) -> None:
     )  # fmt: skip
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    plain = {one.concurrency: one.tokens_per_s for name, one in found if name == "baseline"}
-    for name, one in found:
-        base = plain.get(one.concurrency)
-        gain = f"{one.tokens_per_s / base:.2f}x" if base and name == "draft" else ""
-        times = [_pair(values) for values in (one.first_ms, one.per_token_ms, one.total_ms)]
-        length = "" if one.acceptance is None else f"{one.acceptance.length:.3f}"
-        row = (name, str(one.concurrency), f"{one.tokens_per_s:,.1f}", gain, *times, length)
+    plain = {run.concurrency: run.tokens_per_s for name, run in runs if name == "baseline"}
+    for name, run in runs:
+        base = plain.get(run.concurrency)
+        gain = f"{run.tokens_per_s / base:.2f}x" if base and name == "draft" else ""
+        times = [_pair(values) for values in (run.first_ms, run.per_token_ms, run.total_ms)]
+        length = "" if run.acceptance is None else f"{run.acceptance.length:.3f}"
+        row = (name, str(run.concurrency), f"{run.tokens_per_s:,.1f}", gain, *times, length)
         table.add_row(*row)
     out.print(table)
-    drafted = [one for name, one in found if name == "draft"]
-    for source in dict.fromkeys(one.acceptance.source for one in drafted if one.acceptance):
+    drafted = [run for name, run in runs if name == "draft"]
+    for source in dict.fromkeys(run.acceptance.source for run in drafted if run.acceptance):
         out.print(f"acceptance length = 1 + accepted / drafted rounds: {source}.", style="dim")
-    if not any(one.acceptance for one in drafted):
+    if not any(run.acceptance for run in drafted):
         out.print(
             "the server tells nothing about speculative decoding: is the draft on? SGLang needs "
             "--enable-metrics",

@@ -44,7 +44,7 @@ def chat(
     """Chat in the terminal: the draft's accepted words in green, speed with and without it.
 
     From a pipe every line is a question: `echo 'Why is the sky blue?' | fledge chat DRAFT`. Answers
-    go to standard output, figures to standard error. /reset forgets what was said, /quit ends.
+    go to standard output, figures to standard error. /reset clears the conversation, /quit ends.
     """
     from fledge.train.runs import draft_directory
 
@@ -63,16 +63,16 @@ def chat(
             seed=seed,
         )
     start = [{"role": "system", "content": system}] if system else []
-    said = list(start)
+    conversation = list(start)
     for line in _lines():
         if line == "/quit":
             return
         if line == "/reset":
-            said = list(start)
+            conversation = list(start)
             continue
-        said.append({"role": "user", "content": line})
-        answer = talk.answer(said, compare=compare, quiet=as_json)
-        said.append({"role": "assistant", "content": answer["text"]})
+        conversation.append({"role": "user", "content": line})
+        answer = talk.answer(conversation, compare=compare, quiet=as_json)
+        conversation.append({"role": "assistant", "content": answer["text"]})
         if as_json:
             sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
             sys.stdout.flush()
@@ -134,38 +134,40 @@ class _Talk:
         self._room = longest_text(backend.model.config)
         self._plain_speed: float | None = None
 
-    def answer(self, said: list[dict[str, str]], *, compare: bool, quiet: bool) -> dict[str, Any]:
+    def answer(
+        self, conversation: list[dict[str, str]], *, compare: bool, quiet: bool
+    ) -> dict[str, Any]:
         """Answer and show it while it comes; text, figures and who wrote what."""
         from fledge.measure.prompts import encode_prompt
 
-        ids = encode_prompt(said, self._template, self._tokenizer)
+        ids = encode_prompt(conversation, self._template, self._tokenizer)
         if len(ids) + self._stops.max_new_tokens > self._room:
             raise BadInput(
                 f"{len(ids)} tokens were said, the target takes {self._room}",
                 fix="/reset, or a lower --max-new-tokens",
             )
         stream = _Stream(self._tokenizer, quiet=quiet)
-        [one] = self._decoder.generate(
+        [generation] = self._decoder.generate(
             [ids],
             self._stops,
             temperature=self._temperature,
             seed=self._seed,
             on_round=lambda rows: stream.show(rows[0]),
         )
-        stream.end(one)
-        rounds = sum(r.emitted for r in one.rounds), len(one.rounds)
-        found = {
-            "text": self._tokenizer.decode(one.token_ids, skip_special_tokens=True),
-            "finish": one.finish,
-            "tokens": len(one.token_ids),
-            "drafted": sum(r.accepted for r in one.rounds),
+        stream.end(generation)
+        rounds = sum(r.emitted for r in generation.rounds), len(generation.rounds)
+        figures = {
+            "text": self._tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+            "finish": generation.finish,
+            "tokens": len(generation.token_ids),
+            "drafted": sum(r.accepted for r in generation.rounds),
             "rounds": rounds[1],
             "acceptance_length": rounds[0] / rounds[1] if rounds[1] else None,
-            "tokens_per_s": _speed(one, self._decoder.timing),
+            "tokens_per_s": _speed(generation, self._decoder.timing),
         }
-        return found | self._without(ids, one, compare=compare)
+        return figures | self._without(ids, generation, compare=compare)
 
-    def _without(self, ids: list[int], one: Any, *, compare: bool) -> dict[str, Any]:
+    def _without(self, ids: list[int], generation: Any, *, compare: bool) -> dict[str, Any]:
         """The target alone on the same prompt: all of it, or once just enough to know its speed."""
         from fledge.decode.stops import Stops
 
@@ -174,15 +176,15 @@ class _Talk:
         stops = self._stops if compare else Stops(min(_PROBE_TOKENS, self._stops.max_new_tokens))
         [alone] = self._plain.generate([ids], stops, temperature=self._temperature, seed=self._seed)
         self._plain_speed = _speed(alone, self._plain.timing)
-        found: dict[str, Any] = {"plain_tokens_per_s": self._plain_speed}
+        figures: dict[str, Any] = {"plain_tokens_per_s": self._plain_speed}
         if compare and self._temperature == 0:
-            found["same_text"] = alone.token_ids == one.token_ids
-        return found
+            figures["same_text"] = alone.token_ids == generation.token_ids
+        return figures
 
 
-def _speed(one: Any, timing: Any) -> float | None:
+def _speed(generation: Any, timing: Any) -> float | None:
     """Tokens per second after the prompt's pass, which gives the first one away."""
-    return (len(one.token_ids) - 1) / timing.decode_s if timing.rounds else None
+    return (len(generation.token_ids) - 1) / timing.decode_s if timing.rounds else None
 
 
 class _Stream:
@@ -193,14 +195,14 @@ class _Stream:
 
         self._pieces, self._shown, self._quiet = Pieces(tokenizer), 0, quiet
 
-    def show(self, one: Any) -> None:
-        new = one.token_ids[self._shown :]
-        depths = accepted_depths(one)[self._shown :]
-        self._shown = len(one.token_ids)
+    def show(self, generation: Any) -> None:
+        new = generation.token_ids[self._shown :]
+        depths = accepted_depths(generation)[self._shown :]
+        self._shown = len(generation.token_ids)
         self._write(self._pieces.add(new), depths)
 
-    def end(self, one: Any) -> None:
-        self.show(one)
+    def end(self, generation: Any) -> None:
+        self.show(generation)
         self._write([f"{self._pieces.rest()}\n"], [0])
 
     def _write(self, pieces: list[str], depths: list[int]) -> None:
@@ -213,11 +215,11 @@ class _Stream:
             sys.stdout.flush()
 
 
-def accepted_depths(one: Any) -> list[int]:
-    """Per new token: as the how-manyeth of its round the draft wrote it; 0 for the target's own."""
-    depths = [0] * len(one.token_ids)
-    for r in one.rounds:  # a round adds its accepted tokens first, then the target's own
-        at = r.context - len(one.prompt_ids)
+def accepted_depths(generation: Any) -> list[int]:
+    """Per new token: its depth if the draft wrote it (from 1), 0 if the target did."""
+    depths = [0] * len(generation.token_ids)
+    for r in generation.rounds:  # a round adds its accepted tokens first, then the target's own
+        at = r.context - len(generation.prompt_ids)
         depths[at : at + r.accepted] = range(1, r.accepted + 1)
     return depths
 

@@ -1,4 +1,4 @@
-"""What every verb shares: where words go, how progress looks, how JSON is printed."""
+"""What every verb shares: output streams, progress bars, JSON."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ from rich.progress import (
 
 
 class _Console(Console):
-    """A reader who has seen enough (`| head`) is no failure: `main.run` ends with code 0."""
+    """A reader that closes the pipe (`| head`) is not a failure: `main.run` ends with code 0."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
-# Results go to stdout, everything said on the way to stderr: `fledge ... --json | jq` works.
+# Results go to stdout, everything else goes to stderr: `fledge ... --json | jq` works.
 out = _Console(highlight=False)
 err = _Console(stderr=True, highlight=False)
 

@@ -1,4 +1,4 @@
-"""`fledge data prepare | preview | stats`: look at the data before paying for it."""
+"""`fledge data prepare | preview | stats`: look at the data before training on it."""
 
 import time
 from pathlib import Path
@@ -197,26 +197,32 @@ def stats(
     rows = _prepare(data, model, options, workers, max_drop_share)
     config = load_config(model)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
-    found = data_stats(rows, vocab_size, pack)
+    figures = data_stats(rows, vocab_size, pack)
     if as_json:
-        print_json(found.to_json())
+        print_json(figures.to_json())
         return
-    _print_stats(found, rows)
+    _print_stats(figures, rows)
 
 
-def _print_stats(found: Any, rows: Any) -> None:
+def _print_stats(figures: Any, rows: Any) -> None:
     table = Table(show_header=False, box=None)
-    table.add_row("rows", f"{found.rows:,}")
-    table.add_row("tokens", f"{found.tokens:,}")
-    table.add_row("supervised", f"{found.supervised:,} ({found.supervised_share:.1%})")
-    table.add_row("answers without their end", f"{found.truncated:,}")
-    table.add_row("length", "  ".join(f"{name} {value:,}" for name, value in found.lengths.items()))
-    packed = f"{found.packs:,} packs of {found.pack_tokens:,}, {found.padding_share:.2%} padding"
-    table.add_row("packing", packed + (f", {found.overlong:,} rows cut" if found.overlong else ""))
-    table.add_row("distinct supervised tokens", f"{found.distinct:,}")
+    table.add_row("rows", f"{figures.rows:,}")
+    table.add_row("tokens", f"{figures.tokens:,}")
+    table.add_row("supervised", f"{figures.supervised:,} ({figures.supervised_share:.1%})")
+    table.add_row("answers without their end", f"{figures.truncated:,}")
+    table.add_row(
+        "length", "  ".join(f"{name} {value:,}" for name, value in figures.lengths.items())
+    )
+    packed = (
+        f"{figures.packs:,} packs of {figures.pack_tokens:,}, {figures.padding_share:.2%} padding"
+    )
+    table.add_row(
+        "packing", packed + (f", {figures.overlong:,} rows cut" if figures.overlong else "")
+    )
+    table.add_row("distinct supervised tokens", f"{figures.distinct:,}")
     out.print(table)
-    _bars("length up to", [(f"{b:,}", n / found.rows, f"{n:,}") for b, n in found.histogram])
-    covered = [(f"{s:,}", share, f"{share:.2%}") for s, share in found.coverage]
+    _bars("length up to", [(f"{b:,}", n / figures.rows, f"{n:,}") for b, n in figures.histogram])
+    covered = [(f"{s:,}", share, f"{share:.2%}") for s, share in figures.coverage]
     _bars("draft vocabulary covers", covered)
     _print_drops(rows.drops)
 

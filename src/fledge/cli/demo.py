@@ -83,8 +83,8 @@ def _questions(lines: list[str]) -> Iterator[dict[str, Any]]:
     """The last questions of every kind."""
     questions = [json.loads(line)["messages"][0] for line in lines]
     for word, (kind, count) in _KINDS.items():
-        own = [one for one in questions if one["content"].startswith(f"{word} ")]
-        yield from ({"category": kind, "messages": [one]} for one in own[-count:])
+        own = [question for question in questions if question["content"].startswith(f"{word} ")]
+        yield from ({"category": kind, "messages": [question]} for question in own[-count:])
 
 
 def measure_and_show(run: Path, prompts: Path) -> bool:
@@ -96,16 +96,16 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     options = EvalOptions(
         num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
     )
-    found = eval.measure([run], [str(prompts)], options)
-    write_json(run / EVALUATION_NAME, found.to_json())
-    [draft] = found.reports
+    measured = eval.measure([run], [str(prompts)], options)
+    write_json(run / EVALUATION_NAME, measured.to_json())
+    [draft] = measured.reports
     for shown in draft.samples[:2]:
         out.print(shown.prompt, style="bold", markup=False)
         pieces, depths = [t.text for t in shown.tokens], [t.depth for t in shown.tokens]
         out.print(coloured(pieces, depths), soft_wrap=True)
     out.print(f"\n[black on {SHADES[1]}]green[/] tokens were the draft's; on {len(draft.samples)} "
               "questions it never saw:")  # fmt: skip
-    out.print(eval.positions(found.reports))
+    out.print(eval.positions(measured.reports))
     live = draft.live
     lossless = bool(live.same_texts == live.texts and live.agrees)
     mark = "[green]lossless[/]" if lossless else "[red]not lossless[/]"

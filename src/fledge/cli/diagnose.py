@@ -68,19 +68,19 @@ def diagnose(
 
         watch("checking the files", 0, 1)
         options: dict[str, Any] = {"engine": engine, "static": static, "answering": answering}
-        found = examine(directory, name, **options)
+        diagnosis = examine(directory, name, **options)
         after = None
-        if fix is not None and found.repaired is not None:
-            after = examine(write_repaired(found, fix), name, **options)
-    last = after or found
+        if fix is not None and diagnosis.repaired is not None:
+            after = examine(write_repaired(diagnosis, fix), name, **options)
+    last = after or diagnosis
     if as_json:
         print_json(
-            {**found.to_json(), "repaired": None if after is None else after.to_json()},
+            {**diagnosis.to_json(), "repaired": None if after is None else after.to_json()},
         )
     else:
-        _show(found)
+        _show(diagnosis)
         if fix is not None:
-            _show_repair(found, after, fix)
+            _show_repair(diagnosis, after, fix)
     if last.of("error"):
         raise typer.Exit(1)
 
@@ -118,13 +118,13 @@ def _show(found: Any) -> None:
         soft_wrap=True,
         markup=False,
     )
-    for one in found.findings:
-        out.print(f"{one.severity:>7}  ", style=_STYLES[one.severity], end="")
-        out.print(one.check, style="bold", end="")
-        out.print(f"  {one.evidence}", soft_wrap=True, markup=False)
-        if one.fix:
-            sure = " (--fix does it)" if one.repair is not None else ""
-            out.print(f"         {'':{len(one.check)}}  -> {one.fix}{sure}", soft_wrap=True,
+    for finding in found.findings:
+        out.print(f"{finding.severity:>7}  ", style=_STYLES[finding.severity], end="")
+        out.print(finding.check, style="bold", end="")
+        out.print(f"  {finding.evidence}", soft_wrap=True, markup=False)
+        if finding.fix:
+            sure = " (--fix does it)" if finding.repair is not None else ""
+            out.print(f"         {'':{len(finding.check)}}  -> {finding.fix}{sure}", soft_wrap=True,
                       markup=False)  # fmt: skip
     for reason in found.skipped:
         out.print(f"skipped  {reason}", style="yellow", soft_wrap=True, markup=False)
@@ -133,10 +133,10 @@ def _show(found: Any) -> None:
     out.print(verdict, style="bold green" if found.healthy else "bold")
 
 
-def _show_repair(found: Any, after: Any, path: Path) -> None:
+def _show_repair(diagnosis: Any, after: Any, path: Path) -> None:
     if after is None:
         err.print("nothing was written: no fault has a certain repair", soft_wrap=True)
         return
-    done = [one.check for one in found.findings if one.repair is not None]
+    done = [finding.check for finding in diagnosis.findings if finding.repair is not None]
     out.print(f"\nrepaired copy in {path} ({', '.join(done)}), checked again:", soft_wrap=True)
     _show(after)

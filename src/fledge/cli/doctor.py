@@ -1,6 +1,6 @@
-"""`fledge doctor`: what is here, what can run here, and what to do about the rest.
+"""`fledge doctor`: versions and devices, what can run here, and what to do about the rest.
 
-Looks only: no network, no download, nothing written. Each check stands on its own, so that one
+Read-only: no network, no download, nothing written. Each check is independent, so that one
 broken part (a torch that does not import, a driver that does not answer) is reported, not raised.
 """
 
@@ -254,7 +254,7 @@ def _size(directory: Path) -> int:
     for file in directory.rglob("*"):
         try:
             total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # removed by somebody while we look
+        except OSError:  # removed while we look
             continue
     return total
 

@@ -64,7 +64,7 @@ def evaluate(
     )
     if output is not None:
         check_place(output, read=prompts or ())
-    found = measure(
+    measured = measure(
         drafts,
         prompts or ["mixed"],
         options,
@@ -76,12 +76,12 @@ def evaluate(
         device=device,
     )
     if output is not None:
-        write_json(output, found.to_json())
+        write_json(output, measured.to_json())
     if as_json:
-        print_json(found.to_json())
+        print_json(measured.to_json())
     else:
-        show(found.reports, found.answers)
-    if not found.agrees:
+        show(measured.reports, measured.answers)
+    if not measured.agrees:
         err.print(
             "live decoding disagrees with the replay: do not trust these figures", style="red"
         )
@@ -90,7 +90,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     reports: list[Any]
     answers: Any
@@ -131,7 +131,7 @@ def measure(
         watch("loading the target", 0, 1)
         backend = load_target(paths[0], target, aux_layers, dtype, device)
         loaded = []
-        for label, path in zip(labels, paths, strict=True):  # a bad one is told before the answers
+        for label, path in zip(labels, paths, strict=True):  # bad ones fail before the answers
             loaded.append((label, load_draft(path, backend)))
             check_fits(backend, loaded[-1][1], label)
         answers = cached_answers(
@@ -149,7 +149,7 @@ def measure(
 
 
 def _labels(drafts: list[Path]) -> list[str]:
-    """As many of the last parts of the paths as tell the drafts apart."""
+    """The shortest ends of the paths that are distinct."""
     parts = [path.absolute().parts for path in drafts]
     for count in range(1, max(len(own) for own in parts) + 1):
         labels = ["/".join(own[-count:]) for own in parts]
@@ -179,8 +179,8 @@ def _as_json(reports: Any, answers: Any, backend: Any, prompts: list[str]) -> di
     return {
         "prompts": prompts,
         "answers": len(answers.turns),
-        "answer_tokens": sum(len(one.answer_ids) for one in answers.turns),
-        "cut_answers": sum(one.finish == "length" for one in answers.turns),
+        "answer_tokens": sum(len(turn.answer_ids) for turn in answers.turns),
+        "cut_answers": sum(turn.finish == "length" for turn in answers.turns),
         "skipped_prompts": answers.skipped,
         "target": {
             "weights_fingerprint": info.weights_fingerprint,
@@ -194,8 +194,8 @@ def _as_json(reports: Any, answers: Any, backend: Any, prompts: list[str]) -> di
 
 def show(reports: Any, answers: Any) -> None:
     """The tables."""
-    tokens = sum(len(one.answer_ids) for one in answers.turns)
-    cut = sum(one.finish == "length" for one in answers.turns)
+    tokens = sum(len(turn.answer_ids) for turn in answers.turns)
+    cut = sum(turn.finish == "length" for turn in answers.turns)
     source = "from the cache" if answers.from_cache else f"kept in {answers.path}"
     out.print(
         f"{len(answers.turns)} answers of the target, {tokens:,} tokens, {cut} cut at the limit, "
@@ -231,9 +231,11 @@ def positions(reports: Any) -> Table:
     for k in range(depth):
         table.add_column(f"{k + 1}", justify="right")
     for report in reports:
-        found = report.acceptance
-        length = f"[bold]{found.length:.3f}[/]"
-        joint, conditional = ([f"{x:.1%}" for x in xs] for xs in (found.joint, found.conditional))
+        acceptance = report.acceptance
+        length = f"[bold]{acceptance.length:.3f}[/]"
+        joint, conditional = (
+            [f"{x:.1%}" for x in xs] for xs in (acceptance.joint, acceptance.conditional)
+        )
         table.add_row(report.name, report.method, length, "all up to k", *joint)
         table.add_row("", "", "", "k, given those before", *conditional)
     return table
@@ -247,7 +249,7 @@ def _groups(reports: Any, attribute: str) -> Table:
     table.add_column("rounds", justify="right")
     for name in getattr(reports[0], attribute):
         row = [getattr(report, attribute).get(name) for report in reports]
-        lengths = [f"{one.length:.3f}" if one is not None else "-" for one in row]
+        lengths = [f"{part.length:.3f}" if part is not None else "-" for part in row]
         table.add_row(name, *lengths, f"{row[0].rounds:,}")
     return table
 

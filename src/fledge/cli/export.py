@@ -1,4 +1,4 @@
-"""`fledge export`: a draft as files that an engine serves, checked before they get their name."""
+"""`fledge export`: write a draft as files that an engine serves, and check them first."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -32,10 +32,10 @@ def parse_dtype(name: str) -> Any:
     """A torch dtype by name, or "auto"."""
     import torch
 
-    found = "auto" if name == "auto" else getattr(torch, name, None)
-    if found != "auto" and not isinstance(found, torch.dtype):
+    dtype = "auto" if name == "auto" else getattr(torch, name, None)
+    if dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise BadInput(f"'{name}' is not a dtype", where="--dtype", fix="for example bfloat16")
-    return found
+    return dtype
 
 
 def load_draft(path: Path, target: Any) -> Any:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 # Before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine spinning
-# threads halve the speed of everybody, this program included.
+# threads halve the speed of every process, this one included.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
@@ -124,7 +124,7 @@ def run(argv: list[str] | None = None) -> None:
         except (KeyboardInterrupt, typer.Abort):
             _interrupted(argv, stopped)
         except BrokenPipeError:  # `fledge data preview | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not read
             sys.exit(0)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             if stopped:  # inside a library in another language, which took it for something else
@@ -163,7 +163,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
-    for number in {*stopped}:  # somebody impatient: it is ending already
+    for number in {*stopped}:  # a second signal: it is ending already
         signal.signal(number, signal.SIG_IGN)
     words = " ".join(sys.argv[1:] if argv is None else argv)
     kept = next((text for verb, text in _KEPT.items() if words.startswith(verb)), "")

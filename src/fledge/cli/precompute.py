@@ -1,4 +1,4 @@
-"""`fledge precompute`: run the recipe's target once over its data, and keep what it says."""
+"""`fledge precompute`: run the recipe's target once over its data and store its answers."""
 
 import errno
 import functools

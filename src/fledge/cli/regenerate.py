@@ -1,4 +1,4 @@
-"""`fledge regenerate`: the answers of a data set, said again by the target itself."""
+"""`fledge regenerate`: the target answers a data set again."""
 
 import importlib.util
 import json
@@ -56,7 +56,7 @@ def regenerate(
 ) -> None:
     """Rewrite every answer with the target's own words: what a draft should learn from.
 
-    Conversations are said again turn by turn. Killed at any moment, the same command goes on: every
+    Conversations are answered again, turn by turn. After a kill the same command continues: every
     row once, none lost. Rows that fail are kept with their reasons, and tried again next time.
     $OPENAI_API_KEY, when set, is sent to servers.
     """
@@ -89,7 +89,7 @@ def regenerate(
             )
             bar.update(task, completed=done, total=so_far.rows, note=note)
 
-        found = run(
+        summary = run(
             sources,
             output,
             answerer,
@@ -100,11 +100,11 @@ def regenerate(
             watch=watch,
         )
     if as_json:
-        print_json({"out": str(output), **found.to_json()})
+        print_json({"out": str(output), **summary.to_json()})
     else:
-        _show(found, output)
-    if found.failed.dropped > max_failed_share * found.rows:
-        err.print(f"{found.failed.share:.1%} of the rows failed", style="red")
+        _show(summary, output)
+    if summary.failed.dropped > max_failed_share * summary.rows:
+        err.print(f"{summary.failed.share:.1%} of the rows failed", style="red")
         raise typer.Exit(1)
 
 
@@ -157,13 +157,13 @@ def _servers(
     return ChatServers(urls, model, sampling, options)
 
 
-def _show(found: Any, output: Path) -> None:
-    done = f"{found.written:,} of {found.rows:,} rows in {output}"
-    cut = f"{found.truncated:,} answers cut at the length limit"
-    cut += f", {found.excluded:,} left out" if found.excluded else ""
-    out.print(f"{done}; {found.tokens:,} tokens; {cut}", soft_wrap=True)
-    for reason, count in sorted(found.failed.counts.items(), key=lambda one: -one[1]):
-        first = found.failed.examples[reason][0]
+def _show(summary: Any, output: Path) -> None:
+    done = f"{summary.written:,} of {summary.rows:,} rows in {output}"
+    cut = f"{summary.truncated:,} answers cut at the length limit"
+    cut += f", {summary.excluded:,} left out" if summary.excluded else ""
+    out.print(f"{done}; {summary.tokens:,} tokens; {cut}", soft_wrap=True)
+    for reason, count in sorted(summary.failed.counts.items(), key=lambda item: -item[1]):
+        first = summary.failed.examples[reason][0]
         out.print(f"  {count:,} failed: {reason} (first: {first})", markup=False, soft_wrap=True)
-    if found.failed.dropped:
+    if summary.failed.dropped:
         out.print("the same command tries them again", style="dim")

@@ -55,10 +55,10 @@ def report(
         objective = gather(run)["recipe"].get("objective", {})
         trained = objective.get("ttt_steps") or objective.get("num_depths") or 7
         options = EvalOptions(num_draft_tokens=draft_tokens or trained, samples=samples)
-        found = eval.measure(
+        measured = eval.measure(
             [run], prompts or ["mixed"], options, target=target, limit=limit, device=device
         )
-        write_json(run / EVALUATION_NAME, found.to_json())
+        write_json(run / EVALUATION_NAME, measured.to_json())
     data = gather(run, evaluation)
     write_text(path, render(data))
     if as_json:

@@ -36,7 +36,7 @@ def serve(
 ) -> None:
     """Print the engine's command for a draft: its flags decide whether the draft works at all.
 
-    A wrong method, or P-EAGLE without parallel drafting, serves at acceptance 1.0 without a word.
+    A wrong method, or P-EAGLE without parallel drafting, gives acceptance 1.0 without a warning.
     """
     from fledge.export.commands import ENGINE_MODULES, serve_command
     from fledge.export.export import read_record
@@ -72,7 +72,7 @@ def _with_programs_here(command: list[str]) -> list[str]:
     if command[0] == "python":
         return [sys.executable, *command[1:]]
     beside = Path(sys.executable).with_name(command[0])
-    found = str(beside) if beside.exists() else shutil.which(command[0])
-    if found is None:
+    program = str(beside) if beside.exists() else shutil.which(command[0])
+    if program is None:
         raise BadInput(f"no program '{command[0]}' on this machine")
-    return [found, *command[1:]]
+    return [program, *command[1:]]

@@ -1,4 +1,4 @@
-"""`fledge serve-target`: a target that trainers elsewhere can ask."""
+"""`fledge serve-target`: serve a target to trainers in other processes or on other machines."""
 
 import json
 import sys

@@ -128,9 +128,9 @@ class _Watcher:
         self._bar.update(self._task, completed=values["step"], note=note)
 
     def evaluated(self, values: dict[str, Any]) -> None:
-        found = values["evaluation"]
-        rates = " ".join(f"{rate:.3f}" for rate in found["joint"])
-        length = found["acceptance_length"]
+        evaluation = values["evaluation"]
+        rates = " ".join(f"{rate:.3f}" for rate in evaluation["joint"])
+        length = evaluation["acceptance_length"]
         err.print(
             f"step {values['step']:>6}  held-out acceptance length {length:.3f}  ({rates})",
             soft_wrap=True,

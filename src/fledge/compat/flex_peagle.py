@@ -69,7 +69,7 @@ def peagle_block_mask(
 
 
 class _Compiled:
-    """Flex attention compiled once a process, and the reason it is not used any more."""
+    """Flex attention, compiled once per process, and why it was given up, if it was."""
 
     function: Callable[..., Any] | None = None
     failure: str | None = None

@@ -62,7 +62,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; `--help` has the rest."""
+    """Reports an error in one line; `--help` has the rest."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"precompute_eagle3: {message}; --help lists the flags\n")

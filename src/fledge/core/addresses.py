@@ -6,7 +6,7 @@ from fledge.core.errors import BadInput
 
 
 def server_address(url: str, *, where: str = "") -> SplitResult:
-    """The parts of an http(s) address, or one line that says that it is none."""
+    """The parts of an http(s) address, or one line that says that it is not one."""
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname)

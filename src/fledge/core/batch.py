@@ -1,4 +1,4 @@
-"""What a target says about one batch of rows: the contract between every backend and every trainer.
+"""A target's answer about one batch of rows: the contract between every backend and every trainer.
 
 Not here: who computes it (`hf`, `runner`), or how supervision is derived from states (`head`).
 

@@ -1,4 +1,4 @@
-"""Several processes (torchrun): who am I, and sums over everybody. One process is the plain case.
+"""Several processes (torchrun): ranks, and sums over all of them. One process is the plain case.
 
 Gradients are summed by hand after the last backward of a step instead of through DDP: the loss is
 already divided by the count over all ranks, so a sum is exact, and ranks may hold different numbers
@@ -18,7 +18,7 @@ from fledge.core.machine import find_device
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """This process among the others."""
 
     rank: int = 0
     size: int = 1

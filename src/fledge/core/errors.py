@@ -1,13 +1,13 @@
-"""How fledge says no: one exception whose text is the one line a user reads.
+"""How fledge refuses: one exception whose text is the one line that a user reads.
 
-The same line is made here of what the machine says no to: full disks, bad paths, no memory.
+Failures of the machine (full disks, bad paths, lack of memory) are turned into such a line here.
 
 Not for our own broken invariants: those are asserts.
 """
 
 import errno
 
-LONGEST_LINE = 400  # of somebody else's words inside ours
+LONGEST_LINE = 400  # of another library's message inside ours
 
 
 class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads as one)
@@ -24,15 +24,15 @@ class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads 
 
 
 class MissingPackage(BadInput, ImportError):  # noqa: N818  (a verdict too)
-    """An optional package is not installed: bad input of whoever asked for what needs it, and the
-    `ImportError` that library users guard optional parts with."""
+    """An optional package is not installed: bad input on the command line, and the
+    `ImportError` with which library users guard optional parts."""
 
 
 class TargetUnreachable(BadInput):
-    """The target is not there now, and may be later: a run that meets this can be continued."""
+    """The target cannot be reached now but may be later: the run can be continued."""
 
 
-# What to do about a file system that says no; what it said stands before.
+# What to do about a file system error; the error itself comes first in the line.
 _ADVICE = {
     errno.EACCES: "choose a place that you may read and write",
     errno.EPERM: "choose a place that you may read and write",
@@ -47,7 +47,7 @@ _ADVICE = {
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:
-    """The line and the exit code of what is nobody's bug; None: to be seen whole, and fixed."""
+    """The line and the exit code of a failure that is not a bug; None: show the traceback."""
     if isinstance(error, BadInput):
         return str(error), 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -61,7 +61,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" ({where})" if where else ""
         return f"the disk is full{place}; make room and run the same command again", 3
-    if not where:  # not about a path that somebody named
+    if not where:  # not about a path that the user named
         return None
     advice = _ADVICE.get(error.errno or 0, "check the path")
     return f"{where}: {(error.strerror or 'failed').lower()}; {advice}", 2

@@ -37,11 +37,11 @@ def _mode(wanted: int) -> int:
 
 
 def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Path] = ()) -> None:
-    """Refuse now a place that could not be written later: hours of work may lie between.
+    """Refuse early a place that cannot be written: hours of work may lie between.
 
     `read` are the command's own inputs: none of them may be overwritten by its output.
     """
-    if path.exists() and any(os.path.exists(one) and path.samefile(one) for one in read):
+    if path.exists() and any(os.path.exists(source) and path.samefile(source) for source in read):
         raise BadInput("is read by this command", where=str(path), fix="name another output")
     if directory and os.path.lexists(path) and not path.is_dir():
         raise BadInput("not a directory", where=str(path), fix="name another one")
@@ -57,7 +57,7 @@ def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Pat
 
 
 def removed(directory: Path) -> BadInput:
-    """Somebody removed what a command was writing: what it wrote since is a part of nothing."""
+    """The directory was removed while a command wrote to it: its output is incomplete."""
     fix = "remove what is left of it and run it again"
     return BadInput("was removed meanwhile", where=str(directory), fix=fix)
 
@@ -120,7 +120,7 @@ def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
             temporary = Path(name)
         try:
             fd = os.open(temporary, os.O_RDONLY)
-        except FileNotFoundError:  # somebody took it for abandoned before it was locked
+        except FileNotFoundError:  # another process took it for abandoned before it was locked
             continue
         with contextlib.suppress(OSError):  # some file systems know no locks: nothing is removed
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -131,7 +131,7 @@ def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
         yield temporary
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.filename = str(path)  # what somebody asked for, not our name for it meanwhile
+            error.filename = str(path)  # the path that was asked for, not our temporary name
         raise
     finally:
         if directory:
@@ -214,9 +214,9 @@ def save_tensors(path: Path, tensors: Any, metadata: dict[str, str] | None = Non
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:
-        if (said := re.search(r"os error (\d+)", str(error))) is None:
+        if (match := re.search(r"os error (\d+)", str(error))) is None:
             raise
-        number = int(said[1])
+        number = int(match[1])
         raise OSError(number, os.strerror(number), str(path)) from None
 
 

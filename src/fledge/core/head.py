@@ -36,7 +36,7 @@ class TargetHead:
 
     @classmethod
     def of(cls, head: "HeadLike") -> "TargetHead":
-        """A head as people have it at hand: a model's `lm_head` module, or its weight [V, D].
+        """A head in any of the usual forms: a model's `lm_head` module, or its weight [V, D].
 
         A scale or soft cap that the model applies behind the module is not seen here; a backend's
         `info().head` has been checked for them.
@@ -64,7 +64,7 @@ HeadLike = TargetHead | nn.Module | Tensor  # what `TargetHead.of` understands
 def target_distribution(
     logits_NV: Tensor, selected_token_ids: Tensor, selected_token_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the draft should say: probabilities [N, W] over its vocabulary, and whether it can.
+    """What the draft should predict: probabilities [N, W] over its vocabulary, and coverage [N].
 
     `selected_token_ids` [W] are the target ids of the draft vocabulary in draft order,
     `selected_token_mask` [V] marks them. The second value [N] is True where the target's top token

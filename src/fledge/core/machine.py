@@ -1,6 +1,6 @@
-"""What a run runs on: its device, and a description for whoever reads its figures later.
+"""What a run runs on: its device, and a description for readers of its figures.
 
-Says nothing about who or where.
+The description contains nothing personal: no user, host or path.
 """
 
 import os
@@ -29,7 +29,7 @@ def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
     try:
         device = torch.device(wanted)
     except RuntimeError:
-        raise BadInput(f"'{wanted}' is no device", fix="cpu, cuda or cuda:1") from None
+        raise BadInput(f"'{wanted}' is not a device", fix="cpu, cuda or cuda:1") from None
     if device.type == "cpu":
         return device
     if here is None or device.type != here.type:
@@ -56,7 +56,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_cores() -> int:
-    """Cores this process may use, which containers make fewer than the machine has."""
+    """Cores this process may use: in a container, possibly fewer than the machine has."""
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
@@ -78,10 +78,10 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # run from a source tree
             continue
-    return found
+    return versions

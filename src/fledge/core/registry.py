@@ -1,7 +1,7 @@
 """Things by name: algorithms, losses, kinds of targets, ways of drafting.
 
 A registry knows its own entries by import path and imports one when it is first asked for, so that
-a list of names costs nothing. Whoever brings an entry from outside calls `add`.
+a list of names costs nothing. Code outside fledge adds entries with `add`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         self._entries[name] = entry
 
     def remove(self, name: str) -> None:
-        """Forget an entry, as a test does that added one."""
+        """Remove an entry, for tests that added one."""
         del self._entries[name]
 
     def __getitem__(self, name: str) -> Entry:

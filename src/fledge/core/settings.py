@@ -33,7 +33,7 @@ def refused(*place: str, value: object, why: str) -> ValidationError:
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("a number is wanted, not true or false")
+        raise ValueError("must be a number, not true or false")
     return value
 
 
@@ -71,7 +71,7 @@ Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
 
 
 class Tagged:
-    """The annotation of a field that holds one of several sections, told apart by a tag.
+    """The annotation of a field that holds one of several sections, selected by a tag.
 
         target: Annotated[TargetSection, Tagged("backend", kinds, default="hf")]
 
@@ -103,9 +103,7 @@ class Tagged:
             return value
         value = self.spread(value)
         if not isinstance(value, Mapping):
-            raise ValueError(
-                "a name or a mapping is wanted" if self.bare else "a mapping is wanted"
-            )
+            raise ValueError("a name or a mapping is wanted" if self.bare else "must be a mapping")
         kinds, name = self.kinds(), value.get(self.tag, self.default)
         if not isinstance(name, str) or name not in kinds:
             raise ValueError(f"{self.tag} must be one of {', '.join(kinds)}, not {name!r}")

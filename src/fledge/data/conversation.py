@@ -40,11 +40,11 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
-    truncated: bool = False  # the last answer was cut by a length limit: its end was never said
+    truncated: bool = False  # the last answer was cut by a length limit: it has no end
 
 
 def parse_messages(row: Any) -> list[Message]:
-    """The row's messages, whoever has the last word. Raises BadRow as `parse_conversation`."""
+    """The row's messages, whoever speaks last. Raises BadRow like `parse_conversation`."""
     if not isinstance(row, dict):
         raise BadRow("row is not an object", type(row).__name__)
     raw = next((row[key] for key in MESSAGE_KEYS if key in row), None)

@@ -1,4 +1,4 @@
-"""What was dropped, why, and where to look: a bad row never stops a job, and never hides."""
+"""What was dropped, why, and where: a bad row never stops a job and is always reported."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

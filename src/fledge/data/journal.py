@@ -17,7 +17,7 @@ _PATTERN = "part-*.jsonl"
 
 
 def json_line(value: Any) -> bytes:
-    """One line of JSON, readable where it can be: half a surrogate pair is kept as an escape."""
+    """One line of readable JSON; half a surrogate pair is kept as an escape."""
     try:
         return (json.dumps(value, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:

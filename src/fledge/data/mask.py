@@ -108,7 +108,7 @@ def _assemble(
 def _render_turn(
     conversation: Conversation, index: int, template: ChatTemplate, options: MaskOptions
 ) -> _Turn:
-    """Establish the bounds of the assistant turn at `messages[index]`, or say why not."""
+    """Find the bounds of the assistant turn at `messages[index]`, or raise BadRow."""
     messages, tools = conversation.messages[: index + 1], conversation.tools
     prompt = template.render(messages[:-1], tools, prompt=True)
     if template.has_tags:
@@ -182,16 +182,16 @@ def _check_spoken(spoken: str, message: Message) -> None:
 
 def _reasoning_spans(text: str, start: int, end: int) -> list[Span]:
     """Reasoning inside text[start:end], marks included; it may have been opened by the prompt."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for opening, closing in _REASONING:
         opened = text[:start].rstrip().endswith(opening.rstrip())
         begin = start if opened else text.find(opening, start, end)
         while begin >= 0:
             stop = text.find(closing, begin, end)
             stop = end if stop < 0 else stop + len(closing)
-            found.append((begin, stop))
+            spans.append((begin, stop))
             begin = text.find(opening, stop, end)
-    return found
+    return spans
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:

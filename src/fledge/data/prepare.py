@@ -99,7 +99,7 @@ def prepare_rows(
 
 
 def _refuse_a_script_run_by_workers() -> None:
-    """Without this word a worker would wait for the lock that its parent holds, for ever."""
+    """Refuse here: otherwise a worker would wait forever for the lock that its parent holds."""
     if getattr(current_process(), "_inheriting", False):  # a spawned process imports its script
         raise BadInput(
             "worker processes import the script that starts them, and it prepares data again",
@@ -185,8 +185,8 @@ def _start_worker(directory: Path, model_dir: Path, options: TokeniseOptions) ->
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed tells nobody: its workers would wait for more work for ever. A part
-    is whole or absent, so this moment is as good as any."""
+    """End with a killed parent, which cannot say goodbye: its workers would wait for work forever.
+    A part is whole or absent, so any moment is safe."""
     parent = parent_process()
     assert parent is not None
     parent.join()

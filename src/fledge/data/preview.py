@@ -1,4 +1,4 @@
-"""Conversations with their supervised tokens in colour, for the terminal and as a page.
+"""Conversations with their supervised tokens in color, for the terminal and as a page.
 
 What training sees, token by token: a wrong mask is visible at a glance.
 """
@@ -60,8 +60,7 @@ def _preview(place: str, raw: object, encoder: Encoder) -> Iterator[PreviewRow]:
 def to_terminal(row: PreviewRow) -> Text:
     """Supervised tokens in two greens (so that token borders show), the rest dim.
 
-    Of a very long row the middle is left out: nobody scrolls through it, and laying out a million
-    coloured tokens takes a minute.
+    The middle of a very long row is left out: laying out a million colored tokens takes a minute.
     """
     text = Text()
     text.append(f"{row.title()}\n", style="bold red" if row.dropped else "bold")

@@ -1,7 +1,7 @@
-"""Rewrite the answers of a data set with the target's own words, whoever runs the target.
+"""Rewrite the answers of a data set with the target's own words.
 
-A draft learns to say what the target would say: answers by anybody else teach it the wrong thing.
-This file holds the job (rows in, rows out, nothing lost or repeated); who answers is an `Answerer`:
+A draft learns to say what the target would say: answers by another author teach the wrong thing.
+This file holds the job (rows in, rows out, nothing lost or repeated). An `Answerer` answers:
 a server (`regenerate_http`) or a model in this process (`decode.regenerate`).
 
     answers.jsonl.parts/     what is done so far (`journal`); gone when all rows are good
@@ -57,15 +57,15 @@ class Task:
 
 @dataclass(frozen=True)
 class EndedTask:
-    """A task that is over: its dialogue is said to the end, or there is a reason why not."""
+    """A finished task: its dialogue is complete, or there is a reason why not."""
 
     task: Task
     bad: BadRow | None = None
-    hopeless: bool = False  # any other row would have failed too: nobody answers
+    hopeless: bool = False  # any other row would have failed too: the server is down
 
 
 class Answerer(Protocol):
-    """Who answers: takes tasks as long as it has room, and reports each when it is over."""
+    """Answers tasks: takes new ones while it has room, and reports each when it is finished."""
 
     together: int  # rows, from the data's first on, whose answers may depend on one another
 
@@ -116,7 +116,7 @@ def regenerate(
     """Answer every row of `sources` once, going on wherever an earlier process stopped.
 
     Rows that failed before are tried again. A row that fails does not end the job; `patience` of
-    them one after another because nobody answers at all do.
+    them in a row, because the server does not answer at all, do.
     """
     check_out(out, sources)
     data = {"sources": sources, "fingerprint": fingerprint(sources), "limit": limit}
@@ -129,8 +129,8 @@ def regenerate(
     job = _Job(out, settings, exclude_truncated=exclude_truncated)
     total = sum(1 for _ in _rows(sources, limit))
     with job.alone():
-        if (found := job.finished(total)) is not None:
-            return found
+        if (earlier := job.finished(total)) is not None:
+            return earlier
         job.begin()
         journal, summary = Journal(job.parts), Summary(total)
         run = _Run(journal, summary, patience, watch)
@@ -144,7 +144,7 @@ def regenerate(
 
 
 def check_out(out: Path, sources: list[str]) -> None:
-    """Refuse a place for the answers that can be none, before a target is loaded for them."""
+    """Refuse an output path that cannot work, before a target is loaded."""
     check_place(out, read=sources)
     if not out.name.endswith(".jsonl"):
         raise BadInput(f"'{out.name}' is not a .jsonl file", where="--out")
@@ -249,7 +249,7 @@ class _Job:
                     if not self._begun.is_file():
                         shutil.rmtree(self.parts)
         except Timeout:
-            raise BadInput("another process is at it", where=str(self.parts)) from None
+            raise BadInput("another process is working on it", where=str(self.parts)) from None
 
     @property
     def _begun(self) -> Path:
@@ -317,13 +317,13 @@ class _Job:
                 handle.write(json_line(record["value"]))
                 summary.written += 1
         failures = [entry.read() for _, entry in journal.failed()]
-        for one in failures:
-            summary.failed.add(one["place"], BadRow(one["reason"], one["detail"]))
+        for failure in failures:
+            summary.failed.add(failure["place"], BadRow(failure["reason"], failure["detail"]))
         summary.failed.kept = summary.written + summary.excluded
         if failures:
             with atomic_file(self._failed) as handle:
-                for one in failures:
-                    handle.write(json_line(one))
+                for failure in failures:
+                    handle.write(json_line(failure))
         else:
             self._failed.unlink(missing_ok=True)
         result = {**summary.to_json(), "exclude_truncated": self._exclude}

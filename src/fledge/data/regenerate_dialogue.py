@@ -1,6 +1,6 @@
-"""One conversation said again: the user's turns as they stand, every answer the target's own.
+"""One conversation regenerated: the user's turns stay, every answer is the target's own.
 
-Turn after turn: the question of a turn is everything said before it, the new answers included.
+Turn by turn: the question of a turn is everything before it, the new answers included.
 
     row         user  assistant  user  assistant
     question 1  user
@@ -21,7 +21,7 @@ _THOUGHT_BEGINS = "<think>"
 
 @dataclass(frozen=True)
 class Reply:
-    """What the target said to one question."""
+    """The target's answer to one question."""
 
     text: str
     finish: Literal["stop", "length"]
@@ -30,7 +30,7 @@ class Reply:
 
     @classmethod
     def of(cls, text: str, *, cut: bool, tokens: int, reasoning: str = "") -> "Reply":
-        """Reasoning that nobody parted from the answer is parted here.
+        """Split reasoning from the answer where the server did not.
 
         A generation prompt may have opened the thought already: the end mark alone decides. A
         thought that was cut short has no answer behind it.
@@ -53,14 +53,14 @@ class Dialogue:
         self.said: list[Message] = []
         self.tools = parse_tools(
             row.get("tools")
-        )  # told to the target, though it may not call them
+        )  # shown to the target, though it may not call them
         self.tokens = 0
         self.truncated = False
         self._listen()
 
     @property
     def question(self) -> list[Message] | None:
-        """What the target is asked next; None when everything is said."""
+        """What the target is asked next; None when the dialogue is complete."""
         return self.said if self.said[-1]["role"] != "assistant" else None
 
     @property
@@ -74,7 +74,7 @@ class Dialogue:
             self.said.append(self._left.popleft())
 
     def hear(self, reply: Reply) -> None:
-        """Take an answer. One that was cut short ends the conversation: nobody could go on."""
+        """Take an answer. A truncated one ends the conversation: nothing sensible could follow."""
         if not reply.text.strip() and reply.finish == "stop":
             raise BadRow("empty answer", f"turn {self._turns + 1}")
         message: Message = {"role": "assistant", "content": reply.text}

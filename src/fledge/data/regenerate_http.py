@@ -76,7 +76,7 @@ class ChatServers:
         url = self._urls[0].removesuffix(_ENDPOINT) + "/models"
         try:
             answer = httpx.get(url, headers=self._options.headers, timeout=30)
-            names = [str(one["id"]) for one in answer.raise_for_status().json()["data"]]
+            names = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise BadInput(f"no list of models ({error})", where=url, fix="give --model") from None
         if len(names) != 1:

@@ -126,26 +126,26 @@ def _load_dataset(name: str, split: str) -> Any:
 
 def expand(sources: list[str]) -> list[tuple[str, str, str]]:
     """Resolve what the user named to (kind, path or id, split), directories to their files."""
-    found: list[tuple[str, str, str]] = []
+    resolved: list[tuple[str, str, str]] = []
     for source in sources:
         path = Path(source).expanduser()
         if path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file())
             if not files:
                 raise BadInput(f"no {', '.join(_SUFFIXES)} file", where=source)
-            found += [(_kind(file), str(file), "") for file in files]
+            resolved += [(_kind(file), str(file), "") for file in files]
         elif path.exists():
-            found.append((_kind(path), str(path), ""))
+            resolved.append((_kind(path), str(path), ""))
         elif source.endswith(_SUFFIXES) or source.startswith((".", "/", "~")):
             raise BadInput("no such file", where=source)
         else:
             match = _SPLIT.match(source)
             if match is None:
                 raise BadInput("not a file, a directory or a data set id", where=source)
-            found.append(("dataset", match["id"], match["split"] or ""))
-    if not found:
+            resolved.append(("dataset", match["id"], match["split"] or ""))
+    if not resolved:
         raise BadInput("no data was named", fix="give at least one file, directory or data set id")
-    return found
+    return resolved
 
 
 def _kind(path: Path) -> str:
@@ -162,15 +162,15 @@ def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[P
     for kind, path, split in expand(sources):
         name = path if kind != "dataset" else f"{path}:{split or 'train'}"
         if kind == "jsonl":
-            found = list(_jsonl_parts(name, path, rows_per_part))
+            cut = list(_jsonl_parts(name, path, rows_per_part))
         else:
             total = _count(kind, path, split)
-            found = [
+            cut = [
                 Part(name, path, kind, start, min(total, start + rows_per_part), split=split)
                 for start in range(0, total, rows_per_part)
             ]
         whole = kind == "json" or path.endswith(".gz")
-        parts += _joined(found, MOST_PARTS) if whole else found
+        parts += _joined(cut, MOST_PARTS) if whole else cut
     return parts
 
 

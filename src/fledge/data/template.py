@@ -1,7 +1,7 @@
-"""A model's own chat template, and what can be learnt from it about the end of a turn.
+"""A model's own chat template, and what can be learned from it about the end of a turn.
 
 The template is the only authority on how a conversation becomes text. Two facts about it are not
-written down anywhere and are learnt by rendering probes: which text closes the assistant's turn
+written down anywhere and are learned by rendering probes: which text closes the assistant's turn
 (`<|im_end|>`), and which boilerplate follows that the model itself never says (`"\\n"`).
 """
 
@@ -32,7 +32,7 @@ Span = tuple[int, int]  # characters [start, end)
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """How an assistant turn ends in the rendered text: words + closing + trail."""
+    """How an assistant turn ends in the rendered text: answer + closing + trail."""
 
     closing: str  # said by the model: its end token, with anything between it and the words
     trail: str  # boilerplate after it, never said by the model

@@ -88,7 +88,7 @@ class Encoder:
         return row, pieces
 
     def fit(self, row: TokenRow) -> TokenRow:
-        """Apply the length limit; a row without a supervised token is of no use."""
+        """Apply the length limit; a row without a supervised token is dropped."""
         limit = self.options.max_length
         if not row.loss_mask.any():
             raise BadRow("no supervised token")
@@ -132,12 +132,12 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
     texts: list[MaskedText] = []
     for place, raw in part.rows():
         try:
-            found = encoder.texts(raw)
+            masked = encoder.texts(raw)
         except BadRow as bad:
             drops.add(place, bad)
             continue
-        texts += found
-        places += [place] * len(found)
+        texts += masked
+        places += [place] * len(masked)
     rows = []
     for place, group in _by_place(encoder.encode(texts, places)):
         kept, last = [], None

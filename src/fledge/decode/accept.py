@@ -63,7 +63,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) ->
 def judge_drawn(
     proposal: Proposal, logits_BNV: Tensor, chooser: Chooser, selected_W: Tensor
 ) -> list[Verdict]:
-    """The better rule, for a chain that was drawn from the draft's own distribution."""
+    """Rejection sampling, for a chain that was drawn from the draft's own distribution."""
     assert proposal.probs_BNW is not None
     p_BNV = chooser.probabilities(logits_BNV)
     q_BNV = torch.zeros_like(p_BNV)  # its last place stays 0: nothing is proposed there

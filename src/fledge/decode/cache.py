@@ -30,7 +30,7 @@ class Where:
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a `SlotCache`, in the form that transformers asks for."""
 
-    is_sliding = False  # every token is kept, windows are the mask's matter
+    is_sliding = False  # every token is kept; the mask implements windows
 
     def __init__(self, where: Where) -> None:
         super().__init__()

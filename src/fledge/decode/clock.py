@@ -1,4 +1,4 @@
-"""Where the time of decoding goes, on the device's own timeline: nobody waits to take the time."""
+"""Where the time of decoding goes, measured by events on the device, without waiting for it."""
 
 import time
 
@@ -13,7 +13,7 @@ class RoundClock:
         self._marks: list[tuple[torch.cuda.Event | float, float]] = []
 
     def mark(self, recording_s: float) -> None:
-        """`recording_s`: spent on recording passes so far, which is nobody's step time."""
+        """`recording_s`: spent on recording passes so far, which is not step time."""
         if self._cuda is None:
             self._marks.append((time.perf_counter(), recording_s))
         else:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-_BROKEN = "\ufffd"  # what a tokenizer says for bytes that are not a whole character yet
+_BROKEN = "\ufffd"  # what a tokenizer prints for bytes that are not yet a whole character
 
 
 class Pieces:

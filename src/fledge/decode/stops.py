@@ -23,7 +23,7 @@ class Stops:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be positive, got {self.max_new_tokens}")
         if self.stop_strings and self.decode is None:
-            raise ValueError("stop_strings: need `decode`, the tokenizer's way back to text")
+            raise ValueError("stop_strings: need `decode`, which turns tokens into text")
         if "" in self.stop_strings:
             raise ValueError("stop_strings: an empty string stops everything")
 

@@ -181,7 +181,7 @@ class CachedTarget:
             )
         if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
             raise BadInput(
-                f"{type(self.model).__name__} tells positions by biases, which need its own mask",
+                f"{type(self.model).__name__} encodes positions as biases, which need its own mask",
                 fix="speculative decoding needs a target with rotary or learned positions",
             )
         if not kinds:

@@ -24,7 +24,7 @@ _ROUNDS = 6  # of repairing and looking again: a fault may hide another
 
 @dataclass
 class Diagnosis:
-    """Everything `fledge diagnose` says."""
+    """Everything that `fledge diagnose` reports."""
 
     files: DraftFiles
     target: str
@@ -36,7 +36,7 @@ class Diagnosis:
     repaired_score: Score | None = None  # after repairs that decoding asked for
 
     def of(self, severity: str) -> list[Finding]:
-        return [one for one in self.findings if one.severity == severity]
+        return [finding for finding in self.findings if finding.severity == severity]
 
     @property
     def healthy(self) -> bool:
@@ -48,7 +48,7 @@ class Diagnosis:
             "target": self.target,
             "layout": self.layout,
             "healthy": self.healthy,
-            "findings": [one.to_json() for one in self.findings],
+            "findings": [finding.to_json() for finding in self.findings],
             "skipped": self.skipped,
             "acceptance": None if self.score is None else self.score.acceptance.to_json(),
             "repaired_acceptance": None
@@ -65,7 +65,7 @@ def diagnose(
     static: bool = False,
     answering: Callable[[TargetFiles], Answering] = Answering,
 ) -> Diagnosis:
-    """Check a draft of anybody's against its target.
+    """Check a draft of any trainer against its target.
 
     `static`: without the target's weights. `engine` ("vllm", "sglang") turns what that engine
     cannot load into errors. `answering` loads the target and has it answer the prompts.
@@ -79,7 +79,7 @@ def diagnose(
     subject = _repair_and_look_again(subject, levels, result)
     if static:
         result.skipped.append("numeric and behavioural checks: --static reads no target weights")
-    elif stuck := [one for one in result.of("error") if one.repair is None]:
+    elif stuck := [finding for finding in result.of("error") if finding.repair is None]:
         result.skipped.append(f"behavioural checks: {stuck[0].check} must be mended first")
     else:
         _decode(subject, result, answering)
@@ -88,23 +88,23 @@ def diagnose(
 
 def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
     """All findings of these levels, in the order of the registry."""
-    for one in CHECKS.values():
-        if one.level in levels:
-            for found in one.run(subject):
-                yield replace(found, check=one.id)
-                if found.last:
+    for check in CHECKS.values():
+        if check.level in levels:
+            for finding in check.run(subject):
+                yield replace(finding, check=check.id)
+                if finding.last:
                     return
 
 
 def _repair_and_look_again(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
     """Findings of the files as they are, then of what certain repairs uncover."""
     for number in range(_ROUNDS):
-        known = {one.check for one in result.findings if one.severity != "note"}
-        new = [one for one in run_checks(subject, levels) if one.check not in known]
+        known = {finding.check for finding in result.findings if finding.severity != "note"}
+        new = [finding for finding in run_checks(subject, levels) if finding.check not in known]
         if number > 0:  # notes were made when the files were as they are
-            new = [one for one in new if one.severity != "note"]
+            new = [finding for finding in new if finding.severity != "note"]
         result.findings += new
-        repairs = [one.repair for one in new if one.repair is not None]
+        repairs = [finding.repair for finding in new if finding.repair is not None]
         if not repairs:
             break
         for repair in repairs:
@@ -125,11 +125,11 @@ def _decode(
         return
     subject.probe = Probe(subject, draft, answers)
     subject.estimate = training_estimate(subject.directory)
-    found = list(run_checks(subject, ("behavioural",)))
-    result.findings += found
+    findings = list(run_checks(subject, ("behavioural",)))
+    result.findings += findings
     result.score = subject.probe.score(subject.probe.as_written)
-    measured = [one for one in found if one.check in subject.probe.steps]
-    repairs = [one.repair for one in measured if one.repair is not None]
+    measured = [finding for finding in findings if finding.check in subject.probe.steps]
+    repairs = [finding.repair for finding in measured if finding.repair is not None]
     for repair in repairs:
         repair(subject.files)
     if repairs:
@@ -160,13 +160,15 @@ def write_repaired(result: Diagnosis, out: Path) -> Path:
             if entry.is_file() and entry.name not in replaced and not _is_stale(entry):
                 shutil.copyfile(entry, temporary / entry.name)
         write_json(temporary / CONFIG_NAME, result.repaired.config)
-        owned = {name: one.clone().contiguous() for name, one in result.repaired.tensors.items()}
+        owned = {
+            name: tensor.clone().contiguous() for name, tensor in result.repaired.tensors.items()
+        }
         save_tensors(temporary / WEIGHTS_NAME, owned, {"format": "pt"})
     return out
 
 
 def _is_stale(path: Path) -> bool:
-    """What speaks of the old files: shard lists, checksums, the optimizer's moments."""
+    """Files that describe the old ones: shard lists, checksums, the optimizer's moments."""
     return path.name.endswith(".index.json") or path.name in (
         STATE_NAME,
         TRAINING_NAME,

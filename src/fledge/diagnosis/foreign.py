@@ -1,4 +1,4 @@
-"""Drafts of others: where their files keep things, and what they mean by them.
+"""Drafts of other trainers: where their files keep things, and what they mean.
 
 One table says how each trainer's layout differs from ours; everything else here is a view of the
 files in our own words (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so that
@@ -204,11 +204,11 @@ class DraftView:
     @cached_property
     def names(self) -> dict[str, str]:
         """Our name -> the name in the file; where two claim the same, the first in the file."""
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name in self.tensors:
             if not _JUNK.fullmatch(name):
-                found.setdefault(own_name(name), name)
-        return found
+                names.setdefault(own_name(name), name)
+        return names
 
     @cached_property
     def clashes(self) -> list[str]:
@@ -226,8 +226,8 @@ class DraftView:
 
     @property
     def layer_numbers(self) -> list[int]:
-        found = {m[1] for name in self.state if (m := re.match(r"layers\.(\d+)\.", name))}
-        return sorted(int(number) for number in found)
+        numbers = {m[1] for name in self.state if (m := re.match(r"layers\.(\d+)\.", name))}
+        return sorted(int(number) for number in numbers)
 
     # --- config ----------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class DraftView:
 
     @property
     def norm_before_residual(self) -> bool:
-        """Whether the residual is the normed state; speculators' EAGLE-3 says so by silence."""
+        """Whether the residual is the normed state; absent means true for speculators' EAGLE-3."""
         silent = self.config.get(SPECULATORS_KEY) == "eagle3"
         return bool(self.get("norm_before_residual", silent))
 

@@ -1,4 +1,4 @@
-"""Foreign drafts become ours: the same numbers under our names, ready for eval, warm start, export.
+"""Convert foreign drafts: the same numbers under our names, ready for eval, warm start and export.
 
 What the files leave to the engine is filled in from the target (its embeddings, its head, the aux
 layers that engines assume). What our draft cannot be is refused with the reason; what is broken is
@@ -37,7 +37,9 @@ def import_draft(source: Path, out: Path, *, target: str) -> Path:
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
     subject = Subject(read_files(source), TargetFiles(target))
-    faults = [one for one in run_checks(subject, ("static",)) if one.severity == "error"]
+    faults = [
+        finding for finding in run_checks(subject, ("static",)) if finding.severity == "error"
+    ]
     if faults:
         raise BadInput(
             f"{len(faults)} faults, the first: {faults[0].evidence}",

@@ -23,13 +23,13 @@ _ASIDE = ("vision", "visual", "audio", "mtp")  # towers and extra heads with tab
 def weight_files(directory: Path) -> list[Path]:
     """Safetensors if there are any, else torch's own; not what only training needs."""
     for pattern in ("*.safetensors", "*.bin"):
-        found = [
+        files = [
             path
             for path in sorted(directory.glob(pattern))
             if not path.name.startswith(("training", "optimizer", "adapter"))
         ]
-        if found:
-            return found
+        if files:
+            return files
     fix = "give the directory that holds model.safetensors or pytorch_model.bin"
     raise BadInput("no weights here", where=str(directory), fix=fix)
 
@@ -38,14 +38,14 @@ def read_tensors(
     directory: Path, *, wanted: Callable[[str], bool] | None = None
 ) -> dict[str, Tensor]:
     """The tensors whose names are wanted, by name."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
         try:
-            found |= dict(_tensors_of(path, wanted))
+            tensors |= dict(_tensors_of(path, wanted))
         except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             first = first_line(error)
             raise BadInput(f"cannot be read ({first})", where=str(path)) from None
-    return found
+    return tensors
 
 
 def _tensors_of(path: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""What every draft is, whichever way it was trained: a vocabulary, an embedding, a head, files.
+"""What every draft has, however it was trained: a vocabulary, an embedding, a head, files.
 
 A method's own draft model (`eagle3.py`) adds what it computes. Its `config` is a Llama-style
 transformers config with at least `vocab_size`, `draft_vocab_size`, `hidden_size`,
@@ -54,7 +54,7 @@ class DraftModel(nn.Module):
     # --- files ----------------------------------------------------------------------------------
 
     def write(self, directory: Path) -> None:
-        """Write its files into a directory that somebody else makes whole."""
+        """Write its files into a directory that the caller completes."""
         write_draft_files(directory, self.config, self.state_dict(), self.architecture)
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -98,7 +98,7 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
-        """Fix which target tokens the draft can say, and in which order (engines: ascending).
+        """Set which target tokens the draft can say, and in which order (engines: ascending).
 
         A draft keeps the map it was trained with: a different one is refused.
         """

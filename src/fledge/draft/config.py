@@ -1,4 +1,4 @@
-"""What a draft's config must say, checked where a draft is built."""
+"""What a draft's config must hold, checked when a draft is built."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def check_draft_config(config: Any) -> None:
             raise ValueError(f"{name}: must be positive, got {getattr(config, name)}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
-            f"num_attention_heads: {config.num_attention_heads} is no multiple of "
+            f"num_attention_heads: {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}"
         )
     if config.hidden_act != "silu":

@@ -1,7 +1,7 @@
 """A draft's config from its target's, and the proof that both turn positions the same way.
 
-What the draft cannot represent is refused here with the reason: a draft that trains on other
-positions than the engine serves looks healthy and accepts nothing.
+Positions that the draft cannot represent are refused here, with the reason: a draft trained on
+other positions than the engine serves looks healthy and accepts nothing.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def derive_draft_config(
 ) -> LlamaConfig:
     """The config of a draft that fits this target: same width, heads, norm and rotary positions.
 
-    `architecture` is the target's class name, for when its config does not say (a model in memory).
+    `architecture` is the target's class name, for configs that do not name it (a model in memory).
     `settings` are what a method adds (`Method.draft_settings`).
     """
     text = getattr(target_config, "text_config", None) or target_config

@@ -1,7 +1,7 @@
 """`LlamaEagle3DraftModel`: the draft network and its training-time rollout.
 
 `unroll` is the whole EAGLE-3 forward: features of the target in, one state per (anchor, depth)
-element out. What the states are scored against lives in `objective`.
+element out. `objective` scores the states.
 
 Shapes: T key axis, N rows of a depth (see `rollout.plan`), D target hidden, E draft hidden,
 H / G query / key heads, C channels, V / W target / draft vocabulary.

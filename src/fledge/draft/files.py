@@ -45,7 +45,7 @@ def config_json(config: Any, dtype: torch.dtype, architecture: str) -> dict[str,
 def write_draft_files(
     directory: Path, config: Any, state: Mapping[str, Tensor], architecture: str
 ) -> None:
-    """Write a draft into a directory that somebody else makes whole."""
+    """Write a draft into a directory that the caller completes."""
     tensors = {name: value.detach().contiguous() for name, value in state.items()}
     dtype = tensors["lm_head.weight"].dtype
     write_json(directory / CONFIG_NAME, config_json(config, dtype, architecture))
@@ -74,7 +74,7 @@ def read_draft_config(directory: Path) -> Any:
 
 
 def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:
-    """The checked config, and the tensors; whether they fit it is asked by `check_tensors`."""
+    """The checked config, and the tensors; `check_tensors` compares them."""
     config = read_draft_config(directory)
     path = directory / WEIGHTS_NAME
     if not path.is_file():
@@ -114,10 +114,10 @@ def check_tensors(
         ],
         "not finite": [name for name in both if not _finite(have[name])],
     }
-    said = [f"{fault}: {_some(names)}" for fault, names in faults.items() if names]
-    if said:
+    complaints = [f"{fault}: {_some(names)}" for fault, names in faults.items() if names]
+    if complaints:
         raise BadInput(
-            f"tensors {', '.join(said)}",
+            f"tensors {', '.join(complaints)}",
             where=str(directory / WEIGHTS_NAME),
             fix="is it a draft in the plain layout? `fledge import` reads others",
         )

@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _GatedMlp(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)), keeping the two products alone: half of what autograd would.
+    """down(silu(gate(x)) * up(x)), keeping only the two products: half of what autograd would keep.
 
     They are the widest activations of a step, once per depth. With `recompute` not even they are
     kept: the backward pass multiplies once more.
@@ -117,7 +117,7 @@ class DraftAttention(nn.Module):
         position_ids: Tensor,  # [B, N] or [1, N]: anchor + depth
         block_mask: BlockMask,
     ) -> Tensor:
-        """All elements at once; who sees whom is the mask's matter alone."""
+        """All elements at once; the mask alone decides who sees whom."""
         batch, count, _ = combined_states.shape
         position_ids = position_ids.expand(batch, count).reshape(-1)
         cos, sin = self.rotary(position_ids, combined_states.dtype)
@@ -154,7 +154,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fused = fused
-        # some trainers of others add the normed state where EAGLE-3 adds the state itself
+        # some other trainers add the normed state where EAGLE-3 adds the state itself
         self.norm_residual = fused and bool(config.norm_before_residual)
         self.self_attn = DraftAttention(config, in_features=2 * size if fused else size)
         self.mlp = DraftMLP(config)
@@ -239,7 +239,7 @@ class LayerWeights:
     up: Tensor
     down: Tensor
     eps: float
-    recompute_mlp: bool = False  # forget the MLP's inner activations: long batches need the memory
+    recompute_mlp: bool = False  # the MLP's activations are recomputed: long batches need memory
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
         """The embedding half of q, k, v side by side, for every token once."""

@@ -1,6 +1,6 @@
-"""Which token id stands at the depths that P-EAGLE fills without a token.
+"""Which token id P-EAGLE uses at depths without a real token.
 
-It must be one that the tokenizer never emits: otherwise the draft reads a real token as "unknown".
+The tokenizer must never emit it: otherwise the draft would take a real token for a placeholder.
 Looked for in this order: ids without a token (padded embedding rows), reserved names, special
 tokens that nothing uses, bytes that no UTF-8 text contains. An explicit id must obey the same rule.
 """

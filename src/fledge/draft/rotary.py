@@ -58,7 +58,7 @@ def _in_both_spellings(config: Any, parameters: dict[str, Any]) -> Any:
 
 
 class Rotary:
-    """cos and sin for positions. No module: casting the draft to bf16 must not touch it."""
+    """cos and sin for positions. Not a module: casting the draft to bf16 must not touch it."""
 
     def __init__(self, config: Any) -> None:
         with torch.device("cpu"):  # also where the draft is built only for its shapes (on "meta")

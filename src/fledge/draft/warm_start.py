@@ -24,7 +24,7 @@ def peagle_from_eagle3(draft: LlamaEagle3DraftModel, config: Any) -> LlamaEagle3
     ones are fresh.
 
     A fresh layer starts with its two output projections at zero, so that at depth 0 the new draft
-    says exactly what the old one said: a warm start loses nothing before it gains.
+    gives exactly the old one's output: a warm start loses nothing.
     """
     new = LlamaEagle3DraftModel(config)
     if not new.config.parallel_drafting:

@@ -16,7 +16,7 @@ EngineName = Literal["vllm", "sglang", "speculators"]
 
 @dataclass(frozen=True)
 class Limit:
-    """A feature that an engine learnt late, or never."""
+    """A feature that an engine supports only from some version on, or not at all."""
 
     feature: Feature
     since: str | None  # the first version known to serve it; None: no version does
@@ -61,7 +61,9 @@ class Engine:
     def oldest_for(self, features: frozenset[Feature]) -> str:
         """The oldest version that serves a draft with these features."""
         since = [limit.since for limit in self.limits if limit.feature in features]
-        return str(max(Version(one) for one in (self.oldest, *since) if one is not None))
+        return str(
+            max(Version(version) for version in (self.oldest, *since) if version is not None)
+        )
 
 
 _FROZEN = "train with draft.freeze_embeddings=true, or export with --target-embeddings"

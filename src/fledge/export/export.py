@@ -218,7 +218,7 @@ class _Job:
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
-        check, found = check_files(directory, self.engine.name, self.draft, self.side)
+        check, reread = check_files(directory, self.engine.name, self.draft, self.side)
         if self.in_use is None:
             check.notes.append("exported without the target: nothing was decoded")
             return check
@@ -228,7 +228,7 @@ class _Job:
             self.num_draft_tokens if self.source.estimate is None else self.source.num_draft_tokens
         )
         decoding = DecodingCheck(self.source, self.in_use, self.options.check, depth, self.watch)
-        decoding.run(check, found, unchanged=unchanged)
+        decoding.run(check, reread, unchanged=unchanged)
         return check
 
     def _embeddings_untouched(self) -> bool:

@@ -1,8 +1,8 @@
 """What each engine reads from a draft, as tables: tensors and config keys (`engines`: versions).
 
-The writer follows these tables; `diagnose` and `import` look things up in them. Nothing here opens
-a file or imports torch. The facts come from running the engines (see docs/export.md for which
-versions, and what is tested).
+The writer follows these tables; `diagnose` and `import` use them too. Nothing here opens a file or
+imports torch. The facts come from running the engines (docs/formats.md explains them,
+docs/export.md lists versions and tests).
 
     plain-vllm           layers.N.*, config.json of a Llama                        vLLM
     plain-sglang         midlayer.* (and layers.N.*), config.json of a Llama       SGLang
@@ -260,7 +260,7 @@ def expected_tensors(
 ) -> list[ExpectedTensor]:
     """Every tensor that a draft with these facts and features has in this format."""
     sizes = _sizes(facts)
-    found = []
+    expected = []
     for rule in layout.tensors:
         if rule.feature and rule.feature not in features:
             continue
@@ -270,11 +270,13 @@ def expected_tensors(
         elif "{a}" in rule.ours:
             numbers = [{"a": a} for a in range(sizes["A"])]
         shape = tuple(_dimension(part, sizes) for part in rule.shape)
-        found += [
-            ExpectedTensor(rule.ours.format(**one), rule.theirs.format(**one), shape, rule.need)
-            for one in numbers
+        expected += [
+            ExpectedTensor(
+                rule.ours.format(**number), rule.theirs.format(**number), shape, rule.need
+            )
+            for number in numbers
         ]
-    return found
+    return expected
 
 
 def _sizes(facts: Mapping[str, Any]) -> dict[str, int]:

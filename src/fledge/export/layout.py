@@ -1,4 +1,4 @@
-"""A draft of ours in an engine's words: facts, features, tensors and config.json.
+"""A draft of ours in an engine's format: facts, features, tensors and config.json.
 
 The tables of `formats.py` applied to one draft; nothing is written here.
 """
@@ -26,7 +26,7 @@ _YARN_ATTENTION = ("attention_factor", "mscale", "mscale_all_dim")
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What an export says about the target it is for."""
+    """What an export records about its target."""
 
     name: str = ""  # as the user says it
     served_as: str = ""  # as an engine understands it
@@ -171,13 +171,13 @@ def file_tensors(
 ) -> dict[str, Tensor]:
     """The tensors under their names in the file. That the draft is whole was checked when it was
     read; here our rules are: each of its tensors has one, of its shape."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     known = set()
     for expected in expected_tensors(layout, facts, features):
         tensor = draft.tensors[expected.ours]
         known.add(expected.ours)
         assert tuple(tensor.shape) == expected.shape, f"{layout.name}: {expected}"
         if expected.need in ("required", "optional"):
-            found[expected.theirs] = tensor.detach().contiguous()
+            tensors[expected.theirs] = tensor.detach().contiguous()
     assert known == draft.tensors.keys(), f"no rule of {layout.name} knows them all"
-    return found
+    return tensors

@@ -1,5 +1,5 @@
 """Reading an export back the way its engine reads it. Deliberately not the tables of `formats.py`:
-a wrong line there must not excuse itself, so this file knows the formats on its own.
+a wrong line there must not confirm itself, so this file knows the formats independently.
 
 Each reader does what the engine's loader does, silent habits included (SGLang skips names that it
 does not know and takes the target's embeddings; vLLM and SGLang fall back to default aux layers),
@@ -69,19 +69,19 @@ def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetS
     ids = values.get("eagle_aux_hidden_state_layer_ids") or nested.get(
         "eagle_aux_hidden_state_layer_ids"
     )
-    found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    if "mask_hidden" in found:
-        found["mask_hidden"] = found["mask_hidden"].reshape(1, 1, -1)
-    if "embed_tokens.weight" not in found:
-        found |= _target_embeddings(target, found)
+    ours = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if "mask_hidden" in ours:
+        ours["mask_hidden"] = ours["mask_hidden"].reshape(1, 1, -1)
+    if "embed_tokens.weight" not in ours:
+        ours |= _target_embeddings(target, ours)
     config = _config(
         values,
         values,
         aux_layer_ids=_below(ids, target.layers),
         mask_token_id=values.get("mask_token_id"),
-        parallel="mask_hidden" in found,
+        parallel="mask_hidden" in ours,
     )
-    return Reread(config, found, [])
+    return Reread(config, ours, [])
 
 
 def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
@@ -92,17 +92,17 @@ def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: Targe
     if ids is None:
         ids = _default_layers(target.layers)
     known = ("fc.", "fc_norm.", "midlayer.", "norm.", "lm_head.", "d2t", "t2d")
-    found, unread = {}, []
+    ours, unread = {}, []
     for name, tensor in tensors.items():
         if name.startswith("layers.") and not name.startswith("layers.0."):
             # its deeper layers norm their input with hidden_norm
-            found[name.replace(".hidden_norm.", ".input_layernorm.")] = tensor
+            ours[name.replace(".hidden_norm.", ".input_layernorm.")] = tensor
         elif name.startswith(known):
-            found[name.replace("midlayer.", "layers.0.")] = tensor
+            ours[name.replace("midlayer.", "layers.0.")] = tensor
         else:
             unread.append(name)
-    found |= _target_embeddings(target, found)
-    return Reread(_config(values, values, aux_layer_ids=ids), found, unread)
+    ours |= _target_embeddings(target, ours)
+    return Reread(_config(values, values, aux_layer_ids=ids), ours, unread)
 
 
 def _as_speculators(
@@ -128,11 +128,11 @@ def _as_speculators(
     return Reread(config, dict(tensors), [])
 
 
-def _target_embeddings(target: TargetSide, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _target_embeddings(target: TargetSide, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Shared by the engine, which runs all weights in one dtype."""
     if target.embeddings_VE is None:
         return {}
-    return {"embed_tokens.weight": target.embeddings_VE.to(found["fc.weight"].dtype)}
+    return {"embed_tokens.weight": target.embeddings_VE.to(tensors["fc.weight"].dtype)}
 
 
 def _require(holds: bool, key: str) -> None:
@@ -185,12 +185,12 @@ def differing_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
     faults = [f"{name}: missing" for name in sorted(ours.keys() - theirs.keys())]
     faults += [f"{name}: not ours" for name in sorted(theirs.keys() - ours.keys())]
     for name in sorted(ours.keys() & theirs.keys()):
-        one, other = ours[name], theirs[name]
-        if one.dtype != other.dtype or one.shape != other.shape:
+        own, other = ours[name], theirs[name]
+        if own.dtype != other.dtype or own.shape != other.shape:
             faults.append(
-                f"{name}: {other.dtype} {tuple(other.shape)}, not {one.dtype} {tuple(one.shape)}"
+                f"{name}: {other.dtype} {tuple(other.shape)}, not {own.dtype} {tuple(own.shape)}"
             )
-        elif not torch.equal(one, other):
+        elif not torch.equal(own, other):
             faults.append(f"{name}: other values")
     return faults
 

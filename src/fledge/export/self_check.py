@@ -1,4 +1,4 @@
-"""Does the export do what training promised? Asked of the files, before they get their name.
+"""Whether an export does what training measured, checked on the files before they get their name.
 
 1. Every tensor and every flag, read back the way the engine reads them, is the draft's own.
 2. The acceptance that training estimated on its held-out rows is measured again, on the same rows,
@@ -142,19 +142,19 @@ def check_files(
     side: TargetSide,
 ) -> tuple[SelfCheck, Reread]:
     """The static half: names, values, flags."""
-    found = reread(directory, engine, side)
+    served = reread(directory, engine, side)
     ours = dict(draft.tensors)
-    if engine == "sglang" and side.embeddings_VE is None:  # the target's, and none to ask
+    if engine == "sglang" and side.embeddings_VE is None:  # the target's, which is not here
         ours.pop("embed_tokens.weight")
-    faults = [f"{name}: the engine skips it" for name in found.unread]
-    faults += differing_tensors(ours, found.tensors)
-    faults += differing_flags(draft.config, found.config)
+    faults = [f"{name}: the engine skips it" for name in served.unread]
+    faults += differing_tensors(ours, served.tensors)
+    faults += differing_flags(draft.config, served.config)
     if faults:
         raise BadInput(
             f"self-check: the files are not the draft ({'; '.join(faults[:3])})",
             fix="nothing was left behind; please report this",
         )
-    return SelfCheck(tensors=len(found.tensors)), found
+    return SelfCheck(tensors=len(served.tensors)), served
 
 
 class DecodingCheck:
@@ -173,10 +173,10 @@ class DecodingCheck:
         self._target = in_use.target
         self._device = in_use.target.get_input_embeddings().weight.device
 
-    def run(self, check: SelfCheck, found: Reread, *, unchanged: bool) -> None:
+    def run(self, check: SelfCheck, served: Reread, *, unchanged: bool) -> None:
         """`unchanged`: the tensors are the checkpoint's own, so that every round must agree."""
         check.notes += self._in_use.notes
-        files = found.model().to(self._device)
+        files = served.model().to(self._device)
         check_fits(self._target, files, "the export")
         if self._source.estimate is not None:
             check.estimate = self._source.estimate
@@ -231,7 +231,7 @@ class DecodingCheck:
             raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
         asked = read_prompts(options.prompts or ["mixed"], limit=options.limit)
         template = ChatTemplate.of(tokenizer)
-        return [encode_prompt(list(one.messages), template, tokenizer) for one in asked]
+        return [encode_prompt(list(prompt.messages), template, tokenizer) for prompt in asked]
 
     def _decode(self, files: DraftModel, *, unchanged: bool) -> Decoded:
         tokenizer, model = self._target.tokenizer, self._target.model
@@ -249,8 +249,12 @@ class DecodingCheck:
         dtype = files.dtype
         checkpoint = self._source.model().to(self._device, dtype)
         before = self._live(checkpoint, prompts, stops)
-        same = [one.token_ids for one in live] == [one.token_ids for one in before]
-        same &= [one.rounds for one in live] == [one.rounds for one in before]
+        same = [generation.token_ids for generation in live] == [
+            generation.token_ids for generation in before
+        ]
+        same &= [generation.rounds for generation in live] == [
+            generation.rounds for generation in before
+        ]
         if unchanged and not same:
             raise BadInput(
                 "self-check: the exported files decode other tokens or rounds than the checkpoint",
@@ -259,18 +263,21 @@ class DecodingCheck:
             )
         samples = self._replayed(files, answers)
         self._foreseen(samples, live)
-        found = acceptance(samples, self._depth)
+        figures = acceptance(samples, self._depth)
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
-        taken = [Sample(one.prompt_ids, one.token_ids, one.rounds) for one in before]
+        taken = [
+            Sample(generation.prompt_ids, generation.token_ids, generation.rounds)
+            for generation in before
+        ]
         strategy = choose(files)(files, DraftShape(self._depth))
         return Decoded(
             definition=definition(strategy.label),
             prompts=len(prompts),
-            tokens=sum(len(one.token_ids) for one in answers),
-            acceptance_length=found.length,
+            tokens=sum(len(generation.token_ids) for generation in answers),
+            acceptance_length=figures.length,
             every_slot_length=every_slot,
-            joint=found.joint,
+            joint=figures.joint,
             checkpoint_acceptance_length=acceptance(taken, self._depth).length,
             same_as_checkpoint=same,
         )
@@ -285,21 +292,21 @@ class DecodingCheck:
         return decoder.generate(prompts, stops)
 
     def _replayed(self, files: DraftModel, answers: Sequence[Generation]) -> list[Sample]:
-        texts = [Text(one.prompt_ids, one.token_ids) for one in answers]
+        texts = [Text(result.prompt_ids, result.token_ids) for result in answers]
         replays = replay(self._target, files, texts, num_draft_tokens=self._depth)
         return [
-            Sample(text.prompt_ids, text.answer_ids, one.rounds, accepted_T=one.accepted_T)
-            for text, one in zip(texts, replays, strict=True)
+            Sample(text.prompt_ids, text.answer_ids, result.rounds, accepted_T=result.accepted_T)
+            for text, result in zip(texts, replays, strict=True)
         ]
 
     @staticmethod
     def _foreseen(samples: Sequence[Sample], live: Sequence[Generation]) -> None:
         """Live rounds must be the replayed ones, as far as the texts are the same."""
         rounds = same = 0
-        for sample, one in zip(samples, live, strict=True):
-            if list(sample.answer_ids) == one.token_ids:
-                rounds += len(one.rounds)
-                same += len(set(sample.rounds) & set(one.rounds))
+        for sample, generation in zip(samples, live, strict=True):
+            if list(sample.answer_ids) == generation.token_ids:
+                rounds += len(generation.rounds)
+                same += len(set(sample.rounds) & set(generation.rounds))
         if rounds and same < LIVE_ROUNDS * rounds:
             raise BadInput(
                 f"self-check: of {rounds} rounds decoded live only {same} are as replayed",
@@ -323,7 +330,7 @@ class DecodingCheck:
 
 def _prompts_of(batch: TokenBatch) -> list[list[int]]:
     """The documents of a pack, each up to its first supervised token."""
-    found = []
+    prompts = []
     assert batch.seq_lens is not None
     for ids_T, mask_T, lengths in zip(
         batch.input_ids, batch.loss_mask, batch.seq_lens, strict=True
@@ -332,9 +339,9 @@ def _prompts_of(batch: TokenBatch) -> list[list[int]]:
         for length in lengths.tolist():
             first = int(mask_T[begin : begin + length].int().argmax())
             if first:  # 0: nothing is supervised here
-                found.append(ids_T[begin : begin + first].tolist())
+                prompts.append(ids_T[begin : begin + first].tolist())
             begin += length
-    return found
+    return prompts
 
 
 def same_embeddings(draft: PlainDraft, side: TargetSide) -> bool:

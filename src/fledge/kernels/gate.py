@@ -1,7 +1,7 @@
-"""May Triton kernels run on this tensor? Asked before anything imports Triton.
+"""Whether Triton kernels run on a tensor, decided before anything imports Triton.
 
-On a CPU the answer is always no, and nothing is said. On a GPU a no is worth one line in the log,
-because the torch path that runs instead is much slower. `FLEDGE_TRITON=0` switches the kernels off.
+On a CPU they never do. On a GPU, a refusal is logged once, because the torch path that runs
+instead is much slower. `FLEDGE_TRITON=0` switches the kernels off.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ def triton_runs(x: Tensor, *, what: str, unsupported: str | None = None) -> bool
 
 
 def kernel_runs(x: Tensor, *, what: str) -> bool:
-    """`triton_runs` for kernels whose sums are fp32, and which ask nothing else."""
+    """`triton_runs` for kernels that only require fp32 sums to be wide enough."""
     narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     reason = None if narrow else f"{x.dtype} is wider than the kernel's fp32"
     return triton_runs(x, what=what, unsupported=reason)

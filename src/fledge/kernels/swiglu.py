@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The elementwise half of SwiGLU, one GPU kernel forward and one backward.
 
-Same results as the torch lines of `layer._GatedMlp`, which pass over the widest activations of a
-step nineteen times where these pass nine times. Importing this file imports Triton.
+Same results as the torch lines of `layer._GatedMlp`, which read or write the widest activations of
+a step nineteen times; these kernels do so nine times. Importing this file imports Triton.
 """
 
 import torch

@@ -86,13 +86,13 @@ def cached_answers(
 
 
 def _held(path: Path, parts: Path) -> Answers:
-    shutil.rmtree(parts, ignore_errors=True)  # whoever wrote them may have been killed just then
+    shutil.rmtree(parts, ignore_errors=True)  # their writer may have been killed at that moment
     held = json.loads(path.read_bytes())
     return Answers([AnsweredTurn(**turn) for turn in held["turns"]], held["skipped"], True, path)
 
 
 def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:
-    """Whatever changes an answer. Not the batch: it moves roundings, as another machine does."""
+    """Everything that changes an answer. Not the batch: it changes rounding, as a machine does."""
     info = target.info()
     model: Any = target.model
     config = json.loads(model.config.to_json_string(use_diff=False))
@@ -193,7 +193,7 @@ class _Writer:
 
     def _finished(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
         """A batch whose answers are all in the journal. One that lacks some is answered again as a
-        whole: with other neighbours, numbers round otherwise."""
+        whole: with other neighbors, numbers round differently."""
         if not all(name in self._journal.entries for name in names):
             return None
         held = [self._journal.entries[name].read() for name in names]

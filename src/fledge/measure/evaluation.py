@@ -53,14 +53,14 @@ class LiveCheck:
     """Live decoding beside the target's own answers and the replay of them."""
 
     texts: int
-    same_texts: int  # token for token the target's own; rounding may break ties otherwise
+    same_texts: int  # token for token the target's own; rounding may break ties differently
     rounds: int  # live rounds inside the part of the text that agrees
     same_rounds: int  # of these, with exactly the replayed length
     acceptance: Acceptance
 
     @property
     def agrees(self) -> bool:
-        """Replay told the truth, up to ties that rounding breaks either way."""
+        """Whether live decoding confirms the replay, up to ties that rounding breaks either way."""
         return self.rounds == 0 or self.same_rounds >= 0.95 * self.rounds
 
 
@@ -234,7 +234,7 @@ class DraftEvaluation:
         for done, index in enumerate(which):
             self._watch("decoding live", done, len(which))
             prompts = [self.answers[index].prompt_ids]
-            if done == 0:  # the first passes of a process are slow, and nobody's fault
+            if done == 0:  # the first passes of a process are slow and must not count
                 for either in (decoder, plain):
                     either.generate(prompts, Stops(min(8, options.max_new_tokens)))
             [live[index]] = decoder.generate(prompts, self._stops)

@@ -1,7 +1,7 @@
-"""Acceptance figures from rounds, and the words that say what they mean.
+"""Acceptance figures from rounds, and the sentence that defines them.
 
-No figure leaves this file without its definition: peers count differently, and most arguments
-about acceptance are about definitions.
+No figure leaves this file without its definition: other projects count differently, and most
+arguments about acceptance are about definitions.
 """
 
 from collections.abc import Callable, Iterable, Sequence

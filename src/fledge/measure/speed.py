@@ -1,4 +1,4 @@
-"""Does it pay? Step times, the speed-up they predict, and the one that was measured."""
+"""Whether a draft pays: step times, the speed-up they predict, and the measured one."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from fledge.decode.speculative import Generation, Timing
 class Stopwatch:
     """Times of several texts, decoded one way."""
 
-    tokens: int = 0  # without each text's first, which the prompt's pass gives away
+    tokens: int = 0  # without each text's first, which comes from the prompt's pass
     rounds: int = 0
     decode_s: float = 0.0
     draft_s: float = 0.0
@@ -26,7 +26,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Speed:
-    """What the clock says of the same texts decoded both ways, one at a time.
+    """The times of the same texts decoded both ways, one at a time.
 
     A round costs one draft and one verification and yields `acceptance length` tokens, each of
     which would have cost one plain step.

@@ -1,4 +1,4 @@
-"""Who wrote each token of an answer, and how sure both models were: what the report colours.
+"""Who wrote each token of an answer, and how sure both models were: the report colors them.
 
 A round gives its accepted tokens to the draft, at depths 1, 2, ..., and the token behind them to
 the target. Probabilities come from one pass of each model over the finished text, as in replay: at
@@ -22,7 +22,7 @@ from fledge.target.base import Eagle3TargetBackend
 
 @dataclass(frozen=True)
 class Drafted:
-    """What the draft said in one place."""
+    """What the draft proposed in one place."""
 
     token: int
     probability: float  # of its own token
@@ -38,7 +38,7 @@ class WrittenToken:
     round: int  # from 0; -1: the first token, which no round gave
     target_p: float | None = None
     draft_p: float | None = None  # None: the draft was not asked here
-    instead: str | None = None  # what the draft said, where the target said no
+    instead: str | None = None  # what the draft proposed, where the target rejected it
     instead_p: float | None = None
 
     def to_json(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """A method: everything that depends on the algorithm, in one object.
 
-Whoever needs to know how a draft is built, trained, decoded, replayed, written for engines or
-measured asks its method; nobody else compares an algorithm's name. A method's file imports no other
+All code that depends on how a draft is built, trained, decoded, replayed, exported or measured asks
+its method; no other code compares an algorithm's name. A method's file imports no other
 room when it is loaded: recipes are read without torch, steps run without pydantic. Each function
 imports what it returns.
 """
@@ -45,7 +45,7 @@ class Method(ABC):
     """As people write it."""
 
     draft_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Keys of the draft's section where a recipe is silent, if not the usual ones."""
+    """Defaults for keys of the draft's section that differ from the usual ones."""
 
     strategies: ClassVar[tuple[str, ...]]
     """Names of the ways in which its drafts propose (`decode.strategies`), its own first."""

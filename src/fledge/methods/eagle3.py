@@ -31,7 +31,7 @@ class Eagle3(Method):
         return Eagle3Section
 
     def owns(self, config: Any) -> bool:
-        return True  # what says nothing else of itself
+        return True  # the default: no other method claims the config
 
     def draft_type(self) -> "type[DraftModel]":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel

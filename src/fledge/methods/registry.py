@@ -33,7 +33,7 @@ def method_of(config: Any) -> Method:
     for name in reversed(list(METHODS)):
         if METHODS[name].owns(config):
             return METHODS[name]
-    raise BadInput("a draft of no method that is known here", fix=f"known: {', '.join(METHODS)}")
+    raise BadInput("the draft belongs to no known method", fix=f"known: {', '.join(METHODS)}")
 
 
 def method_that_drafts(strategy: str) -> Method:

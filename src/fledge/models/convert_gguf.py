@@ -1,6 +1,6 @@
 """A GGUF file becomes a plain Hugging Face directory: float32 safetensors and a tokenizer.
 
-transformers dequantises the weights. The tokenizer is built here from the file's own tables,
+transformers dequantizes the weights. The tokenizer is built here from the file's own tables,
 because its conversion loses two things that decide what a draft is trained on: the
 pre-tokenizer (digits of SmolLM2 are split one by one; without it 2 % of prompts tokenise
 differently) and the end-of-turn token (it reports the bos token as eos).
@@ -39,7 +39,7 @@ _SPLIT_PATTERN = (
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the file says about itself, beyond its tensors."""
+    """The file's metadata."""
 
     fields: dict[str, Any]
     n_parameters: int
@@ -100,7 +100,7 @@ def convert(path: Path, directory: Path, *, name: str) -> None:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """gguf and transformers answer a damaged file with whatever they trip over."""
+    """gguf and transformers raise all kinds of errors for a damaged file."""
     try:
         yield
     except BadInput:
@@ -232,7 +232,7 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     options: dict[str, Any] = {}
-    try:  # newer transformers keep GGUF blocks unless told otherwise; older ones always unpack
+    try:  # newer transformers keep GGUF blocks by default; older ones always unpack
         from transformers import GgufConfig
     except ImportError:
         pass
@@ -271,6 +271,6 @@ def _sha256_of(path: Path) -> str:
         return str(noted["sha256"])
     with path.open("rb") as handle:
         sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
-    with contextlib.suppress(OSError):  # only a note: whoever needs the cache will say so
+    with contextlib.suppress(OSError):  # only a note: a real problem with the cache shows later
         write_json(note, {"state": state, "sha256": sha256})
     return sha256

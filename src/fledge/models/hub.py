@@ -31,9 +31,9 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
     patterns = _SMALL + _WEIGHTS if weights else _SMALL
     try:
         try:
-            found = snapshot_download(repo, revision=revision, allow_patterns=patterns)
+            local = snapshot_download(repo, revision=revision, allow_patterns=patterns)
         except _connection_errors():  # with a commit as revision the library does not fall back
-            found = snapshot_download(
+            local = snapshot_download(
                 repo, revision=revision, allow_patterns=patterns, local_files_only=True
             )
     except GatedRepoError as error:
@@ -51,7 +51,7 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
         raise BadInput(f"'{name}' is not a hub id", where="model", fix=str(error)) from error
     except HfHubHTTPError as error:
         raise BadInput(f"the hub failed on '{name}'", where="model", fix=str(error)) from error
-    directory = Path(found)
+    directory = Path(local)
     _check(directory, name, weights=weights)
     return directory
 

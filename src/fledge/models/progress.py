@@ -10,7 +10,7 @@ from rich.console import Console
 @contextlib.contextmanager
 def phase(text: str) -> Iterator[None]:
     """A spinner on a terminal, a plain line elsewhere."""
-    # The stream is fixed here: inside, somebody may silence sys.stderr for a library's own bars.
+    # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     if console.is_terminal:
         with console.status(text):

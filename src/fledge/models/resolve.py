@@ -1,7 +1,7 @@
 """Models by name: what a user may write as a target, and the local directory it stands for.
 
 A name is a local directory, a GGUF file, an embedded name (`smollm2-135m`) or a hub id
-(`org/name`, `org/name@revision`). Whatever it was, the rest of fledge sees a Hugging Face
+(`org/name`, `org/name@revision`). In each case the rest of fledge sees a Hugging Face
 directory on the local disk. torch and transformers are imported on use: the command line
 imports this file. Not for drafts, which have their own reader.
 """

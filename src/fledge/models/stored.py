@@ -44,7 +44,7 @@ def stored(name: str, make: Callable[[Path], None], *, source: dict[str, str]) -
 
 
 def need_free(n_bytes: int, *, what: str) -> None:
-    """Say that the disk is too small before filling it, not after."""
+    """Refuse before filling a disk that is too small."""
     root = models_root()
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
@@ -83,7 +83,7 @@ def _seal(directory: Path, source: dict[str, str]) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what a killed process left behind; under the lock nobody else is writing there."""
+    """Remove what a killed process left behind; under the lock no one else writes there."""
     for pattern in (f".{path.name}.*.tmp", f".{path.name}.*.old", f".{path.name}.download.*"):
         for left in path.parent.glob(pattern):
             shutil.rmtree(left, ignore_errors=True)

@@ -144,7 +144,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
 
 
 def _settle_mask_token(draft_model: LlamaEagle3DraftModel, mask_token_id: int | None) -> None:
-    """The id that stands at depths >= 1: told here or in the config, and kept in the config."""
+    """The id used at depths >= 1: given here or in the config, and kept in the config."""
     config = draft_model.config
     if not config.parallel_drafting:
         raise ValueError("parallel_drafting: the draft was built without it; set it in its config")

@@ -1,4 +1,4 @@
-"""What the target says at the slots that hold targets, whichever way it was handed over.
+"""The target's answer at the slots that hold targets, in any of the three encodings.
 
 Three encodings, one interface: probabilities for a range of slots when a chunk of the loss needs
 them, and coverage (is the target's top token one the draft can say?) for all slots before. Nothing

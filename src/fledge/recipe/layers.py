@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a section may hold: one kind, or several told apart by a tag (`backend`, `kind`)."""
+    """What a section may hold: one kind, or several selected by a tag (`backend`, `kind`)."""
 
     tag: str | None
     kinds: Mapping[str, type[BaseModel]]

@@ -63,7 +63,7 @@ class Recipe(Section):
     """What it is trained for."""
 
     training: Training = Field(default_factory=Training)
-    """The optimiser's side."""
+    """The optimizer and its schedule."""
 
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """What is saved, and whether a run continues."""
@@ -80,7 +80,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _draft_follows_objective(cls, data: Any) -> Any:
-        """Where the recipe does not say what the draft is like, its method does."""
+        """Fill in the method's defaults for keys of the draft that the recipe leaves out."""
         objective = data.get("objective") if isinstance(data, dict) else None
         kind = objective.get("kind") if isinstance(objective, dict) else None
         draft = data.get("draft", {}) if isinstance(data, dict) else None
@@ -127,9 +127,9 @@ class Recipe(Section):
         lines = []
         for section in ours:
             for key in {**ours[section], **theirs[section]}:
-                one, two = ours[section].get(key), theirs[section].get(key)
-                if one != two:
-                    lines.append(f"{section}.{key}: {one!r} -> {two!r}")
+                mine, two = ours[section].get(key), theirs[section].get(key)
+                if mine != two:
+                    lines.append(f"{section}.{key}: {mine!r} -> {two!r}")
         return lines
 
 

@@ -56,7 +56,7 @@ class Data(Section):
     """Variables handed to the chat template, for example enable_thinking: false."""
 
     workers: PositiveCount | None = None
-    """Processes that tokenise; null: one per CPU core."""
+    """Processes that tokenize; null: one per CPU core."""
 
 
 class Packing(Section):
@@ -73,7 +73,7 @@ class Packing(Section):
 
 
 class Draft(Section):
-    """The draft model; what is not said here is derived from the target's configuration."""
+    """The draft model; everything else is derived from the target's configuration."""
 
     layers: PositiveCount = 1
     """Decoder layers. Left out: 1, and 4 for P-EAGLE. SGLang 0.5.9 serves only 1."""
@@ -85,10 +85,10 @@ class Draft(Section):
     """Width of the MLP; null: the target's."""
 
     fc_norm: bool = False
-    """EAGLE-3.1: normalise each aux state before fc. Not in SGLang 0.5.9."""
+    """EAGLE-3.1: normalize each aux state before fc. Not in SGLang 0.5.9."""
 
     norm_output: bool = False
-    """EAGLE-3.1: feed the normalised state to the next step. Not in SGLang 0.5.9."""
+    """EAGLE-3.1: feed the normalized state to the next step. Not in SGLang 0.5.9."""
 
     freeze_embeddings: bool = True
     """Keep the target's embeddings. Left out: true, and false for P-EAGLE. SGLang uses the
@@ -98,8 +98,8 @@ class Draft(Section):
     """Start the head from the target's rows of the draft vocabulary."""
 
     init_from: Text | None = None
-    """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` makes one of
-    any other); its vocabulary map is kept."""
+    """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
+    others); its vocabulary map is kept."""
 
 
 def _pair(value: Any) -> Any:
@@ -107,7 +107,7 @@ def _pair(value: Any) -> Any:
 
 
 class Training(Section):
-    """The optimiser's side."""
+    """The optimizer and its schedule."""
 
     lr: Positive = 1e-4
     """Peak learning rate. 1e-4 suits 8B targets; small drafts want more (SmolLM2: 1e-3)."""
@@ -137,19 +137,19 @@ class Training(Section):
     """Passes over the data, unless steps is given."""
 
     steps: PositiveCount | None = None
-    """Optimiser steps; null: by epochs."""
+    """Optimizer steps; null: by epochs."""
 
     micro_batch: PositiveCount = 1
     """Packs per forward and rank."""
 
     accumulate: PositiveCount = 1
-    """Forwards per optimiser step; the gradient is that of one big batch."""
+    """Forwards per optimizer step; the gradient is that of one big batch."""
 
     clip: Positive | None = 1.0
     """Largest gradient norm; null: no clipping."""
 
     seed: Count = 0
-    """Initialisation, sampling and noise."""
+    """Initialization, sampling and noise."""
 
     device: Device = "auto"
     """auto: the rank's GPU when there is one, else the CPU."""

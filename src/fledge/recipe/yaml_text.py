@@ -1,7 +1,7 @@
 """YAML as recipes mean it: the small core of YAML 1.2, with places and without surprises.
 
 PyYAML's own rules read `1e-4` as a string, `no` as false, `1:30` as ninety and let the second of
-two equal keys win in silence. Here a number is a number, only true and false are booleans, and a
+two equal keys win silently. Here a number is a number, only true and false are booleans, and a
 key may be given once. Imports no torch.
 """
 

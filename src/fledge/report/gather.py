@@ -95,18 +95,18 @@ def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _held_out(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Evaluations over steps. Runs from before replay know every-slot figures only."""
-    found = [line["evaluation"] for line in lines]
-    replayed = all("acceptance_length" in one for one in found)
+    evaluations = [line["evaluation"] for line in lines]
+    replayed = all("acceptance_length" in evaluation for evaluation in evaluations)
     length, joint = ("acceptance_length", "joint") if replayed else ("tau", "prefix_acceptance")
-    depths = max((len(one[joint]) for one in found), default=0)
-    lengths = [one[length] for one in found]
+    depths = max((len(evaluation[joint]) for evaluation in evaluations), default=0)
+    lengths = [evaluation[length] for evaluation in evaluations]
     steps = [line["step"] for line in lines]
     best = max(range(len(steps)), key=lambda i: (steps[i] > 0, lengths[i]), default=None)
     return {
         "replayed": replayed,
         "step": steps,
         "length": lengths,
-        "joint": [[one[joint][k] for one in found] for k in range(depths)],
+        "joint": [[evaluation[joint][k] for evaluation in evaluations] for k in range(depths)],
         "best": best,
     }
 

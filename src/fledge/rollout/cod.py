@@ -1,5 +1,5 @@
-"""Which rollouts are followed, and how deep: P-EAGLE's COD sampling (SEMANTICS 6), and at the end
-of the file the plain thinning of EAGLE-3 (`objective.depth_keep`).
+"""Which rollouts are followed, and how deep: P-EAGLE's COD sampling (docs/semantics.md,
+P-EAGLE) and, at the end of the file, the plain thinning of EAGLE-3 (`objective.depth_keep`).
 
 Depth 0 is every position. Deeper depths are thinned: of a document with n supervised positions,
 int((n - d) * max(ratio^d, ratio_min)) elements are kept at depth d, drawn at random from those

@@ -2,8 +2,8 @@
 
 Everything after this file works on flat axes without asking the device for a number again:
 
-- the *key axis* T: the slots that anybody looks at (of each document, everything up to its last
-  anchor; padding and what follows the last anchor are gone);
+- the *key axis* T: the slots that some row attends to (of each document, everything up to its last
+  anchor; padding and slots after the last anchor are dropped);
 - the *rows* N of depth k: the anchors that still have something to predict at depth >= k. Rows are
   ordered by how deep they reach, deepest first, so the rows of depth k are simply the first
   `counts[k]` rows of depth 0: going one depth deeper is a slice, never a copy;
@@ -190,7 +190,7 @@ def flatten_slots(
     assert attend is not None
     index = np.arange(rows * width, dtype=np.int64)
     real = attend.reshape(-1) != 0
-    if lens is None:  # padding in front of a row is a document of its own, which nobody asks
+    if lens is None:  # padding in front of a row is a document of its own, without rows
         ahead = np.argmax(real.reshape(rows, width), axis=1) if width else np.zeros(rows, np.int64)
         lens = np.stack([ahead, width - ahead], axis=1)
     start, end = _document_bounds(lens, width)
@@ -256,7 +256,7 @@ def _per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
 
 @dataclass(frozen=True)
 class KeyAxis:
-    """The slots that anybody looks at and the rows on them, on the host."""
+    """The slots that some row attends to, and the rows on them, on the host."""
 
     slot: Ints  # [T] position in the flattened batch
     first: Ints  # [T] key-axis index of the first slot of the document

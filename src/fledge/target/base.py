@@ -1,4 +1,4 @@
-"""The abstract target: one signature for every backend, and what a trainer asks of it once."""
+"""The abstract target: one signature for every backend, and the facts a trainer needs once."""
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
@@ -128,7 +128,7 @@ class Eagle3TargetBackend(ABC):
     def info(self) -> TargetInfo:
         """Head, sizes, dtype and fingerprints; computed once.
 
-        A backend that answers with logits can do without: only `hidden` supervision, caches and
+        A backend that answers with logits need not have it: only `hidden` supervision, caches and
         servers need the head.
         """
         raise BadInput(
@@ -151,7 +151,7 @@ class Eagle3TargetBackend(ABC):
         return rows
 
     def close(self) -> None:
-        """Let go of the target. A second call does nothing; anything else then raises."""
+        """Release the target. A second call does nothing; any other call then raises."""
         self._closed = True
 
     def __enter__(self) -> Self:

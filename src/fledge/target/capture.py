@@ -1,4 +1,4 @@
-"""Catching a model's inner states during one forward pass, leaving nothing behind.
+"""Capture a model's inner states during one forward pass, leaving nothing behind.
 
 Hooks live exactly as long as the `with` block, also when the forward raises; states are copied at
 once into the tensor that will be returned, so nothing else of the model's memory is held.

@@ -102,7 +102,7 @@ class InProcessTarget(Eagle3TargetBackend):
         return group_documents(documents, self._plan(documents, ids_BT), device=ids_BT.device)
 
     def _check_vocabulary(self, input_ids: Tensor) -> None:
-        """Refuse ids that the embedding has no row for; looked at only where looking is free."""
+        """Refuse ids that the embedding has no row for; checked on the host only."""
         size = self._vocabulary_rows()
         if size is None or input_ids.device.type != "cpu":
             return

@@ -93,18 +93,18 @@ def text_config(config: Any) -> Any:
 
 
 def stated(config: Any, name: str) -> int | None:
-    """A size of the language model, where its config states one; runners need not say them all."""
+    """A size of the language model if its config has it; a runner's config may lack some."""
     value = getattr(text_config(config), name, None)
     return value if isinstance(value, int) else None
 
 
 def longest_text(config: Any) -> int:
-    """Tokens that a target takes at once; without end where its config names no end."""
+    """Longest row that a target takes; practically unlimited if its config sets no limit."""
     return getattr(text_config(config), "max_position_embeddings", None) or 1 << 40
 
 
 def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
-    """Number of decoder layers the target runs; the config's word, else the layers there are."""
+    """Number of decoder layers: from the config, else the number of modules."""
     depth = getattr(text_config(config), "num_hidden_layers", None)
     if depth is None and layers is not None:
         depth = len(layers)

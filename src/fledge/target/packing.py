@@ -88,7 +88,7 @@ def find_documents(rows: TokenBatch) -> Documents | None:
                 starts.append(row * width + begin)
                 lengths.append(real)
             begin += length
-    if position_ids.device.type == "cpu":  # what padding says about itself does not matter
+    if position_ids.device.type == "cpu":  # position ids of padding do not matter
         start_D, length_D = torch.tensor([starts, lengths], dtype=torch.long)
         slot_N = torch.arange(rows.tokens)[real_BT.flatten()]
         expected_N = slot_N - start_D.repeat_interleave(length_D)
@@ -107,9 +107,9 @@ def plan_groups(
 ) -> list[list[int]]:
     """Partition documents into groups with the least padded tokens plus overhead per group.
 
-    Exact for documents sorted by length (a dynamic programme over where to cut); a group never
+    Exact for documents sorted by length (a dynamic program over where to cut); a group never
     holds more than `max_tokens` cells unless it is one long document. Depends on lengths alone:
-    the same lengths give the same groups, whatever the documents say.
+    the same lengths give the same groups.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     longest = np.array([lengths[i] for i in order], dtype=np.int64)

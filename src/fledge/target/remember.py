@@ -1,6 +1,6 @@
 """A target that remembers: states of documents seen before come from memory, not from a forward.
 
-The frozen target says the same about a document in every epoch. On a machine where its forward is
+The frozen target answers alike about a document in every epoch. On a machine where its forward is
 the larger half of a step (a laptop CPU), later epochs then cost the draft alone. The offline cache
 is the same idea on disk.
 """

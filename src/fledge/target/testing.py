@@ -1,6 +1,6 @@
 """A target runner for tests: the runner protocol over a plain Hugging Face model.
 
-It stands where an engine would stand, so the contract layer can be tested without one. It shares
+It takes the place of an engine, so the contract layer can be tested without one. It shares
 no code with the co-located backend's capture: states come from `output_hidden_states`, which makes
 the equality of the two backends a test of both. One limit follows: transformers returns the *last*
 layer's state already normed, so that layer cannot be captured here.

@@ -1,4 +1,4 @@
-"""Which weights answered: a fingerprint of them and of the tokenizer, and the dtypes they have.
+"""Which weights answered: a fingerprint of them and of the tokenizer, and their dtypes.
 
 A draft fits one target. Caches, servers and checkpoints carry these strings so that supervision
 from other weights, or from the same weights at another precision, is noticed.
@@ -113,5 +113,5 @@ def quantisation_method(config: Any) -> str | None:
 
 
 def _dequantised(model: nn.Module) -> bool:
-    """Every matrix is plain floating point, whatever the config still says."""
+    """Every matrix is plain floating point, even if the config says otherwise."""
     return set(dtype_shares(model)) <= {"float64", "float32", "bfloat16", "float16"}

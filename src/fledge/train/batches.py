@@ -22,7 +22,7 @@ from fledge.data.rows import RowView
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of an optimiser step: micro-batches, or None where the data ran out."""
+    """One rank's share of an optimizer step: micro-batches, or None where the data ran out."""
 
     step: int
     epoch: int
@@ -98,8 +98,8 @@ class PackStream:
         for index in range(self._accumulate):
             start = begin + (index * self._world.size + self._world.rank) * self._micro
             stop = start + self._micro if self._end is None else min(start + self._micro, self._end)
-            found = [self._at(position) for position in range(start, stop)]
-            packs = [at[1] for at in found if at is not None]
+            positions = [self._at(position) for position in range(start, stop)]
+            packs = [at[1] for at in positions if at is not None]
             micro.append(collate(self.rows, packs, self.tokens, self.pad_id) if packs else None)
         return StepBatch(step, first[0], tuple(micro))
 

@@ -6,8 +6,8 @@
                                    state.json                       step, fingerprints, checksums
       best -> checkpoints/step-... the checkpoint with the best measured acceptance
 
-`state.json` carries a checksum of every other file. A checkpoint that does not match is passed
-over, saying so, for the one before it.
+`state.json` carries a checksum of every other file. A checkpoint that does not match is skipped
+with a message, and the one before it is used.
 """
 
 import json
@@ -34,7 +34,7 @@ _LINK = ".best.tmp"  # until it is `best`
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was found whole."""
+    """A checkpoint that was found whole."""
 
     path: Path
     state: dict[str, Any]
@@ -44,12 +44,12 @@ class Checkpoint:
         return int(self.state["step"])
 
     def tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = load_file(self.path / TRAINING_NAME)
-        return found
+        tensors: dict[str, Tensor] = load_file(self.path / TRAINING_NAME)
+        return tensors
 
     def draft_tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = load_file(self.path / WEIGHTS_NAME)
-        return found
+        tensors: dict[str, Tensor] = load_file(self.path / WEIGHTS_NAME)
+        return tensors
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -115,9 +115,9 @@ def mark_best(run: Path, path: Path) -> None:
 def prune(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints and the best, and leftovers of killed saves."""
     root = run / "checkpoints"
-    found = sorted(root.glob("step-*"))
+    checkpoints = sorted(root.glob("step-*"))
     best = best_step(run)
-    for path in found[:-keep]:
+    for path in checkpoints[:-keep]:
         if best is None or path != checkpoint_path(run, best):
             doomed = path.with_name(f".{path.name}.old")  # gone at once, however long it takes
             path.replace(doomed)
@@ -156,7 +156,9 @@ def restore_optimizer(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"optimizer.{names[id(parameter)]}."
-            found = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            moments = {
+                k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
+            }
             optimizer.state[parameter] = {
-                key: value.to(parameter.device) for key, value in found.items()
+                key: value.to(parameter.device) for key, value in moments.items()
             }

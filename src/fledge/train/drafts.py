@@ -37,7 +37,7 @@ def make_draft(
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
-    # Which layers it listens to is part of what a draft is: other ones are noise to it.
+    # The layers a draft reads are part of it: states of other layers are noise to it.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
     if (module := target.info().module) is not None:  # elsewhere nobody can look at its rotary
         verify_rotary(draft.config, module)

@@ -24,7 +24,7 @@ def evaluate(
     of the rounds through every answer. `tau` is what a training step also measures: 1 + sum over
     depths of P(all tokens up to that depth are right), every slot a start.
 
-    `picks` remembers, by batch, what the frozen target picks there: its head is asked once a run.
+    `picks` caches, by batch, the frozen target's picks, so its head runs once per run.
     """
     picks = {} if picks is None else picks
     objective, world = parts.objective, parts.world

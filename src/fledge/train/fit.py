@@ -39,7 +39,7 @@ from fledge.train.step import StepResult, Sums, train_step
 
 
 class Observer(Protocol):
-    """Who watches a run: the command line, a test, a notebook."""
+    """An observer of a run: the command line, a test, a notebook."""
 
     def note(self, text: str) -> None: ...
     def logged(self, values: dict[str, Any]) -> None: ...
@@ -48,7 +48,7 @@ class Observer(Protocol):
 
 @dataclass
 class State:
-    """Everything that moves while a run goes on, besides weights and moments."""
+    """Everything that changes during a run, besides weights and moments."""
 
     step: int = 0
     seconds: float = 0.0  # spent in training, over all resumptions
@@ -236,14 +236,14 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
     """Measure held-out acceptance; True when it is the best so far."""
     if not training.held_out:
         return False
-    found = evaluate(training.parts, training.held_out, training.held_out_picks)
+    evaluation = evaluate(training.parts, training.held_out, training.held_out_picks)
     training.parts.clock.read()  # not part of the training speed
-    state.last = {"step": state.step, **found}
+    state.last = {"step": state.step, **evaluation}
     if logs is not None:
-        logs.evaluated({"step": state.step, "evaluation": found})
-    if state.step == 0 or found["acceptance_length"] <= state.best_length:
+        logs.evaluated({"step": state.step, "evaluation": evaluation})
+    if state.step == 0 or evaluation["acceptance_length"] <= state.best_length:
         return False
-    state.best_length, state.best_step = found["acceptance_length"], state.step
+    state.best_length, state.best_step = evaluation["acceptance_length"], state.step
     return True
 
 
@@ -277,7 +277,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     """Continue from the newest whole checkpoint, or start: write recipe and vocabulary."""
     parts, directory = training.parts, training.directory
     window = Sums.zeros(parts.objective.depths, parts.device)
-    found, complaints = newest_checkpoint(directory)
+    checkpoint, complaints = newest_checkpoint(directory)
     for complaint in complaints:
         observer.note(f"passing over a checkpoint: {complaint}")
     if parts.world.is_main and not (directory / VOCABULARY_NAME).exists():
@@ -285,12 +285,14 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
         write_json(directory / MACHINE_NAME, describe_machine())
         training.vocabulary.save(directory / VOCABULARY_NAME)
     parts.world.barrier()
-    if found is None:
+    if checkpoint is None:
         return State(), window
-    _check_same_run(training, found)
-    state = State(**{name: found.state[name] for name in State().__dict__ if name in found.state})
-    tensors = found.tensors()
-    training.draft.load_state_dict(found.draft_tensors())
+    _check_same_run(training, checkpoint)
+    state = State(
+        **{name: checkpoint.state[name] for name in State().__dict__ if name in checkpoint.state}
+    )
+    tensors = checkpoint.tensors()
+    training.draft.load_state_dict(checkpoint.draft_tensors())
     restore_optimizer(parts.optimizer, _names(training), tensors)
     parts.guard.load({name: tensors[f"guard.{name}"] for name in parts.guard.state()})
     restore_rng(tensors)
@@ -303,7 +305,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
 
 
 def _finish_save(training: Training, state: State, *, keep_all: bool) -> None:
-    """What a process that was killed right behind its last checkpoint did not get to."""
+    """What a process that was killed right after its last checkpoint did not finish."""
     directory = training.directory
     best = checkpoint_path(directory, state.best_step)
     if best_step(directory) != state.best_step and best.is_dir():
@@ -312,12 +314,12 @@ def _finish_save(training: Training, state: State, *, keep_all: bool) -> None:
         prune(directory, training.recipe.checkpoint.keep)
 
 
-def _check_same_run(training: Training, found: Checkpoint) -> None:
+def _check_same_run(training: Training, checkpoint: Checkpoint) -> None:
     for name, value in training.fingerprints.items():
-        if found.state["fingerprints"].get(name) != value:
+        if checkpoint.state["fingerprints"].get(name) != value:
             raise BadInput(
                 f"the {name} is not what this run was started with",
-                where=str(found.path),
+                where=str(checkpoint.path),
                 fix="give the run another run.output_dir",
             )
 

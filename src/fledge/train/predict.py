@@ -1,4 +1,4 @@
-"""What a run will cost, before it runs: memory, disk, hours; printed again beside the truth.
+"""What a run will cost: memory, disk, hours, predicted first and later compared with the run.
 
 The model is simple on purpose. Memory: weights, moments and gradients are counted exactly, what a
 step holds besides is counted from the widths of its tensors. Time: operations over a device rate
@@ -61,8 +61,8 @@ class Prediction:
             return table
         table.add_column("measured", justify="right")
         for name, shown, key in rows:
-            found = _time(truth[key]) if key == "seconds" else _size(truth[key])
-            table.add_row(name, shown, found)
+            measured = _time(truth[key]) if key == "seconds" else _size(truth[key])
+            table.add_row(name, shown, measured)
         return table
 
 
@@ -97,7 +97,7 @@ def predict(recipe: Any, training: "Training") -> Prediction:
 
 
 def _target_weights(training: "Training") -> list[nn.Parameter]:
-    """Of a target that runs in this process; others cost elsewhere."""
+    """Cost of a target in this process; others run elsewhere."""
     module = training.parts.target.info().module
     return [] if module is None else list(module.parameters())
 

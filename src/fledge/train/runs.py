@@ -1,4 +1,4 @@
-"""Finding one's way in a run: its draft, its recipe, its state.
+"""Find the parts of a run: its draft, its recipe, its state.
 
 A verb may be given a run, one of its checkpoints, its `best`, or a draft that belongs to no run.
 """

@@ -1,7 +1,7 @@
 """From a recipe to everything a run works with: data, target, vocabulary, draft, objective.
 
 The data is prepared before any process group exists: ranks that wait for one another must not sit
-in a collective while one of them tokenises for an hour.
+in a collective while one of them tokenizes for an hour.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""One optimiser step. Together with `fit.py` this is the whole of training.
+"""One optimizer step. Together with `fit.py` this is the whole of training.
 
 The gradient is that of one big batch, however it is cut: every micro-batch's loss is a sum divided
 by the number of charged elements over all micro-batches and ranks; so is the mean acceptance that

@@ -213,7 +213,7 @@ def test_top_k_is_renormalised_and_comes_back_in_place():
 
 
 def test_sizes_of_an_8b_target_on_real_lengths(shared_data):
-    """At draft vocabulary 32,000 and 2,048 tokens: hidden <= 40 %, hidden-fp8 <= 20 % of the seed's
+    """At draft vocabulary 32,000 and 2,048 tokens: hidden <= 40 %, hidden-fp8 <= 20 % of padded
     padded rows. Lengths are those of real chats, about 4 characters a token."""
     import json
 

@@ -39,7 +39,7 @@ def words(tiny_target, tiny_chats):
     ]  # fmt: skip
 
 
-def test_the_recipe_form_writes_what_the_seeds_form_writes(
+def test_the_recipe_form_writes_what_the_plain_flags_write(
     command, words, tiny_target, tiny_chats, tmp_path
 ):
     code, text, error = command(

@@ -1,4 +1,4 @@
-"""precompute_eagle3: the seed's flags, refusals before any harm, resumption to the byte."""
+"""precompute_eagle3: its plain flags, refusals before any harm, resumption to the byte."""
 
 import contextlib
 import errno
@@ -73,7 +73,7 @@ def shards(directory):
     return sorted(path.name for path in Path(directory).glob("shard-*"))
 
 
-def test_the_seeds_flags_are_there():
+def test_the_documented_flags_are_there():
     words = {option for action in _build_parser()._actions for option in action.option_strings}
     assert {
         "--target-model", "--input-data", "--output-dir", "--seq-length", "--draft-vocab-size",
@@ -84,7 +84,7 @@ def test_the_seeds_flags_are_there():
     assert fledge.precompute_eagle3.main is main
 
 
-def test_the_seeds_own_command_line_works(argv, tmp_path, caplog):
+def test_the_documented_command_line_works(argv, tmp_path, caplog):
     """`--dtype bf16 --draft-vocab-size`, default aux layers refused on a shallow model."""
     with caplog.at_level("INFO"):
         assert main(argv(dtype="bf16", draft_vocab_size=128, encoding="probs")) == 0
@@ -334,7 +334,7 @@ def test_other_weights_behind_the_same_files_are_noticed(argv, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("more", [{}, {"format": 1}])
-def test_the_seeds_resume_check(tmp_path, more):
+def test_resuming_with_another_configuration_is_refused(tmp_path, more):
     _ensure_resume_compatible(str(tmp_path), more, set())
     with pytest.raises(ValueError, match="without a manifest"):
         _ensure_resume_compatible(str(tmp_path), more, {0})
@@ -480,7 +480,7 @@ def test_the_batch_cache_of_the_seed_is_what_a_live_trainer_sees():
     slots = supervised.flatten().nonzero()[:, 0]
     objective = LogitsSupervision(live.logits.flatten(0, 1), slots, VocabularyTensors(*vocabulary))
     assert torch.equal(kept["target_probs"][supervised], objective.probs(0, len(slots)))
-    ids, _ = vocabulary  # and a distribution where nothing is supervised, as SEMANTICS 4 has it
+    ids, _ = vocabulary  # and a distribution where nothing is supervised, see docs/semantics.md, 6
     assert torch.equal(kept["target_probs"], live.logits[..., ids].softmax(-1, torch.float32))
     assert torch.equal(kept["loss_mask"], live.loss_mask)
     assert torch.equal(kept["position_mask"][supervised][:, 0], objective.coverage())

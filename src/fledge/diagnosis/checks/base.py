@@ -1,4 +1,4 @@
-"""What a check is, what it may say, and what it is shown.
+"""What a check is, what it may report, and what it is given.
 
 A check looks for one cause. It answers with findings whose evidence is in numbers, each with the
 way out in words and, where the repair is certain, as a function.
@@ -61,7 +61,7 @@ def note(evidence: str, fix: str = "") -> Finding:
 
 
 class TargetFiles:
-    """The target, as much of it as somebody asks for."""
+    """The target, loaded only as far as checks need it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -140,7 +140,7 @@ class Subject:
 
     @property
     def aux_layer_ids(self) -> list[int] | None:
-        """The layers the draft listens to: its own word, else what engines assume."""
+        """The layers the draft reads: those in its files, else what engines assume."""
         return self.view.aux_layer_ids or self.target.default_aux
 
     def needs(self, engine: str, evidence: str, fix: str, repair: Repair | None = None) -> Finding:

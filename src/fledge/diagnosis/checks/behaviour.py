@@ -1,4 +1,4 @@
-"""Checks by decoding: what the files accept, and whether they accept more when read otherwise."""
+"""Checks by decoding: what the files accept, and whether another reading accepts more."""
 
 from collections.abc import Iterator
 
@@ -18,12 +18,12 @@ def _probe(subject: Subject) -> Probe:
 
 
 def _measured(
-    subject: Subject, name: str, said: str, better: str, fix: str, repair: Repair | None
+    subject: Subject, name: str, written: str, better: str, fix: str, repair: Repair | None
 ) -> Iterator[Finding]:
     step = _probe(subject).steps.get(name)
     if step is not None:
         _, before, _, after = step
-        yield error(f"{said}: {before}; {better}: {after}", fix, repair)
+        yield error(f"{written}: {before}; {better}: {after}", fix, repair)
 
 
 @check("aux-shifted", "behavioural", "aux layers one too low or too high, by replay of both",
@@ -52,28 +52,28 @@ def aux_shifted(subject: Subject) -> Iterator[Finding]:
 @check("norm-output", "behavioural", "norm_output set or unset against the training",
        repairs=True)  # fmt: skip
 def norm_output(subject: Subject) -> Iterator[Finding]:
-    said = _probe(subject).as_written.norm_output
+    written = _probe(subject).as_written.norm_output
     yield from _measured(
         subject,
         "norm-output",
-        f"norm_output {str(said).lower()}",
-        str(not said).lower(),
-        f"norm_output: {str(not said).lower()}",
-        lambda files: files.put("norm_output", not said),
+        f"norm_output {str(written).lower()}",
+        str(not written).lower(),
+        f"norm_output: {str(not written).lower()}",
+        lambda files: files.put("norm_output", not written),
     )
 
 
 @check("norm-residual", "behavioural", "norm_before_residual set or unset against the training",
        repairs=True)  # fmt: skip
 def norm_residual(subject: Subject) -> Iterator[Finding]:
-    said = _probe(subject).as_written.norm_residual
+    written = _probe(subject).as_written.norm_residual
     yield from _measured(
         subject,
         "norm-residual",
-        f"norm_before_residual {str(said).lower()}",
-        str(not said).lower(),
-        f"norm_before_residual: {str(not said).lower()}",
-        lambda files: files.put("norm_before_residual", not said),
+        f"norm_before_residual {str(written).lower()}",
+        str(not written).lower(),
+        f"norm_before_residual: {str(not written).lower()}",
+        lambda files: files.put("norm_before_residual", not written),
     )
 
 
@@ -118,10 +118,10 @@ def labels(subject: Subject) -> Iterator[Finding]:
 
 @check("estimate", "behavioural", "a training estimate that decoding does not confirm")
 def estimate(subject: Subject) -> Iterator[Finding]:
-    said, found = subject.estimate, _probe(subject).best.first
-    if said is not None and said > found + 0.25:
+    claim, real = subject.estimate, _probe(subject).best.first
+    if claim is not None and claim > real + 0.25:
         yield warning(
-            f"training says {said:.1%} of first tokens are right, the files give {found:.1%} on "
+            f"training says {claim:.1%} of first tokens are right, the files give {real:.1%} on "
             "the shipped prompts",
             fix="too good to be true: a leaking mask or the training rows themselves; or prompts "
             "unlike the data: fledge eval --prompts on held-out chats tells",
@@ -131,9 +131,9 @@ def estimate(subject: Subject) -> Iterator[Finding]:
 @check("acceptance", "behavioural", "a draft that accepts nothing, whatever else is right")
 def acceptance(subject: Subject) -> Iterator[Finding]:
     probe = _probe(subject)
-    found, mended = probe.best, " (as mended above)" if probe.steps else ""
-    text = f"{found}, {found.acceptance.rounds} rounds of {DEPTHS} drafted tokens{mended}"
-    if found.first < 0.05:
+    score, mended = probe.best, " (as mended above)" if probe.steps else ""
+    text = f"{score}, {score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{mended}"
+    if score.first < 0.05:
         yield error(f"replay of the files: {text}", fix=_UNSEEN)
     else:
         yield note(f"replay of the files: {text}")

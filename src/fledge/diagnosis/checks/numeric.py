@@ -142,10 +142,10 @@ def _nearest(rows_SM: Tensor, table_VM: Tensor) -> tuple[Tensor, Tensor]:
     rows_SM = F.normalize(rows_SM.float(), dim=-1)
     for begin in range(0, len(table_VM), _PIECE):
         piece = F.normalize(table_VM[begin : begin + _PIECE].float(), dim=-1)
-        found = (rows_SM @ piece.t()).max(dim=-1)
-        closer_S = found.values > best_S
-        best_S = torch.where(closer_S, found.values, best_S)
-        place_S = torch.where(closer_S, found.indices + begin, place_S)
+        closest = (rows_SM @ piece.t()).max(dim=-1)
+        closer_S = closest.values > best_S
+        best_S = torch.where(closer_S, closest.values, best_S)
+        place_S = torch.where(closer_S, closest.indices + begin, place_S)
     return place_S, best_S
 
 

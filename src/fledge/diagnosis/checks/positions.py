@@ -50,12 +50,12 @@ def rope_conflict(subject: Subject) -> Iterator[Finding]:
     given = {name: float(base) for name, base in bases.items() if base is not None}
     if len(set(given.values())) < 2:
         return
-    said = ", ".join(f"{name} {base:g}" for name, base in given.items())
+    listed = ", ".join(f"{name} {base:g}" for name, base in given.items())
     right = None if theirs is None else theirs["rope_theta"]
     sure = theirs is not None and right in given.values()
     rope = {**own_rope(subject), "rope_theta": right}
     yield error(
-        f"{said}: which one counts depends on the engine's version",
+        f"{listed}: which one counts depends on the engine's version",
         fix=f"the target's is {right:g}: write it everywhere" if sure else "write one of them",
         repair=take_rope(rope) if sure else None,
     )

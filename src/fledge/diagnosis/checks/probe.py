@@ -1,4 +1,4 @@
-"""The draft at work: replayed over the target's own answers, as it says it is and otherwise.
+"""The draft replayed over the target's own answers, as its files say and with settings changed.
 
 A wrong setting is found by trying the right one. Every way to read the files that differs in one
 setting is replayed over the same answers; when one accepts clearly more, slot by slot, the setting
@@ -46,7 +46,7 @@ class Enough:
 
 
 _ENOUGH = {
-    "aux-shifted": Enough(0.03),  # neighbouring layers resemble each other
+    "aux-shifted": Enough(0.03),  # neighboring layers resemble each other
     # a draft that is hardly trained may gain a little from a normed state
     "norm-output": Enough(0.5),
     # from the second token on it does what norm_output does: the first must tell
@@ -117,19 +117,21 @@ class Answering:
         )
         self._backends: dict[tuple[int, ...], HFEagle3TargetModel] = {}
         asked = read_prompts(["mixed"], limit=prompts)
-        found = cached_answers(
+        answers = cached_answers(
             self.first,
             asked,
             max_new_tokens=max_new_tokens,
             on_answer=lambda done, total: self._watch("the target answers", done, total),
         )
-        self.answers: list[AnsweredTurn] = [one for one in found.turns if len(one.answer_ids) > 2]
+        self.answers: list[AnsweredTurn] = [
+            turn for turn in answers.turns if len(turn.answer_ids) > 2
+        ]
         if not self.answers:
             raise BadInput("the target answers none of the prompts with more than two tokens")
 
     @property
     def texts(self) -> list[Text]:
-        return [Text(one.prompt_ids, one.answer_ids) for one in self.answers]
+        return [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers]
 
     def backend(self, layer_ids: Sequence[int]) -> HFEagle3TargetModel:
         """The same model, listening to these layers."""
@@ -155,10 +157,10 @@ class Answering:
             on_text=lambda done: self._watch("replaying", done, total),
         )
         accepted, samples = [], []
-        for one, found in zip(self.answers, replays, strict=True):
-            length = len(one.prompt_ids) + len(one.answer_ids)
-            accepted += found.accepted_T[len(one.prompt_ids) - 1 : length - 2]
-            samples.append(Sample(one.prompt_ids, one.answer_ids, found.rounds))
+        for answer, replayed in zip(self.answers, replays, strict=True):
+            length = len(answer.prompt_ids) + len(answer.answer_ids)
+            accepted += replayed.accepted_T[len(answer.prompt_ids) - 1 : length - 2]
+            samples.append(Sample(answer.prompt_ids, answer.answer_ids, replayed.rounds))
         return Score(np.array(accepted), acceptance(samples, DEPTHS))
 
 
@@ -251,8 +253,8 @@ class Probe:
         """From the files' own reading to the best: what was changed, by the check that names it."""
         steps: dict[str, tuple[Reading, Score, Reading, Score]] = {}
         here = self.as_written
-        while found := self._better(here, steps):
-            name, best = found
+        while better := self._better(here, steps):
+            name, best = better
             steps[name] = (here, self.score(here), best, self.score(best))
             here = best
         return steps
@@ -260,30 +262,30 @@ class Probe:
     def _better(self, here: Reading, done: Container[str]) -> tuple[str, Reading] | None:
         """The reading that beats this one. Two may do so alike (a state normed where it leaves one
         depth or where it enters the next): the later must beat the earlier too."""
-        found = None
+        better = None
         for name, other in self._others(here):
             if name in done:
                 continue
             score = self.score(other)
             if not self.score(here).clearly_below(score, _ENOUGH[name]):
                 continue
-            if found is None or self.score(found[1]).clearly_below(score, Enough(0.05)):
-                found = (name, other)
-        return found
+            if better is None or self.score(better[1]).clearly_below(score, Enough(0.05)):
+                better = (name, other)
+        return better
 
     def leaning(self, name: str) -> tuple[Reading, float] | None:
         """A reading of this kind that may be the right one, and by how many standard errors."""
         own = self.score(self.as_written)
-        others = [one for found, one in self._others(self.as_written) if found == name]
-        above = [(one, own.errors_below(self.score(one))) for one in others]
+        others = [reading for check, reading in self._others(self.as_written) if check == name]
+        above = [(reading, own.errors_below(self.score(reading))) for reading in others]
         best = max(above, key=lambda pair: pair[1], default=None)
         return best if best is not None and best[1] > 2.5 else None
 
     @property
     def best(self) -> Score:
         """What the files are worth when everything that decoding found is mended."""
-        found = list(self.steps.values())
-        return found[-1][3] if found else self.score(self.as_written)
+        readings = list(self.steps.values())
+        return readings[-1][3] if readings else self.score(self.as_written)
 
     @torch.no_grad()
     def matches_by_offset(self) -> dict[int, float]:
@@ -292,10 +294,10 @@ class Probe:
         backend = self.answering.backend(self.as_written.aux_layer_ids)
         selected = self.draft.selected_token_ids
         assert selected is not None
-        for one in self.answering.answers:
-            text = torch.tensor([[*one.prompt_ids, *one.answer_ids]])
+        for answer in self.answering.answers:
+            text = torch.tensor([[*answer.prompt_ids, *answer.answer_ids]])
             real, wanted = torch.ones_like(text), torch.zeros_like(text)
-            wanted[:, len(one.prompt_ids) - 1 : text.shape[1] - 3] = 1
+            wanted[:, len(answer.prompt_ids) - 1 : text.shape[1] - 3] = 1
             if not wanted.any():
                 continue
             batch = backend.answer(TokenBatch(text, real, real))

@@ -26,7 +26,7 @@ def table() -> str:
         "numeric": "target's tables",
         "behavioural": "target",
     }
-    for one in CHECKS.values():
-        fix = "yes" if one.repairs else ""
-        lines.append(f"| `{one.id}` | {needs[one.level]} | {one.looks_for} | {fix} |")
+    for check in CHECKS.values():
+        fix = "yes" if check.repairs else ""
+        lines.append(f"| `{check.id}` | {needs[check.level]} | {check.looks_for} | {fix} |")
     return "\n".join(lines) + "\n"

@@ -52,13 +52,13 @@ def architecture(subject: Subject) -> Iterator[Finding]:
 @check("num-hidden-layers", "static", "more or fewer layers declared than the file has",
        repairs=True)  # fmt: skip
 def num_hidden_layers(subject: Subject) -> Iterator[Finding]:
-    have, said = len(subject.view.layer_numbers), subject.view.get("num_hidden_layers", 1)
-    if not have or said == have:
+    have, count = len(subject.view.layer_numbers), subject.view.get("num_hidden_layers", 1)
+    if not have or count == have:
         return
-    copied = " (the target's)" if said == subject.target.depth else ""
+    copied = " (the target's)" if count == subject.target.depth else ""
     yield error(
-        f"num_hidden_layers is {said}{copied}, the file has {have}: an engine builds {said} and "
-        f"leaves {max(0, said - have)} random",
+        f"num_hidden_layers is {count}{copied}, the file has {have}: an engine builds {count} and "
+        f"leaves {max(0, count - have)} random",
         fix=f"num_hidden_layers: {have}",
         repair=lambda files: files.put("num_hidden_layers", have),
     )
@@ -67,7 +67,7 @@ def num_hidden_layers(subject: Subject) -> Iterator[Finding]:
 @check("hidden-size", "static", "widths or heads that are not the tensors'", repairs=True)
 def hidden_size(subject: Subject) -> Iterator[Finding]:
     sizes, view = sizes_of(subject), subject.view
-    for key, have, said in (
+    for key, have, declared in (
         ("hidden_size", sizes.hidden, view.get("hidden_size")),
         ("intermediate_size", sizes.intermediate, view.get("intermediate_size")),
         (
@@ -76,9 +76,9 @@ def hidden_size(subject: Subject) -> Iterator[Finding]:
             view.get("target_hidden_size", sizes.hidden),
         ),
     ):
-        if have is not None and said != have:
+        if have is not None and declared != have:
             yield error(
-                f"{key} is {said}, the tensors say {have}",
+                f"{key} is {declared}, the tensors say {have}",
                 fix=f"{key}: {have}",
                 repair=lambda files, key=key, have=have: files.put(key, have),  # type: ignore[misc]
             )
@@ -134,14 +134,14 @@ def norm_flags(subject: Subject) -> Iterator[Finding]:
         ("fc_norm", any(name.startswith("fc_norm.") for name in state)),
         ("norm_before_fc", "input_norm.weight" in state),
     ):
-        said = bool(view.get(flag))
-        if present and not said:
+        declared = bool(view.get(flag))
+        if present and not declared:
             yield error(
                 f"the file has {flag}'s weights, {flag} is not set: engines leave the norm out",
                 fix=f"{flag}: true",
                 repair=lambda files, flag=flag: files.put(flag, True),  # type: ignore[misc]
             )
-        elif said and not present:
+        elif declared and not present:
             yield error(
                 f"{flag} is set, its weights are not in the file",
                 fix="export again with the norm's weights",

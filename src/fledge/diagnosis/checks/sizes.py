@@ -1,7 +1,7 @@
 """Which tensors a draft must have, and of which shape, read off the tensors themselves.
 
-A config may be wrong and a tensor may be wrong. Each size is therefore put to the vote among all
-tensors that show it (and the target): the odd one out is the one that is reported.
+A config may be wrong, and so may a tensor. So all tensors that show a size (and the target) vote on
+it, and the odd one out is reported.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ _PROJECTIONS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """What most tensors agree on; None where none shows it."""
+    """What most tensors agree on; None where no tensor shows it."""
 
     hidden: int | None
     target_hidden: int | None
@@ -43,14 +43,14 @@ def sizes_of(subject: Subject) -> Sizes:
     for wide, count in votes.get("aux_hidden", Counter()).items():
         if wide % aux == 0:
             target_hidden[wide // aux] += count
-    found = {size: counter.most_common(1)[0][0] for size, counter in votes.items()}
+    agreed = {size: counter.most_common(1)[0][0] for size, counter in votes.items()}
     return Sizes(
-        hidden=found.get("hidden"),
-        target_hidden=found.get("target_hidden"),
-        intermediate=found.get("intermediate"),
-        queries=found.get("queries"),
-        keys=found.get("keys"),
-        draft_vocab=found.get("draft_vocab"),
+        hidden=agreed.get("hidden"),
+        target_hidden=agreed.get("target_hidden"),
+        intermediate=agreed.get("intermediate"),
+        queries=agreed.get("queries"),
+        keys=agreed.get("keys"),
+        draft_vocab=agreed.get("draft_vocab"),
         aux=aux,
     )
 

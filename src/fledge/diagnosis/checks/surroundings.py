@@ -45,8 +45,8 @@ def aux_layers(subject: Subject) -> Iterator[Finding]:
             f"the aux layers are outputs of {ids}, the target has layers 0..{depth - 1}",
             fix="the layers it was trained on; does the file count from the embedding?",
         )
-    said = {place.path: view.aux_at(place) for place in AUX_PLACES}
-    given = {path: layers for path, layers in said.items() if layers is not None}
+    declared = {place.path: view.aux_at(place) for place in AUX_PLACES}
+    given = {path: layers for path, layers in declared.items() if layers is not None}
     if len({tuple(layers) for layers in given.values()}) > 1:
         words = "; ".join(f"{path} means the outputs of {layers}" for path, layers in given.items())
         yield error(words, fix="write the layers it was trained on in all places")

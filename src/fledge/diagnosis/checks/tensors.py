@@ -1,4 +1,4 @@
-"""Checks of the tensors: are all there, is none too many, are they numbers that training leaves.
+"""Checks of the tensors: none missing, none unknown, values that training produces.
 
 Engines skip what they do not know and leave random what they do not find, mostly without a word.
 """
@@ -172,10 +172,10 @@ def dtype(subject: Subject) -> Iterator[Finding]:
         return
     stored = str(next(iter(counts), torch.float32)).removeprefix("torch.")
     for key in ("torch_dtype", "dtype"):
-        said = subject.view.flat.get(key)
-        if isinstance(said, str) and said.removeprefix("torch.") not in (stored, "auto"):
+        declared = subject.view.flat.get(key)
+        if isinstance(declared, str) and declared.removeprefix("torch.") not in (stored, "auto"):
             yield warning(
-                f"{key} is {said}, the weights are {stored}: an engine would convert them",
+                f"{key} is {declared}, the weights are {stored}: an engine would convert them",
                 fix=f"{key}: {stored}",
                 repair=lambda files, key=key: files.put(key, stored),  # type: ignore[misc]
             )
@@ -194,7 +194,7 @@ def not_finite(subject: Subject) -> Iterator[Finding]:
 
 @check("constant", "static", "weights that are one value throughout")
 def constant(subject: Subject) -> Iterator[Finding]:
-    """A norm that is 1 throughout is one that hardly trained: no fault."""
+    """A norm that is 1 throughout has hardly been trained, which is not a fault."""
     for name, tensor in _floats(subject):
         value = float(tensor.flatten()[0])
         if tensor.numel() > 1 and math.isfinite(value) and bool((tensor == value).all()):
@@ -230,7 +230,7 @@ def fresh_std(tensor_NM: Tensor, subject: Subject) -> float | None:
     count, width = rows.shape
     std = float(rows.std())
     usual = [0.02, subject.view.get("initializer_range", 0.02), (3 * tensor_NM.shape[1]) ** -0.5]
-    if width < 8 or not any(abs(std / one - 1) < 0.02 for one in usual if one):
+    if width < 8 or not any(abs(std / value - 1) < 0.02 for value in usual if value):
         return None
     largest = float(torch.linalg.eigvalsh(rows.t() @ rows / count)[-1])
     edge = std**2 * (1 + math.sqrt(width / count)) ** 2

@@ -25,10 +25,10 @@ def vocab_size(subject: Subject) -> Iterator[Finding]:
             f"{seen}; the target knows {full:,} tokens", fix="name the target it was trained for"
         )
         return
-    said = subject.view.get("vocab_size")
-    if said != full:
+    declared = subject.view.get("vocab_size")
+    if declared != full:
         yield error(
-            f"vocab_size is {said}, the target's {full:,}: engines size embeddings by it",
+            f"vocab_size is {declared}, the target's {full:,}: engines size embeddings by it",
             fix=f"vocab_size: {full}",
             repair=lambda files: files.put("vocab_size", full),
         )
@@ -37,15 +37,15 @@ def vocab_size(subject: Subject) -> Iterator[Finding]:
 @check("draft-vocab-size", "static", "draft_vocab_size that is not the head's rows", repairs=True)
 def draft_vocab_size(subject: Subject) -> Iterator[Finding]:
     head = subject.view.state.get("lm_head.weight")
-    said = subject.view.get("draft_vocab_size")
+    declared = subject.view.get("draft_vocab_size")
     if head is None or head.ndim != 2:
         return
     rows = len(head)
-    if said is None and rows == subject.vocab_size:
+    if declared is None and rows == subject.vocab_size:
         return
-    if said != rows:
+    if declared != rows:
         yield error(
-            f"draft_vocab_size is {said}, the head has {rows:,} rows",
+            f"draft_vocab_size is {declared}, the head has {rows:,} rows",
             fix=f"draft_vocab_size: {rows}",
             repair=lambda files: files.put("draft_vocab_size", rows),
         )

@@ -4,8 +4,8 @@ One softmax runs over the prefix and the chain together, so its gradient needs o
 log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated apart
 with the same two numbers, and nothing of size [rows, keys] outlives a block.
 
-The definition of what is computed here is `attention.reference_attention`. On a GPU the kernels
-behind `triton_attention.py` take this file's place wherever `kernel_runs`.
+The definition is `reference_attention` in `reference.py`. On a GPU the kernels behind `triton.py`
+replace this file wherever `kernel_runs`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
     elif any(x.dtype != q_NHC.dtype for x in keys_and_values):
         unsupported = f"keys or values are not {q_NHC.dtype} as the queries are"
     elif not (16 <= q_NHC.shape[-1] <= 256 and q_NHC.shape[-1] % 8 == 0):
-        unsupported = f"head dim {q_NHC.shape[-1]} is no multiple of 8 from 16 to 256"
+        unsupported = f"head dim {q_NHC.shape[-1]} is not a multiple of 8 from 16 to 256"
     return triton_runs(q_NHC, what="rollout attention", unsupported=unsupported)
 
 

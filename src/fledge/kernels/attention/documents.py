@@ -2,7 +2,7 @@
 
 What a target needs for packed rows: the rollout's causal prefix with every slot as a row and no
 chain. A slot sees the keys from `first` up to itself; a sliding window is a later `first`. The
-definition is `attention.reference_attention`.
+definition is `reference_attention` in `reference.py`.
 
 The kernel is an operator of its own (`fledge::attend_documents`), so that compiled layers call it
 as it is.

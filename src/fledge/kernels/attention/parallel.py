@@ -1,6 +1,6 @@
 """Rollout attention with all depths in one call, for P-EAGLE.
 
-The same visibility as `attention.py`: depth-0 keys up to the anchor, and the row's own rollout up
+Visibility as in `reference.py`: depth-0 keys up to the anchor, and the row's own rollout up
 to its own depth. Queries are the flat axis X of `parallel_plan.py`, depth-0 rows first, then the
 chain rows, whose own keys and values are the chain. One pass serves every row's prefix; the chain
 is folded in per depth, by the arithmetic that EAGLE-3's chain uses. On a GPU one kernel does both

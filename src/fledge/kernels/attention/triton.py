@@ -1,7 +1,8 @@
-"""Rollout attention on a GPU: launches `triton_kernels.py`, and ties it into autograd.
+"""Rollout attention on a GPU: launches the kernels of `triton_queries.py` and
+`triton_keys.py`, and ties them into autograd.
 
-Same results as `attention.reference_attention`. Importing this file imports Triton: `attention.py`
-does so only once `blocked.kernel_runs` has found tensors that the kernels take.
+Same results as `reference.reference_attention`. Importing this file imports Triton: `reference.py`
+does so only after `blocked.kernel_runs` has found tensors that the kernels support.
 
 Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
 """

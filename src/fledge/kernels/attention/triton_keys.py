@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Rollout attention as Triton kernels: gradients of keys and values (see `triton_kernels.py`)."""
+"""Rollout attention as Triton kernels: gradients of keys and values (see `triton_queries.py`)."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""P-EAGLE's attention on a GPU: rows of all depths in the kernels of `triton_kernels.py`.
+"""P-EAGLE's attention on a GPU: rows of all depths in the kernels of `triton_queries.py`.
 
 Same results as `parallel.reference_parallel`. Importing this file imports Triton.
 """

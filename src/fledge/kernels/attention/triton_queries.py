@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Rollout attention as Triton kernels: what queries need; keys have `triton_key_kernels.py`.
+"""Rollout attention as Triton kernels: what queries need; keys have `triton_keys.py`.
 
 A *tile* is BLOCK_M consecutive (row, query head) pairs of one key head, rows in slot order: pair m
 is row order[m // GROUP], head m % GROUP, so any number of query heads per key head fills a tile.
@@ -11,7 +11,7 @@ The kernels, none with atomics, so that results repeat bit for bit:
     attend        one pass over the tile's keys, the row's own chain first, one running softmax
     query_grad    dq: the same walk; also leaves delta = sum(out * dout) for those below
     key_grad      dk, dv: one program per block of keys walks over the rows that see it
-                  (row_bounds has told it which)
+                  (row_bounds says which)
     chain_grad    dk, dv of the chains: each belongs to one rollout (nested_chain_grad: P-EAGLE's)
 
 The chain is a tuple of tensors, one a depth, of which a row reads its own row (EAGLE-3: all rows
@@ -20,7 +20,7 @@ all depths ask at once (P-EAGLE: the row at place i of its depth reads place i o
 its own).
 
 Scores, softmax and sums are fp32. Sizes that change from batch to batch are plain arguments that
-Triton does not specialise on: one compilation serves them all. Only the shapes of the model, and
+Triton does not specialize on: one compilation serves them all. Only the shapes of the model, and
 the longest chain, are compiled in.
 """
 

@@ -1,8 +1,8 @@
 """The target from disk: answers about known rows, written by `fledge precompute`.
 
 Takes the same arguments as every backend and finds each document by its tokens; the target itself
-is never loaded. Documents may be packed in any way: what the target said about a document does not
-depend on its neighbours.
+is never loaded. Documents may be packed in any way: the target's answer about a document does not
+depend on its neighbors.
 """
 
 import hashlib
@@ -124,7 +124,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             documents = _rows_as_documents(rows.attention_mask)
         found = self._find(rows, documents)
         whole = [document for document in found if self.store.check(document.row)]
-        if len(whole) < len(found):  # skipped by choice: where nothing is known, nothing is learnt
+        if len(whole) < len(found):  # skipped on request: without an answer nothing is learned
             rows = replace(rows, loss_mask=_only_within(rows.loss_mask, whole))
         states = {
             name: tensor.view(*rows.shape, -1)

@@ -11,7 +11,7 @@ Lengths are known before the target runs, so the layout of a shard, and with it 
 whole cache, is known to the byte before anything is written, and rows can be written in any order.
 
 One row of six tokens, `x0 x1` the prompt, `x2 .. x5` the answer. Aux states are kept for every
-token; the supervision of slot t is about token t + 1 (see `batch`), so a row of n tokens has n - 1
+token; the supervision of slot t is about token t + 1 (`core.batch`), so a row of n tokens has n - 1
 of them, or, compact, one per supervised token after the first:
 
     token                 x0   x1   x2   x3   x4   x5

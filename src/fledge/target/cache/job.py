@@ -1,6 +1,6 @@
 """From rows and a model's name to a `CacheJob`: the manifest, and what the cache will cost.
 
-Nothing here loads weights; what only the loaded target can tell is added by `begin_cache`.
+Nothing here loads weights; `begin_cache` adds what only the loaded target knows.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def quota_in_bytes(gigabytes: float | None) -> int | None:
     if gigabytes is None:
         return None
     if not 0 < gigabytes < 1e9:
-        raise BadInput(f"{gigabytes} is no size of a disk", where="--quota-gb", fix="500, say")
+        raise BadInput(f"{gigabytes} is not a disk size", where="--quota-gb", fix="500, say")
     return int(gigabytes * 1e9)
 
 

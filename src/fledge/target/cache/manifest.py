@@ -48,7 +48,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stored_manifest(directory: Path) -> dict[str, Any]:
-    """What the manifest says, of whichever version."""
+    """What the manifest says, whatever its version."""
     path = directory / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
@@ -100,8 +100,8 @@ def existing_shards(directory: Path) -> set[int]:
     """Numbers of the shards that are there; a shard has its name only when it is whole."""
     if not directory.is_dir():
         return set()
-    found = (_SHARD.fullmatch(path.name) for path in directory.iterdir())
-    return {int(match[1]) for match in found if match is not None}
+    matches = (_SHARD.fullmatch(path.name) for path in directory.iterdir())
+    return {int(match[1]) for match in matches if match is not None}
 
 
 def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -119,14 +119,14 @@ def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 def ensure_resumable(directory: Path, manifest: dict[str, Any], shards: Iterable[int]) -> None:
     """Refuse to add to a cache that was made otherwise; without a shard there is none to spoil.
 
-    `manifest` may lack what only the loaded target can tell; that is then compared later.
+    `manifest` may lack what only the loaded target knows; that is compared later.
     """
     shards = set(shards)
     if not shards:
         return
     if not (directory / MANIFEST).exists():
         raise BadInput(
-            f"{len(shards)} shards without a manifest: nobody knows what they hold",
+            f"{len(shards)} shards without a manifest: what they hold is unknown",
             where=str(directory),
             fix="remove them, or give another output directory",
         )
@@ -152,7 +152,7 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
     foreign = sorted(names - ours - {TARGET, TARGET_FILES, VOCABULARY})
     if foreign:
         raise BadInput(
-            f"not empty, and '{foreign[0]}' is no part of a cache",
+            f"not empty, and '{foreign[0]}' is not part of a cache",
             where=str(directory),
             fix="give a new directory",
         )

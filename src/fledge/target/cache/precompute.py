@@ -1,4 +1,4 @@
-"""Run the target once over many rows and keep what it says: the work behind `precompute`.
+"""Run the target once over many rows and store its answers: the work behind `precompute`.
 
 The target computes on the caller's thread; copying to the host, checksums and writing happen on
 another, a few batches behind. Rows go to shards in order, and batches never cross a shard, so a

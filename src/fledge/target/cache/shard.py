@@ -45,7 +45,7 @@ def row_key(input_ids: NDArray[np.int32]) -> bytes:
 
 
 def layout_of(shape: CacheShape, rows: Sequence[CacheRow]) -> ShardLayout:
-    """The layout of a shard of these rows, before the target has said a word about them."""
+    """The layout of a shard of these rows, before the target has run."""
     return ShardLayout(
         shape,
         [len(row.input_ids) for row in rows],
@@ -72,7 +72,7 @@ class ShardWriter:
         self._array("row_key", np.frombuffer(keys, dtype=np.uint8))
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
-        """Write what the target said about one row: the payload fields of its tokens and slots."""
+        """Write the target's answer about one row: the payload fields of its tokens and slots."""
         own = self._rows[row]
         digest = _Digest(np.ascontiguousarray(own.input_ids, dtype=np.int32), _mask(own))
         for name in _payload_names(self._layout.shape):
@@ -100,7 +100,7 @@ class ShardWriter:
 
 
 def _reserve(descriptor: int, n_bytes: int) -> None:
-    """The whole size at once: a disk that is too full says so before the target runs (but not on
+    """The whole size at once: a disk that is too full fails before the target runs (but not on
     macOS, which has no such call)."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, n_bytes)

@@ -117,7 +117,7 @@ class CachedRows(Sequence[TokenRow]):
     """The token rows of a cache, as training and packing take them.
 
     With `reading`, taking a row also has fetched and checked what the target said about it:
-    whoever collates batches ahead of the trainer warms the cache for it. A damaged row that is to
+    so collating batches ahead of the trainer warms the cache for it. A damaged row that is to
     be skipped comes out without a supervised token.
     """
 

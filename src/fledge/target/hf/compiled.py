@@ -1,6 +1,6 @@
 """A target's forward pass made cheap on a GPU, without changing the model.
 
-`CompiledLayers` lends the decoder layers their compiled forward for one pass: norms, rotary
+`CompiledLayers` gives the decoder layers a compiled forward for one pass: norms, rotary
 positions, activations and residuals become a few kernels each. `RecordedPass` goes further for
 small models, whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
 """
@@ -61,8 +61,8 @@ class RecordedPass(Generic[Result]):
     the same `pool` share their memory: there, the next call of *any* of them does.
 
     A pass that waits for the GPU cannot be recorded, and the failed attempt leaves traces in torch.
-    `strict` finds it out beforehand: such a pass raises `RuntimeError` while it is rehearsed. (For
-    that moment, waiting is forbidden to all threads.)
+    `strict` detects it beforehand: such a pass raises `RuntimeError` in its trial run. (During the
+    trial run no thread may wait.)
     """
 
     def __init__(

@@ -5,7 +5,7 @@ the way with one scale per token: scale * float8 comes within 2^-4 of every numb
 the row's largest. `Fp8Linear.reference` is the definition; the GPU product sums the same rounded
 numbers. Embeddings and the output head stay as they are.
 
-A draft learns from what the target says, so this changes what is learnt: docs/performance.md has
+A draft learns from the target's states, so this changes what it learns: docs/performance.md has
 the measured effect. Serving the target in fp8 as well is the natural use.
 """
 

@@ -1,4 +1,4 @@
-"""From a name to a loaded Hugging Face model, plain or quantised.
+"""From a name to a loaded Hugging Face model, plain or quantized.
 
 What a name may be is decided in `fledge.models`; this takes the directory it stands for, loads it
 with the number format it is stored in (or asked for), on one device, and turns a refusal into one
@@ -81,7 +81,9 @@ def load_hf_model(
 def _check_complete(report: dict[str, Any], where: str) -> None:
     """Refuse weights that transformers would fill up with random numbers."""
     # names in transformers 4, (name, stored, wanted) in 5
-    mismatched = [one if isinstance(one, str) else one[0] for one in report["mismatched_keys"]]
+    mismatched = [
+        entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]
+    ]
     for reason, names in (
         ("the weights lack", sorted(report["missing_keys"])),
         ("config.json gives another shape to", sorted(mismatched)),

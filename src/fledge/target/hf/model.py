@@ -51,8 +51,8 @@ from fledge.target.packing import Documents, Group, overhead_in_tokens
 from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
-# How an architecture says that it cannot take packed documents in one row, each in its own way (a
-# forward that takes no more arguments: TypeError). As rows they always answer.
+# What architectures raise that cannot take packed documents in one row (TypeError: a forward that
+# takes no more arguments). Run as rows, documents always work.
 _REFUSALS = (Unsupported, TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 
 
@@ -182,7 +182,7 @@ class HFEagle3TargetModel(InProcessTarget):
         return self._info
 
     def close(self) -> None:
-        """Drop the model, so that its memory can go as soon as nobody else holds it."""
+        """Drop the model, so that its memory is freed when no one else holds it."""
         if not self._closed:
             del self.model, self._layers, self._compiled
             self._recorded.forget()
@@ -190,7 +190,7 @@ class HFEagle3TargetModel(InProcessTarget):
         super().close()
 
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
-        if self.model.training:  # somebody called train() on the module they share with us
+        if self.model.training:  # the caller may have called train() on the shared module
             self.model.eval()
         write = partial(_write_to, aux, group)
         # one pass over the whole batch has the same shape every time: worth compiling

@@ -256,5 +256,5 @@ def lent_attention(model: nn.Module, name: str) -> Iterator[None]:
 
 def _attention_configs(model: nn.Module) -> list[Any]:
     """Every config object that the model's modules read their attention implementation from."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [config for config in found.values() if hasattr(config, "_attn_implementation")]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation")]

@@ -1,9 +1,9 @@
 """Learning a model's output head from the model itself, without knowing its class.
 
 Between the last hidden state and the logits lies a linear layer, and after it what an architecture
-likes to do: multiply (Cohere), divide (Granite), soft-cap (Gemma). Configs name these differently
-and with opposite meanings, so instead of reading names the model is *asked*: the head is muted and
-known numbers are put in its place; what the model makes of them shows scale and cap.
+adds: multiply (Cohere), divide (Granite), soft-cap (Gemma). Configs name these differently and with
+opposite meanings, so the model is measured instead: the head is muted, known numbers replace its
+output, and what the model makes of them shows scale and cap.
 """
 
 from collections.abc import Callable

@@ -126,7 +126,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         for name, content in tensors.items():
             if not is_copied(name):
                 raise BadInput(
-                    f"the server offers a file {name!r}, which is no part of a tokenizer"
+                    f"the server offers a file {name!r}, which is not part of a tokenizer"
                 )
             with atomic_file(directory / name) as handle:
                 handle.write(content.numpy().tobytes())
@@ -186,7 +186,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         )
 
     def _answer(self, question: Question) -> Eagle3TargetBatch:
-        """The batch, whatever happens to servers on the way."""
+        """The batch, even if servers fail on the way."""
         batch = self._until_whole(lambda state: self._ask(state, question))
         if self.supervision == "logits":
             batch = batch.with_logits(self.info().head)
@@ -234,11 +234,11 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         except WireError as error:
             raise ServerFault(str(error)) from error
         except Refused as error:
-            if error.status == 409:  # it came back with other weights: the fleet will see
+            if error.status == 409:  # it came back with other weights: the fleet will notice
                 raise ServerFault(str(error)) from error
             raise
         finally:
-            if segment is not None:  # never used again: somebody may still write to it
+            if segment is not None:  # never used again: the server may still write to it
                 segment.discard()
 
     def _segment_for(self, state: ServerState, nbytes: int) -> Segment | None:

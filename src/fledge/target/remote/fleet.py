@@ -1,4 +1,4 @@
-"""The servers of one client: which of them are up, who is asked next, and waiting when none is.
+"""The servers of one client: which are up, which one is asked next, and waiting when all are down.
 
 A server that fails is set aside and watched; when it answers again with the same target, it is used
 again. While all are down the client waits, says so, and gives up after `wait_s`.
@@ -31,7 +31,7 @@ class ServerState:
     server: Server
     up: bool = False
     in_flight: int = 0  # this client's own requests
-    queue: int = 0  # what the server said of everybody's
+    queue: int = 0  # the server's own count, all clients included
     not_before: float = 0.0  # it was full: come back then
     error: str = "not asked yet"
     refused: bool = False  # it holds another target: never used
@@ -57,7 +57,7 @@ class Fleet:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="fledge-servers")
 
     def open(self) -> dict[str, Any]:
-        """Find everybody's target, wait for the first server if need be; its /v1/info."""
+        """Compare the targets of all servers, waiting for the first if need be; its /v1/info."""
         for state in self._states:
             self._check(state, first=True)
         self._watcher.start()
@@ -68,7 +68,7 @@ class Fleet:
         """Call `use` with the server to ask next; its exceptions go to the caller."""
         state = self._take()
         try:
-            found = use(state)
+            answer = use(state)
         except ServerBusy as busy:
             state.not_before = time.monotonic() + busy.retry_after_s * self._dice.uniform(0.5, 1.0)
             raise
@@ -76,7 +76,7 @@ class Fleet:
             self._set_down(state, str(error))
             raise
         else:
-            return found
+            return answer
         finally:
             with self._changed:
                 state.in_flight -= 1
@@ -152,13 +152,13 @@ class Fleet:
 
     def _admit(self, state: ServerState, info: dict[str, Any], *, first: bool) -> None:
         """Use a server from now on, if it holds the target that the others hold."""
-        found = identity(info)
+        theirs = identity(info)
         with self._changed:
             if self._identity is None:
-                self._identity = found
-            differing = [name for name, value in found.items() if self._identity[name] != value]
+                self._identity = theirs
+            differing = [name for name, value in theirs.items() if self._identity[name] != value]
             if differing:
-                what = "; ".join(f"{n}: {found[n]}, not {self._identity[n]}" for n in differing)
+                what = "; ".join(f"{n}: {theirs[n]}, not {self._identity[n]}" for n in differing)
                 state.refused, state.error = True, f"another target ({what})"
             else:
                 if not first:

@@ -28,7 +28,7 @@ _SMALL_BYTES = 1 << 20  # more than any JSON reply has
 
 
 class ServerDown(Exception):  # noqa: N818  (a finding, handled by the fleet)
-    """Nobody listens there: not this request's fault."""
+    """Nothing listens there; the request itself is not at fault."""
 
 
 class ServerFault(Exception):  # noqa: N818  (a finding too)
@@ -44,7 +44,7 @@ class ServerBusy(Exception):  # noqa: N818  (a finding too)
 
 
 class Refused(BadInput):
-    """The server understood and said no; asking again would not help."""
+    """The server understood and refused; asking again would not help."""
 
     def __init__(self, what: str, *, status: int, where: str, fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -53,7 +53,7 @@ class Refused(BadInput):
 
 @dataclass(frozen=True)
 class Reply:
-    body: memoryview  # writable; tensors may go on living in it
+    body: memoryview  # writable; tensors may keep using it
     queue: int  # requests that wait at the server
 
 
@@ -245,12 +245,12 @@ class Server:
     def _complain(self, status: int, body: bytes, headers: http.client.HTTPMessage) -> None:
         """Turn an error reply into the exception that says what to do."""
         try:
-            said = json.loads(body)
-            what = str(said["error"])
+            reply = json.loads(body)
+            what = str(reply["error"])
         except (ValueError, KeyError, TypeError):
-            said, what = {}, f"HTTP {status}"
+            reply, what = {}, f"HTTP {status}"
         if status == 429:
-            raise ServerBusy(_seconds(said.get("retry_after_s", headers.get("Retry-After"))))
+            raise ServerBusy(_seconds(reply.get("retry_after_s", headers.get("Retry-After"))))
         if status >= 500:
             raise ServerFault(f"HTTP {status}: {what}")
         fix = {401: "see target.token_env", 409: "all servers must hold the same weights"}
@@ -276,8 +276,8 @@ def _arm(connection: http.client.HTTPConnection, deadline: float) -> None:
         connection.sock.settimeout(left)
 
 
-def _seconds(said: Any) -> float:
+def _seconds(text: Any) -> float:
     try:
-        return min(60.0, max(0.01, float(said)))
+        return min(60.0, max(0.01, float(text)))
     except (TypeError, ValueError):
         return 1.0

@@ -1,4 +1,4 @@
-"""What a trainer and a target server say to each other: questions, answers, who the target is.
+"""What a trainer and a target server exchange: questions, answers, the identity of the target.
 
 A question is self-contained (token rows, encoding, draft vocabulary): servers keep nothing between
 requests, so any of them can answer any question, again if need be, and the answer is the same.
@@ -94,9 +94,9 @@ class Question:
         rows = TokenBatch(**named)  # type: ignore[arg-type]  # `known` holds its tensors
         encoding, dtype = metadata.get("encoding", ""), metadata.get("dtype", "")
         if encoding not in WIRE_ENCODINGS:
-            raise WireError(f"encoding {encoding!r} is none of {', '.join(WIRE_ENCODINGS)}")
+            raise WireError(f"encoding {encoding!r} is not one of {', '.join(WIRE_ENCODINGS)}")
         if dtype != "auto" and dtype not in DTYPES:
-            raise WireError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
+            raise WireError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
         request_id, top_k = metadata.get("request_id", ""), metadata.get("top_k", "0")
         if not 8 <= len(request_id) <= 64 or not top_k.isdecimal() or len(top_k) > 9:
             raise WireError("request_id must have 8 to 64 characters, top_k must be a number")
@@ -251,12 +251,12 @@ def _scattered(
         if low < 0 or high >= shape.draft_vocab_size:
             raise WireError(f"topk_ids reach from {low} to {high}")
     slots = decode_states(tensors, kept, shape.dtype)
-    found = {}
+    fields = {}
     for name in ("target_probs", "position_mask"):
         whole = slots[name].new_zeros((*supervised_BT.shape, slots[name].shape[-1]))
         whole[supervised_BT] = slots[name]
-        found[name] = whole
-    return found
+        fields[name] = whole
+    return fields
 
 
 def identity(info: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The client owns the memory: a file under /dev/shm that it names in its request. The server writes
 its reply there and answers with a few bytes; the client's tensors are views of the file, and when
-the last of them is gone the file is used again. Whoever holds a segment holds a lock on it, which
+the last of them is gone the file is used again. The holder of a segment holds a lock on it, which
 the kernel drops with the process: files without a holder are leftovers of a kill, and the next
 client or server removes them.
 
@@ -33,7 +33,7 @@ def available() -> bool:
 
 
 def remove_leftovers() -> int:
-    """Unlink segments that nobody holds; how many there were."""
+    """Unlink segments that no process holds; how many there were."""
     removed = 0
     for path in DIRECTORY.glob("fledge-*") if available() else ():
         if _NAME.fullmatch(path.name) is None:
@@ -62,7 +62,7 @@ class Segment:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            if os.fstat(self._descriptor).st_nlink:  # nobody took it for a leftover before the lock
+            if os.fstat(self._descriptor).st_nlink:  # not removed as a leftover before the lock
                 break
             os.close(self._descriptor)
         self.size = 0

@@ -1,7 +1,7 @@
 """Tensors on the wire: one safetensors file whose last tensor is the digest of all before it.
 
 Any safetensors reader can load a message; nothing in it can be executed. The sender walks over the
-tensors where they lie and hashes each piece just before it goes out, the receiver each piece just
+tensors in place and hashes each piece just before it goes out, the receiver each piece just
 after it came in, so that neither holds a second copy and the check costs almost nothing (XXH3, tens
 of GB/s). A message that was cut short or garbled anywhere is noticed; forgery is not the concern
 (that is what TLS and the token are for).
@@ -141,7 +141,7 @@ def unpack(message: Buffer) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _read_header(message: Buffer) -> tuple[int, dict[str, Any]]:
     if len(message) < 8 + DIGEST_BYTES:
-        raise WireError(f"{len(message)} bytes are no message")
+        raise WireError(f"{len(message)} bytes are not a message")
     length = int.from_bytes(message[:8], "little")
     if length > min(_MAX_HEADER_BYTES, len(message) - 8) or length % 8:
         raise WireError(f"a header of {length} bytes does not fit")

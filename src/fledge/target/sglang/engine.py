@@ -1,4 +1,4 @@
-"""SGLang from inside, as little of it as possible: load a model, run one extend, catch the states.
+"""SGLang's inner classes, as few as possible: load a model, run one extend, capture the states.
 
 What differs between SGLang versions (how a `ModelRunner` is built, how a batch becomes a forward)
 is in one small file per version; this one holds what they share. SGLang itself is imported when
@@ -52,8 +52,8 @@ def engine_class(device: str) -> "type[SGLangEngine]":
     if device == "cpu":  # SGLang looks at this when it is imported
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     module = importlib.import_module(VERSIONS[installed_version()])
-    found: type[SGLangEngine] = module.Engine
-    return found
+    engine: type[SGLangEngine] = module.Engine
+    return engine
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class SGLangEngine(ABC):
     @staticmethod
     @abstractmethod
     def option_names() -> list[str]:
-        """What this version's `ServerArgs` may be told."""
+        """Arguments that this version's `ServerArgs` accepts."""
 
     @abstractmethod
     def _start(self, options: dict[str, Any], *, rank: int, port: int) -> Any:

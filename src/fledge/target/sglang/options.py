@@ -1,4 +1,4 @@
-"""What SGLang's `ServerArgs` is told: our defaults, the user's wishes, and what capture needs."""
+"""Arguments for SGLang's `ServerArgs`: our defaults, the user's, and those that capture needs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
-    """What `ServerArgs` is told: our defaults, what was asked for, and what capture depends on."""
+    """Arguments for `ServerArgs`: our defaults, the given ones, and those that capture needs."""
     for name, value in asked.items():
         if name not in names:
             raise BadInput(

@@ -29,7 +29,7 @@ from fledge.target.sglang.engine import Captured, Room, engine_class, installed_
 from fledge.target.sglang.options import server_options, sglang_dtype
 from fledge.target.sglang.ranks import SGLangRanks
 
-# Whatever SGLang trips over in a model or an argument that it does not support.
+# What SGLang raises for a model or an argument that it does not support.
 _ENGINE_ERRORS = (
     OSError,
     ValueError,

@@ -276,7 +276,7 @@ class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
         num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **engine_kwargs: Any,
     ) -> Self:
-        """Build a runner for `model` and a backend on top; what it cannot be is refused early."""
+        """Build a runner for `model` and a backend on top; refuse early what cannot work."""
         runner = VLLMTargetRunner.build(
             model, dtype=dtype, num_aux_layers=num_aux_layers, **engine_kwargs
         )
@@ -337,7 +337,7 @@ def _check_alone(already_open: VLLMTargetRunner | None) -> None:
 
 
 def _start(directory: Path, **engine_args: Any) -> Any:
-    """A running engine; whatever it set up is taken down again when it does not start."""
+    """A running engine; if it does not start, whatever it set up is undone."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.engine.arg_utils import EngineArgs
@@ -363,7 +363,7 @@ def _start(directory: Path, **engine_args: Any) -> Any:
 
 @contextmanager
 def _in_this_process() -> Iterator[None]:
-    """Engines that are made here have no process of their own; what they changed is put back."""
+    """Engines started here share our process; what they changed is restored."""
     set_num_threads, before = torch.set_num_threads, os.environ.get(_OWN_PROCESS)
     os.environ[_OWN_PROCESS] = "0"
     try:

@@ -79,7 +79,7 @@ class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        if current_platform.is_cpu():  # has one layout, and refuses to be told
+        if current_platform.is_cpu():  # has one layout and refuses to change it
             return None
         layout: str | None = super().get_required_kvcache_layout(vllm_config)
         return layout
@@ -171,7 +171,7 @@ def _portable(tensor: Tensor) -> Tensor:
 def _with_head_input(model: nn.Module) -> Callable[..., Any]:
     """The model's forward with one more aux state, the head's input.
 
-    vLLM keeps functions that it has looked at for ever: this one must not keep the model.
+    vLLM keeps inspected functions forever, so this one must not hold the model.
     """
     weakly = weakref.ref(model)
 

@@ -184,7 +184,7 @@ class _Generate:
             after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # HTTP knows whole seconds
             facts = {"error": str(full), "retry_after_s": full.retry_after_s}
             await send_json(send, 429, facts, after)
-        except ValueError as error:  # WireError among them: garbage is the client's problem
+        except ValueError as error:  # WireError among them: malformed input is the client's problem
             await send_json(send, 400, {"error": first_line(error)[:_LONGEST_REASON]})
         except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:
             reason = first_line(error)[:_LONGEST_REASON]
@@ -277,7 +277,7 @@ async def _disconnected(receive: Receive) -> None:
 async def _send_message(
     send: Send, message: Message, headers: dict[str, str] | None = None
 ) -> None:
-    """Large pieces of the tensors' own memory; a client that takes nothing for a while is left."""
+    """Large pieces of the tensors' own memory; a client that reads nothing is dropped."""
     fields = {
         "content-type": "application/octet-stream",
         "content-length": str(message.nbytes),

@@ -1,8 +1,8 @@
-"""Who is answered when: a bounded queue in front of one worker thread.
+"""The order of answers: a bounded queue in front of one worker thread.
 
 Everything here happens on the event loop; only the target's passes run elsewhere. A request counts
 against the limits from its arrival until its reply has left, so that slow readers cannot make the
-server hold more than it was given.
+server hold more than its limit.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class AnswerQueue:
         self._thread.shutdown(wait=True)
 
     def _forget(self, job: _Job) -> None:
-        """Nobody waits for it any more: answered, or given up before its turn came."""
+        """No request waits for it any more: answered, or given up before its turn came."""
         self._jobs.pop(job.question.request_id, None)
         if job in self._waiting:
             self._waiting.remove(job)
@@ -116,24 +116,24 @@ class AnswerQueue:
             questions = [job.question for job in jobs]
             begin = time.monotonic()
             call = loop.run_in_executor(self._thread, self._target.answer, questions)
-            [found] = await asyncio.gather(call, return_exceptions=True)
+            [answers] = await asyncio.gather(call, return_exceptions=True)
             seconds = time.monotonic() - begin
             tokens = sum(question.rows.tokens for question in questions)
             self._tokens_per_s += 0.2 * (tokens / max(seconds, 1e-4) - self._tokens_per_s)
-            failed = isinstance(found, BaseException)
+            failed = isinstance(answers, BaseException)
             self._metrics.passed(len(jobs), tokens, seconds, failed=failed)
-            if isinstance(found, BaseException) and len(jobs) > 1:  # whose fault was it?
+            if isinstance(answers, BaseException) and len(jobs) > 1:  # whose fault was it?
                 for job in reversed(jobs):
                     job.alone = True
                     self._waiting.appendleft(job)
                 continue
             for index, job in enumerate(jobs):
-                if isinstance(found, BaseException):
-                    job.done.set_exception(found)
-                    job.done.exception()  # seen: nobody may be listening any more
+                if isinstance(answers, BaseException):
+                    job.done.set_exception(answers)
+                    job.done.exception()  # retrieved here: possibly no one awaits it any more
                 else:
-                    job.done.set_result(found[index])
-            del jobs, questions, found, call  # replies live as long as they are sent, no longer
+                    job.done.set_result(answers[index])
+            del jobs, questions, answers, call  # replies live as long as they are sent, no longer
         self._pump = None
 
     def _next_group(self) -> list[_Job]:

@@ -126,8 +126,8 @@ def serve(
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """uvicorn raises the signal that stopped it once more when all is done: a drained server has
-    done its duty and ends with code 0."""
+    """uvicorn raises the signal that stopped it again at the end; a drained server should end with
+    code 0."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
