@@ -1,6 +1,7 @@
 """Rules of the house that a reviewer would otherwise have to watch."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,37 @@ def test_rooms_import_downwards_only(path):
         assert not used & later, f"{room} must not know about {used & later}"
     else:
         assert room in ROOMS or path.name in COMMANDS or room == "demo", f"no room for {path.name}"
+
+
+# Words by which a file shows that it decides by algorithm; who may: the algorithms' own rooms, the
+# tables of what engines and others write, and the drafter that runs their network.
+ALGORITHMS = re.compile(
+    r'peagle|PEagle|parallel_drafting|"eagle3"|"parallel"|LlamaEagle3DraftModel|Eagle3TrainerModule'
+)
+OWN_ROOMS = {"methods", "draft", "objective", "rollout", "compat"}
+TABLES = {f"export/{name}.py" for name in ("engines", "formats", "layout", "reread")}
+DECIDING = {
+    "decode/strategies/drafter.py", "diagnosis/foreign.py", "diagnosis/checks/settings.py",
+}  # fmt: skip
+
+
+def test_only_methods_say_which_algorithm():
+    places = {str(p.relative_to(SRC)): p for p in SRC.rglob("*.py") if p.parent != SRC}
+    deciding = {name for name, p in places.items() if ALGORITHMS.search(p.read_text())}
+    others = {name for name in deciding - TABLES if name.split("/")[0] not in OWN_ROOMS}
+    assert others <= DECIDING
+
+
+def test_only_targets_say_which_kind_of_target():
+    asking = re.compile(r"isinstance\([^)]*(Target|Cached|Remote|Hf|Sglang|Vllm)|\.backend ==")
+    outside = [p for p in SRC.rglob("*.py") if p.relative_to(SRC).parts[0] != "target"]
+    assert not [p for p in outside if asking.search(p.read_text())]
+
+
+def test_a_step_and_a_decoder_need_no_pydantic():
+    """Machines that only train may lack what recipes and data need."""
+    loaded = loaded_after("import fledge.bench.train_step, fledge.decode.speculative")
+    assert not loaded & {"pydantic", "datasets", "gguf", "pyarrow"}
 
 
 def test_no_file_is_named_after_nothing():

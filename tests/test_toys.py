@@ -8,7 +8,7 @@ the next token's embedding, without attention and so without a cache.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -32,6 +32,10 @@ from fledge.methods.section import ObjectiveSection
 from fledge.objective.base import RolloutOutput
 from fledge.objective.losses.base import Loss, parameter
 from fledge.objective.losses.registry import LOSSES
+from fledge.recipe.schema import load_recipe
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.kinds import TARGET_KINDS, TargetKind, TargetSection
 from fledge.train.fit import fit
 from fledge.train.setup import set_up
 from train.test_fit import differing, final_weights, stop_after
@@ -101,7 +105,10 @@ class TwinObjective(nn.Module):
             wanted.append(ahead(probs_BTW, depth))
         return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
 
-    def score(self, ready: TwinReady, normalizer: Tensor) -> RolloutOutput:
+    def acceptance(self, ready, world):
+        return None  # the loss does not weigh by it
+
+    def score(self, ready: TwinReady, normalizer: Tensor, acceptance=None) -> RolloutOutput:
         answer = ready.answer
         states = self.draft_model.states(answer.aux_hidden_states, answer.input_ids)
         logits_KBTW = self.draft_model.lm_head(torch.stack(states))
@@ -196,6 +203,48 @@ class Brier(Loss):
         return ((logits_NW.softmax(-1) - probs_NW).abs() ** self.power).sum(-1)
 
 
+# --- a target kind --------------------------------------------------------------------------------
+
+
+class MixedTarget(TargetSection):
+    """A Hugging Face model whose layers are heard in other proportions."""
+
+    backend: Literal["mixed"] = "mixed"
+    """Registered by a test."""
+
+    gain: float = 1.0
+    """The aux states are multiplied by it."""
+
+
+class MixedModel(Eagle3TargetBackend):
+    def __init__(self, inner: HFEagle3TargetModel, gain: float) -> None:
+        super().__init__("hidden")
+        self.inner, self.gain, self.aux_layer_ids = inner, gain, inner.aux_layer_ids
+
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        batch = self.inner.answer(rows)
+        return replace(batch, aux_hidden_states=batch.aux_hidden_states * self.gain)
+
+    def get_input_embeddings(self):
+        return self.inner.get_input_embeddings()
+
+    def info(self):
+        return self.inner.info()
+
+
+class MixedKind(TargetKind[MixedTarget]):
+    name, section = "mixed", MixedTarget
+
+    def open(self, section, *, device, aux_layers):
+        model = HFEagle3TargetModel.from_pretrained(
+            section.model,
+            aux_layer_ids=section.aux_layer_ids,
+            device=device,
+            num_aux_layers=aux_layers,
+        )
+        return MixedModel(model, section.gain)
+
+
 # --- through the house ---------------------------------------------------------------------------
 
 
@@ -205,9 +254,12 @@ def toys():
     STRATEGIES.add("twin", TwinStrategy)
     METHODS.add("twin", Twin())
     LOSSES.add("brier", Brier)
+    TARGET_KINDS.add("mixed", MixedKind())
     yield
-    for registry, name in ((STRATEGIES, "twin"), (METHODS, "twin"), (LOSSES, "brier")):
-        registry.remove(name)
+    STRATEGIES.remove("twin")
+    METHODS.remove("twin")
+    LOSSES.remove("brier")
+    TARGET_KINDS.remove("mixed")
 
 
 def run(*arguments: str) -> Any:
@@ -220,18 +272,27 @@ def run(*arguments: str) -> Any:
 TOYS = {
     "method": ["objective.kind=twin", "target.aux_layer_ids=0,3"],
     "loss": ["objective.loss=brier", "objective.loss.power=2.5"],
+    "target kind": ["target.backend=mixed", "target.gain=1.0"],
+    "all of them": ["objective.kind=twin", "target.backend=mixed", "target.aux_layer_ids=0,3"],
 }
 
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_from_recipe_to_decoded_text(toys, recipe, tiny_target, tmp_path, monkeypatch, toy):
-    written = recipe(*TOYS[toy], "training.steps=8", run="whole")
+    def made(run):
+        base = recipe(run=run).model_dump()
+        given = [f"{name}={json.dumps(section)}" for name, section in base.items()]
+        kept = [text for text in given if not text.startswith(("objective=", "target="))]
+        model = [f"target.model={tiny_target}", "target.aux_layer_ids=0,1,2"]
+        return load_recipe(None, [*kept, *model, *TOYS[toy], "training.steps=8"])
+
+    written = made("whole")
     (tmp_path / "recipe.yaml").write_text(written.to_yaml())
     assert run("recipe", "check", tmp_path / "recipe.yaml")["target"]
     assert run("plan", tmp_path / "recipe.yaml")["tokens"] > 0
 
     assert run("train", tmp_path / "recipe.yaml")["finished"]
-    cut = recipe(*TOYS[toy], "training.steps=8", run="cut")
+    cut = made("cut")
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         assert not fit(set_up(cut), Notes()).finished

@@ -116,7 +116,10 @@ def build_target(case: Case, device: torch.device) -> HFEagle3TargetModel:
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
     if case.fp8:
         to_fp8(model)
-    return HFEagle3TargetModel(model, supervision="hidden", compile_layers=case.compile)
+    layers = METHODS[case.kind].aux_layers()
+    return HFEagle3TargetModel(
+        model, supervision="hidden", compile_layers=case.compile, num_aux_layers=layers
+    )
 
 
 def _dtype(device: torch.device) -> torch.dtype:

@@ -16,15 +16,18 @@ def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: s
     if not name:
         raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
     dtype = dtype or (getattr(recipe.target, "dtype", "auto") if recipe is not None else "auto")
-    ids = None
-    if aux_layers:
-        ids = numbers(aux_layers, read_draft_config(draft).num_aux_hidden_states, "--aux-layers")
+    count = read_draft_config(draft).num_aux_hidden_states
+    ids = numbers(aux_layers, count, "--aux-layers") if aux_layers else None
     if ids is None:  # what the draft says it was trained on, or its run; drafts of others do not
         ids = read_config(draft).get("aux_layer_ids")
     if ids is None and recipe is not None:
         ids = list(recipe.target.aux_layer_ids or ()) or None
     return HFEagle3TargetModel.from_pretrained(
-        name, aux_layer_ids=ids, dtype=parse_dtype(dtype), device=device or None
+        name,
+        aux_layer_ids=ids,
+        dtype=parse_dtype(dtype),
+        device=device or None,
+        num_aux_layers=count,
     )
 
 
