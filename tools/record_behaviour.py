@@ -155,10 +155,9 @@ def record(tree: Path, keep: Path, target: Path, chats: Path) -> dict[str, objec
 def figures(value: object) -> object:
     """An evaluation without clocks and paths."""
     if isinstance(value, dict):
-        clock = re.compile(
-            "speed|_s$|_ms$|second|time|path|name|prompts|break_even|machine|cost|version"
-        )
-        return {k: figures(v) for k, v in value.items() if not clock.search(k)}
+        clock = re.compile("speed|_s$|_ms$|second|time|path|name|break_even|machine|cost|version")
+        kept = {k: v for k, v in value.items() if not clock.search(k)}
+        return {k: figures(v) for k, v in kept.items() if k != "prompts" or isinstance(v, dict)}
     return [figures(v) for v in value] if isinstance(value, list) else value
 
 
