@@ -33,18 +33,8 @@ from fledge.core.files import check_place
 from fledge.core.head import TargetHead
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.format import ENCODINGS
-from fledge.target.cache.job import (
-    CacheJob,
-    CacheOptions,
-    ModelFacts,
-    make_job,
-    quota_in_bytes,
-)
-from fledge.target.cache.manifest import (
-    ensure_free,
-    ensure_resumable,
-    existing_shards,
-)
+from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job, quota_in_bytes
+from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
 from fledge.target.cache.precompute import Written, execute
 from fledge.target.layers import EAGLE3_AUX_LAYERS
 

@@ -105,11 +105,7 @@ class ChatServers:
                 group.create_task(self._work(client, number, tasks, report))
 
     async def _work(
-        self,
-        client: Any,
-        number: int,
-        tasks: Iterator[Task],
-        report: Callable[[EndedTask], None],
+        self, client: Any, number: int, tasks: Iterator[Task], report: Callable[[EndedTask], None]
     ) -> None:
         """One of the workers: row after row, as long as there are any."""
         for task in tasks:

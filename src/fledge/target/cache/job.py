@@ -16,13 +16,7 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache.format import (
-    FORMAT,
-    CacheShape,
-    Encoding,
-    padded_layout_bytes,
-    shard_name,
-)
+from fledge.target.cache.format import FORMAT, CacheShape, Encoding, padded_layout_bytes, shard_name
 from fledge.target.cache.manifest import (
     copied_files,
     dtype_name,

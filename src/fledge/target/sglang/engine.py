@@ -22,10 +22,7 @@ from fledge.core.head import TargetHead
 from fledge.target.layers import text_config
 
 # SGLang's inner classes change with almost every release: only versions that were run are named.
-VERSIONS = {
-    "0.5.9": "fledge.target.sglang.v0_5_9",
-    "0.5.23": "fledge.target.sglang.v0_5_23",
-}
+VERSIONS = {"0.5.9": "fledge.target.sglang.v0_5_9", "0.5.23": "fledge.target.sglang.v0_5_23"}
 
 
 def installed_version() -> str:

@@ -17,12 +17,7 @@ from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, first_line
 from fledge.core.head import TargetHead
 from fledge.target.hf.loading import tokenizer_in
-from fledge.target.layers import (
-    EAGLE3_AUX_LAYERS,
-    FinalNorm,
-    describe_final_norm,
-    target_depth,
-)
+from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm, describe_final_norm, target_depth
 from fledge.target.packing import Documents, Group
 from fledge.target.runner import RunnerEagle3TargetModel
 from fledge.target.sglang.engine import Captured, Room, engine_class, installed_version

@@ -77,10 +77,7 @@ class TargetServer:
         self._model_dir = model_dir
         self.info = self._describe(model, engine)
         self.app: App = Guard(
-            self._routes(),
-            token=token,
-            max_body=self.limits.max_body_bytes,
-            metrics=self.metrics,
+            self._routes(), token=token, max_body=self.limits.max_body_bytes, metrics=self.metrics
         )
 
     def _describe(self, model: str, engine: str) -> dict[str, Any]:
