@@ -6,6 +6,7 @@ where they are wanted. A subclass runs rows.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,19 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
-from fledge.target.base import Eagle3TargetBackend
+from fledge.target.base import Eagle3TargetBackend, TargetInfo
 from fledge.target.capture import AuxBuffer
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
+from fledge.target.weights import tokenizer_fingerprint
 
 
 class InProcessTarget(Eagle3TargetBackend):
     """A target whose forward is called directly."""
 
     overhead_tokens: int  # cost of one more forward pass, in tokens; see `packing`
+    tokenizer: Any
+    _depth: int  # decoder layers
+    _info: TargetInfo | None = None
 
     @abstractmethod
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
@@ -47,6 +52,24 @@ class InProcessTarget(Eagle3TargetBackend):
     @abstractmethod
     def _vocabulary_rows(self) -> int | None:
         """Ids below this are known to the input embedding; None when unknown."""
+
+    @abstractmethod
+    def _facts(self) -> dict[str, Any]:
+        """The fields of `TargetInfo` that neither the head nor the tokenizer decides."""
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        if self._info is None:
+            head, known = self._head_of_states(), self.tokenizer is not None
+            self._info = TargetInfo(
+                head=head,
+                hidden_size=head.weight_VD.shape[1],
+                vocab_size=head.weight_VD.shape[0],
+                depth=self._depth,
+                tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer) if known else None,
+                **self._facts(),
+            )
+        return self._info
 
     @torch.no_grad()
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
@@ -114,8 +137,7 @@ class InProcessTarget(Eagle3TargetBackend):
             )
 
     def _check_captured(self, captured: dict[int, Tensor]) -> None:
-        missing = [i for i in self.aux_layer_ids if i not in captured]
-        if missing:
+        if missing := [i for i in self.aux_layer_ids if i not in captured]:
             raise RuntimeError(
                 f"the target's forward returned nothing for decoder layers {missing} of "
                 f"{self.aux_layer_ids}"

@@ -131,9 +131,12 @@ def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[in
 
 
 def validate_aux_layer_ids(
-    aux_layer_ids: Sequence[int], depth: int, count: int | None = EAGLE3_AUX_LAYERS
+    aux_layer_ids: Sequence[int] | None, depth: int, count: int | None = EAGLE3_AUX_LAYERS
 ) -> list[int]:
-    """`count` distinct ids in range (None: any number); their order is that of concatenation."""
+    """`count` distinct ids in range (None: any number), in the order of concatenation; without
+    ids, the default ones."""
+    if aux_layer_ids is None:
+        return default_aux_layer_ids(depth, count or EAGLE3_AUX_LAYERS)
     wanted = "" if count is None else f"{in_words(count)} "
     try:
         given = list(aux_layer_ids)

@@ -28,7 +28,6 @@ from fledge.target.cache.manifest import (
 from fledge.target.cache.shard import is_whole_shard, layout_of
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
-    default_aux_layer_ids,
     target_depth,
     text_config,
     validate_aux_layer_ids,
@@ -101,10 +100,6 @@ class CachePlan:
     def missing(self) -> list[int]:
         return [i for i in range(len(self.shard_bytes)) if i not in self.done]
 
-    @property
-    def to_write_bytes(self) -> int:
-        return sum(self.shard_bytes[i] for i in self.missing)
-
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -131,11 +126,8 @@ class ModelFacts:
     ) -> "ModelFacts":
         config = text_config(load_config(name, trust_remote_code=trust_remote_code))
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        depth = target_depth(config)
         try:
-            if aux_layer_ids is None:
-                aux_layer_ids = default_aux_layer_ids(depth, num_aux_layers)
-            ids = validate_aux_layer_ids(aux_layer_ids, depth, num_aux_layers)
+            ids = validate_aux_layer_ids(aux_layer_ids, target_depth(config), num_aux_layers)
         except ValueError as error:
             raise BadInput(str(error), where="aux layers") from None
         return cls(
