@@ -203,10 +203,8 @@ def _pre_tokenizer(rule: str) -> Any:
 
 
 def _portable_tokenizer_class(directory: Path) -> None:
-    """transformers 5 writes a class name that 4.57 does not know; both know this one.
-
-    What it returns is named, because 4.57 would add token types, which decoders refuse.
-    """
+    """transformers 5 writes a class name that 4.57 does not know; both know this one. What it
+    returns is named, because 4.57 would add token types, which decoders refuse."""
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text())
     config["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -126,11 +126,8 @@ class Eagle3TargetBackend(ABC):
         """The target's input embedding: anything with a `.weight` [V, D]."""
 
     def info(self) -> TargetInfo:
-        """Head, sizes, dtype and fingerprints; computed once.
-
-        A backend that answers with logits need not have it: only `hidden` supervision, caches and
-        servers need the head.
-        """
+        """Head, sizes, dtype and fingerprints; computed once. A backend that answers with logits
+        need not have it: only `hidden` supervision, caches and servers need the head."""
         raise BadInput(
             f"{type(self).__name__} says nothing about its target's head",
             fix="use supervision 'logits', or give the backend an info()",

@@ -115,9 +115,7 @@ def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
 
 def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[int]:
     """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28].
-
-    Another number of layers is spread evenly from the second to the fourth from the end.
-    """
+    Another number of layers is spread evenly from the second to the fourth from the end."""
     if count == EAGLE3_AUX_LAYERS:
         ids = [1, depth // 2 - 1, depth - 4]
     else:

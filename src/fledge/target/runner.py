@@ -32,10 +32,8 @@ from fledge.target.weights import describe_weights, weights_fingerprint
 
 @runtime_checkable
 class TargetRunner(Protocol):
-    """The narrow surface a concrete engine must implement.
-
-    `model` is the loaded module: it exposes `.config` and `.parameters()`.
-    """
+    """The narrow surface a concrete engine must implement. `model` is the loaded module: it exposes
+    `.config` and `.parameters()`."""
 
     if TYPE_CHECKING:  # reading is enough
 

@@ -168,10 +168,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         )
 
     def _states(self, total: int, found: list[_Found]) -> dict[str, Tensor]:
-        """Everything kept about the documents, at their slots of `total` flat ones, decoded.
-
-        To a GPU the bytes go as they are stored; decoding is the device's work.
-        """
+        """Everything kept about the documents, at their slots of `total` flat ones, decoded. To a
+        GPU the bytes go as they are stored; decoding is the device's work."""
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}

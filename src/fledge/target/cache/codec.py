@@ -35,9 +35,7 @@ def to_fp8(states_ND: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
     """Every 8-bit float times its chunk's scale, in float32, rounded once: the inverse of `to_fp8`.
-
-    A block of rows at a time: what lies between stays in a CPU's cache, and small on a GPU.
-    """
+    A block of rows at a time: what lies between stays in a CPU's cache, and small on a GPU."""
     (rows, chunks), width = scale_NC.shape, states_ND.shape[-1]
     shape_NCX = (rows, chunks, width // chunks)
     states_NCX, scale_NC1 = states_ND.view(shape_NCX), scale_NC[..., None]
@@ -87,9 +85,7 @@ def encode_rows(
     vocabulary: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The payload of a batch of one document per row, rows end to end: field name -> [N or M, ...].
-
-    `lengths` are the rows' tokens, `slots` the slots of each whose supervision is kept.
-    """
+    `lengths` are the rows' tokens, `slots` the slots of each whose supervision is kept."""
     width = batch.input_ids.shape[1]
     token_N = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
     slot_M = torch.cat([row * width + kept for row, kept in enumerate(slots)])

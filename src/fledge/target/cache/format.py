@@ -216,9 +216,7 @@ def shard_name(index: int) -> str:
 
 
 def padded_layout_bytes(rows: int, seq_length: int, aux_width: int, draft_vocab_size: int) -> int:
-    """What padded rows with draft-vocabulary probabilities take in bf16, for comparison.
-
-    Per padded position: aux states, probabilities, ids, two masks (int64) and the position mask.
-    """
+    """What padded rows with draft-vocabulary probabilities take in bf16, for comparison. Per padded
+    position: aux states, probabilities, ids, two masks (int64) and the position mask."""
     per_position = 2 * (aux_width + draft_vocab_size) + 3 * 8 + 1
     return rows * seq_length * per_position

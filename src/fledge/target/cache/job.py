@@ -159,9 +159,7 @@ def has_weights(directory: Path) -> bool:
 
 def files_fingerprint(directory: Path) -> str:
     """A digest of a model's config and of its weight files: names, sizes, first and last bytes.
-
-    Quick enough to be asked before anything is loaded; the loaded weights are compared in full.
-    """
+    Quick enough to be asked before anything is loaded; the loaded weights are compared in full."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.name == "config.json":

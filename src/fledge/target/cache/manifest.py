@@ -118,9 +118,7 @@ def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 def ensure_resumable(directory: Path, manifest: dict[str, Any], shards: Iterable[int]) -> None:
     """Refuse to add to a cache that was made otherwise; without a shard there is none to spoil.
-
-    `manifest` may lack what only the loaded target knows; that is compared later.
-    """
+    `manifest` may lack what only the loaded target knows; that is compared later."""
     shards = set(shards)
     if not shards:
         return

@@ -241,9 +241,7 @@ def causal_rows(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def lent_attention(model: nn.Module, name: str) -> Iterator[None]:
     """While open, the model's attention is this implementation of transformers' registry.
-
-    transformers builds masks only for implementations it knows: for ours it builds none.
-    """
+    transformers builds masks only for implementations it knows: for ours it builds none."""
     configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
     try:
         for config, _ in configs:

@@ -40,9 +40,7 @@ def learn_head(
     run_logits: Callable[[], Tensor], head: nn.Module, *, where: str
 ) -> tuple[TargetHead, torch.dtype]:
     """The frozen head, checked against the model, and the dtype of the states it is given.
-
-    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V].
-    """
+    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]."""
     weight_VD, bias_V = _linear_of(head, where=where)
     seen: list[Tensor] = []
     wave_V = torch.linspace(-60.0, 60.0, len(weight_VD), dtype=_widest(weight_VD.device))

@@ -112,10 +112,8 @@ def check_digest(message: Buffer) -> None:
 
 
 def unpack(message: Buffer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors (views of `message`, which they keep alive) and strings. Trusts no byte of it.
-
-    The digest is not compared here: see `DigestCheck`.
-    """
+    """Tensors (views of `message`, which they keep alive) and strings. Trusts no byte of it. The
+    digest is not compared here: see `DigestCheck`."""
     begin, header = _read_header(message)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

@@ -244,10 +244,8 @@ class SGLangEngine(ABC):
 
     @torch.no_grad()
     def extend(self, rows: Sequence[list[int]], logits: bool) -> Captured:
-        """Run whole rows once, in one batch and without padding, and let go of their memory.
-
-        With `logits` the head runs on every position; without, it never runs.
-        """
+        """Run whole rows once, in one batch and without padding, and let go of their memory. With
+        `logits` the head runs on every position; without, it never runs."""
         for tap in self._taps:
             tap.open(logits=logits)
         try:

@@ -36,9 +36,7 @@ _ENGINE_ERRORS = (
 
 class SGLangTargetRunner:
     """A standalone SGLang `ModelRunner` that returns EAGLE-3 supervision; see `HiddenTargetRunner`.
-
-    One in a process at a time: SGLang's configuration and process groups are global.
-    """
+    One in a process at a time: SGLang's configuration and process groups are global."""
 
     def __init__(self, ranks: SGLangRanks) -> None:
         self._ranks: SGLangRanks | None = ranks

@@ -86,10 +86,8 @@ class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
 
 class StatesExtension:
-    """Methods of the worker, called by name through `collective_rpc`, on every rank at once.
-
-    Ranks above 0 take part in what needs all of them, and answer None.
-    """
+    """Methods of the worker, called by name through `collective_rpc`, on every rank at once. Ranks
+    above 0 take part in what needs all of them, and answer None."""
 
     model_runner: Any  # the worker's own
 
@@ -169,10 +167,8 @@ def _portable(tensor: Tensor) -> Tensor:
 
 
 def _with_head_input(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward with one more aux state, the head's input.
-
-    vLLM keeps inspected functions forever, so this one must not hold the model.
-    """
+    """The model's forward with one more aux state, the head's input. vLLM keeps inspected functions
+    forever, so this one must not hold the model."""
     weakly = weakref.ref(model)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
