@@ -1,7 +1,4 @@
-"""Conversations with their supervised tokens in color, for the terminal and as a page.
-
-What training sees, token by token: a wrong mask is visible at a glance.
-"""
+"""Conversations with their supervised tokens in color, for the terminal and as a page."""
 
 import html
 from collections.abc import Iterable, Iterator

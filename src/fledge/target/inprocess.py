@@ -14,7 +14,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
-from fledge.target.base import Eagle3TargetBackend, TargetInfo
+from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
 from fledge.target.capture import AuxBuffer
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
 from fledge.target.weights import tokenizer_fingerprint
@@ -80,7 +80,9 @@ class InProcessTarget(Eagle3TargetBackend):
         """
         self._check_open()
         documents = find_documents(rows)
-        self._check_vocabulary(rows.input_ids)
+        size = self._vocabulary_rows()
+        if size is not None and rows.input_ids.device.type == "cpu":  # looked at on the host only
+            check_token_ids(rows.input_ids, size)
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
         batch = self._run_rows(rows.to(device), documents)
@@ -123,18 +125,6 @@ class InProcessTarget(Eagle3TargetBackend):
     def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
         """How the documents of a packed batch are run."""
         return group_documents(documents, self._plan(documents, ids_BT), device=ids_BT.device)
-
-    def _check_vocabulary(self, input_ids: Tensor) -> None:
-        """Refuse ids that the embedding has no row for; checked on the host only."""
-        size = self._vocabulary_rows()
-        if size is None or input_ids.device.type != "cpu":
-            return
-        low, high = int(input_ids.min()), int(input_ids.max())
-        if low < 0 or high >= size:
-            raise ValueError(
-                f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}: "
-                "was another tokenizer used?"
-            )
 
     def _check_captured(self, captured: dict[int, Tensor]) -> None:
         if missing := [i for i in self.aux_layer_ids if i not in captured]:

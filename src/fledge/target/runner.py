@@ -1,8 +1,7 @@
 """Engine-agnostic target: the contract on top of any engine that fulfils a narrow protocol.
 
-Importing this module imports no engine. The runner answers unshifted; shifting, packing and the
-choice of encoding are shared with the co-located backend, so that a run through any runner equals
-it.
+Importing this module imports no engine. Shifting, packing and the choice of encoding are shared
+with the co-located backend, so that a run through any runner equals it.
 """
 
 from collections.abc import Sequence
@@ -111,7 +110,6 @@ class RunnerEagle3TargetModel(InProcessTarget):
         self.overhead_tokens = overhead_in_tokens(self.runner.model, depth=self._depth)
 
     def get_input_embeddings(self) -> InputEmbedding:
-        """Return an object exposing `.weight` (the target input embeddings)."""
         self._check_open()
         return InputEmbedding(self.runner.input_embedding_weight())
 
@@ -125,7 +123,6 @@ class RunnerEagle3TargetModel(InProcessTarget):
         }
 
     def close(self) -> None:
-        """Release the runner (frees GPU memory / engine handles)."""
         if not self._closed:
             if isinstance(self.runner, ClosableRunner):
                 self.runner.close()

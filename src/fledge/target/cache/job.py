@@ -76,6 +76,20 @@ class CacheJob:
     resume: bool = False
     quota_bytes: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        directory: Path,
+        rows: Sequence[TokenRow],
+        manifest: dict[str, Any],
+        options: CacheOptions,
+        **more: Any,
+    ) -> "CacheJob":
+        """The job that the manifest and the user's options describe."""
+        chosen = ("shard_size", "batch_size", "resume", "quota_bytes")
+        more |= {name: getattr(options, name) for name in chosen}
+        return cls(directory, rows, shape_of(manifest), manifest, **more)
+
     def shard_rows(self, index: int) -> list[TokenRow]:
         stop = min(len(self.rows), (index + 1) * self.shard_size)
         return [self.rows[i] for i in range(index * self.shard_size, stop)]
@@ -211,19 +225,8 @@ def make_job(
         **encoding_facts(options, kept),
         **facts,
     }
-    return CacheJob(
-        directory=directory,
-        rows=rows,
-        shape=shape_of(manifest),
-        manifest=manifest,
-        vocabulary=kept,
-        model_dir=model.directory,
-        shard_size=options.shard_size,
-        batch_size=options.batch_size,
-        pad_id=model.pad_id,
-        resume=options.resume,
-        quota_bytes=options.quota_bytes,
-    )
+    more = {"vocabulary": kept, "model_dir": model.directory, "pad_id": model.pad_id}
+    return CacheJob.of(directory, rows, manifest, options, **more)
 
 
 def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:

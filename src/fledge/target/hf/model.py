@@ -1,9 +1,8 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-One hook for each aux layer and one forward. Decoder layers' outputs are copied into the returned
-tensor as they appear; the head's input is taken where the head would run, so in `hidden` encoding
-the head never runs, in `probs` it runs on supervised rows only, chunk by chunk, and in `logits`
-(the constructor's default) on every row.
+Decoder layers' outputs are copied into the returned tensor as they appear. The head's input is
+taken where the head would run: in `hidden` encoding the head never runs, in `probs` on supervised
+rows only, chunk by chunk, and in `logits` (the constructor's default) on every row.
 """
 
 import inspect
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +140,7 @@ class HFEagle3TargetModel(InProcessTarget):
             trust_remote_code=trust_remote_code,
         )
         if dtype == "fp8":
-            fp8.to_fp8(loaded.model)
+            fp8.convert_linears(loaded.model)
         target = cls(
             loaded.model,
             aux_layer_ids,
@@ -154,10 +153,8 @@ class HFEagle3TargetModel(InProcessTarget):
         return target
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """Return the target model input embeddings."""
         self._check_open()
-        embedding: nn.Embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        return embedding
+        return cast(nn.Embedding, self.model.get_input_embeddings())  # type: ignore[operator]
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -179,7 +176,7 @@ class HFEagle3TargetModel(InProcessTarget):
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         if self.model.training:  # the caller may have called train() on the shared module
             self.model.eval()
-        write = partial(_write_to, aux, group)
+        write = partial(aux.write, group=group)
         # one pass over the whole batch has the same shape every time: worth compiling
         if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
             return self._run(ids, mask, group, write)
@@ -273,7 +270,7 @@ class HFEagle3TargetModel(InProcessTarget):
             for groups in (super()._groups(documents, ids_BT), [self._row_of(documents, ids_BT)]):
                 aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
                 for group in groups:
-                    write = partial(_write_to, aux, group)
+                    write = partial(aux.write, group=group)
                     self._run(group.take(ids_BT), None, group, write)
                 answers.append(aux.result().double())
         except _REFUSALS:
@@ -306,10 +303,6 @@ class HFEagle3TargetModel(InProcessTarget):
         if not hasattr(self.model, "get_input_embeddings"):
             return None
         return len(self.get_input_embeddings().weight)
-
-
-def _write_to(aux: AuxBuffer, group: Group | None, layer_id: int, states: Tensor) -> None:
-    aux.write(layer_id, states, group)
 
 
 def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:

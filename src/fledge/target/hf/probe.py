@@ -1,8 +1,7 @@
 """Learning a model's output head from the model itself, without knowing its class.
 
-Between the last hidden state and the logits lies a linear layer, and after it what an architecture
-adds: multiply (Cohere), divide (Granite), soft-cap (Gemma). Configs name these differently and with
-opposite meanings, so the model is measured instead: the head is muted, known numbers replace its
+After the head's linear layer architectures multiply (Cohere), divide (Granite) or soft-cap (Gemma),
+and configs name that differently. So it is measured: the head is muted, known numbers replace its
 output, and what the model makes of them shows scale and cap.
 """
 

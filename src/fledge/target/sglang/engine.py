@@ -1,8 +1,7 @@
 """SGLang's inner classes, as few as possible: load a model, run one extend, capture the states.
 
-What differs between SGLang versions (how a `ModelRunner` is built, how a batch becomes a forward)
-is in one small file per version; this one holds what they share. SGLang itself is imported when
-an engine is opened.
+What differs between versions is in one small file for each. SGLang is imported when an engine is
+opened.
 """
 
 import importlib
@@ -14,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +50,7 @@ def engine_class(device: str) -> "type[SGLangEngine]":
     if device == "cpu":  # SGLang looks at this when it is imported
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     module = importlib.import_module(VERSIONS[installed_version()])
-    engine: type[SGLangEngine] = module.Engine
-    return engine
+    return cast(type[SGLangEngine], module.Engine)
 
 
 @dataclass(frozen=True)
@@ -219,8 +217,7 @@ class SGLangEngine(ABC):
 
     @property
     def model(self) -> nn.Module:
-        model: nn.Module = self._runner.model
-        return model
+        return cast(nn.Module, self._runner.model)
 
     def room(self) -> Room:
         """What one extend can hold; asked between extends, when everything is free."""

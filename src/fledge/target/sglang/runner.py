@@ -1,13 +1,12 @@
 """The target inside SGLang: the numbers that SGLang will serve, for the draft to learn from.
 
 Rows and documents of any lengths run in one extend, each a request of its own, without padding and
-without a scheduler. Imported only by those who ask for this backend; SGLang itself is imported by
-`SGLangTargetRunner.build`.
+without a scheduler. SGLang itself is imported by `SGLangTargetRunner.build`.
 """
 
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,8 @@ from fledge.target.sglang.ranks import SGLangRanks
 
 # What SGLang raises for a model or an argument that it does not support.
 _ENGINE_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-    AttributeError,
-    TypeError,
-    KeyError,
+    *(OSError, ValueError, RuntimeError, ImportError),
+    *(AssertionError, AttributeError, TypeError, KeyError),
 )
 
 
@@ -94,7 +87,6 @@ class SGLangTargetRunner:
         return self._open().engine.model
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
-        """Capture the outputs of these decoder layers from now on, in this order."""
         last = target_depth(self.model.config) - 1
         if last in aux_layer_ids:
             raise BadInput(
@@ -121,9 +113,7 @@ class SGLangTargetRunner:
         return self._run(input_ids, attention_mask, logits=False)
 
     def input_embedding_weight(self) -> Tensor:
-        """The target's input embedding [V, D]."""
-        weight: Tensor = self._open().call("input_embedding")
-        return weight
+        return cast(Tensor, self._open().call("input_embedding"))
 
     def target_head(self) -> TargetHead:
         """The frozen output head, once checked against the logits that SGLang itself computes."""

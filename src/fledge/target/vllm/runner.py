@@ -1,12 +1,10 @@
 """The target inside vLLM: the numbers that vLLM will serve, without leaving memory.
 
-Every row or packed document is one request of a prompt and one token, so rows of any lengths run
-together and padding is never computed. Which states a request leaves, and how they get out of the
-engine, is in `worker`; here are the engine's life, and the way from requests back to rows.
-
-vLLM is imported when a runner is built and not before. The engine lives in this process, one at a
-time, in eager mode (the layers to capture are chosen after the model is loaded). With tensor
-parallelism its workers are processes of their own, and states come to this one's CPU memory.
+Every row or packed document is one request of a prompt and one token, so padding is never computed.
+How states get out of the engine is in `worker`; here are the engine's life, and the way from
+requests back to rows. vLLM is imported when a runner is built and not before; the engine lives in
+this process, one at a time, in eager mode. With tensor parallelism its workers are processes of
+their own, and states come to this one's CPU memory.
 
 Layer ids: ours name the layer whose *output* is meant; vLLM's count the layers that have run, so
 our layer i is vLLM's i + 1, and the last layer needs no special case.
@@ -29,6 +27,7 @@ from torch import Tensor
 from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
+from fledge.target.packing import right_padded
 from fledge.target.runner import EngineEagle3TargetModel
 
 KNOWN_VERSIONS = ("0.32",)
@@ -329,8 +328,5 @@ def _in_this_process() -> Iterator[None]:
 
 def _real_tokens(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
     """The tokens of each right-padded row."""
-    real_BT = attention_mask.bool().cpu()
-    lengths = real_BT.sum(1).tolist()
-    if not torch.equal(real_BT, torch.arange(real_BT.shape[1]) < real_BT.sum(1, keepdim=True)):
-        raise ValueError("attention_mask must be ones followed by zeros in every row")
+    lengths = right_padded(attention_mask).sum(1).tolist()
     return [tokens[:length] for tokens, length in zip(input_ids.tolist(), lengths, strict=True)]
