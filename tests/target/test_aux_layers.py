@@ -3,6 +3,7 @@
 import pytest
 import torch
 from contract import packed_rows, padded_rows, some_documents
+from hf_runner import HFTargetRunner
 from tiny_models import tiny_model
 
 from fledge.core.batch import Eagle3TargetBatch
@@ -11,7 +12,6 @@ from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel
-from fledge.target.testing import HFTargetRunner
 from target.cache.caches import token_row, write_cache
 from target.remote.servers import running
 

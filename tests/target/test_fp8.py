@@ -9,7 +9,7 @@ from test_target_packing import packed_rows, some_documents
 from tiny_models import tiny_model
 from torch import nn
 
-from fledge.target.hf.fp8 import Fp8Linear, rounded, to_fp8
+from fledge.target.hf.fp8 import Fp8Linear, convert_linears, rounded
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
@@ -55,7 +55,7 @@ def test_only_the_decoder_layers_change():
     batch = packed_rows(some_documents(), 14)
     expected = HFEagle3TargetModel(spelt_out, supervision="hidden").generate_batch(*batch)
     plain_fingerprint = HFEagle3TargetModel(model, supervision="hidden").info().weights_fingerprint
-    count = to_fp8(model)
+    count = convert_linears(model)
     assert count == 7 * len(model.model.layers)
     assert torch.equal(model.lm_head.weight, head)
     assert torch.equal(model.model.embed_tokens.weight, embedding)

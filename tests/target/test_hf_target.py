@@ -262,7 +262,7 @@ def test_layers_are_found_wherever_they_live(path: str, container: str) -> None:
     torch.manual_seed(0)
     model = HandMade(path, container, "tuple")
     target = HFEagle3TargetModel(model)
-    assert target._get_transformer_layers() == model.ordered
+    assert target._layers == model.ordered
     assert target.aux_layer_ids == [1, 3, 4]
 
 

@@ -121,7 +121,7 @@ def test_documents_are_found_where_they_lie(rows: list[list[int]], before: int, 
             mask_BT[row, begin : begin + length] = number
             expected.append((row * width + begin, row * width + begin + length))
             begin += length
-    assert [(row.begin, row.end) for row in find_rows(mask_BT)] == expected
+    assert find_rows(mask_BT) == expected
 
 
 def test_a_hole_is_not_taken_for_two_documents() -> None:

@@ -5,13 +5,13 @@ from typing import Any, get_args
 
 import pytest
 from contract import CHECKS, Case
+from hf_runner import HFTargetRunner
 from tiny_models import tiny_model
 
 from fledge.core.batch import Supervision
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel
-from fledge.target.testing import HFTargetRunner
 
 
 def _hf(supervision: Supervision) -> Eagle3TargetBackend:

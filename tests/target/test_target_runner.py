@@ -10,13 +10,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from contract import draft_vocabulary, packed_rows, padded_rows, some_documents
+from hf_runner import HFTargetRunner
 from tiny_models import ARCHITECTURES, tiny_model
 
 import fledge
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel, TargetRunner
-from fledge.target.testing import HFTargetRunner
 
 # transformers' base model is in front of MiniCPM3's scaling, which its head's input is behind
 BASE_MODEL_IS_ALL = [name for name in ARCHITECTURES if name != "minicpm3"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fledge
-from fledge.target.vllm.runner import _real_tokens, check_version, dtype_name
+from fledge.target.vllm.runner import _real_tokens, check_version, vllm_dtype
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -34,7 +34,7 @@ def test_unknown_versions_are_refused_with_the_known_ones(version: str) -> None:
 
 def test_dtypes_as_vllm_spells_them() -> None:
     given = [None, "auto", "bfloat16", torch.float32, torch.float16]
-    assert [dtype_name(d) for d in given] == ["auto", "auto", "bfloat16", "float32", "float16"]
+    assert [vllm_dtype(d) for d in given] == ["auto", "auto", "bfloat16", "float32", "float16"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])

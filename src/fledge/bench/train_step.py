@@ -22,7 +22,7 @@ from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.draft.derive import derive_draft_config
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
-from fledge.target.hf.fp8 import to_fp8
+from fledge.target.hf.fp8 import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
@@ -115,7 +115,7 @@ def build_target(case: Case, device: torch.device) -> HFEagle3TargetModel:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
     if case.fp8:
-        to_fp8(model)
+        convert_linears(model)
     layers = METHODS[case.kind].aux_layers()
     return HFEagle3TargetModel(
         model, supervision="hidden", compile_layers=case.compile, num_aux_layers=layers

@@ -118,7 +118,8 @@ def _open(
     from fledge.models.resolve import local_model
     from fledge.target.kinds import engine_section, kind_of
     from fledge.target.layers import EAGLE3_AUX_LAYERS
-    from fledge.target.remote.server.app import Limits, TargetServer
+    from fledge.target.remote.server.app import TargetServer
+    from fledge.target.remote.server.queue import Limits
 
     quiet_libraries()
     ids = _layers(aux_layer_ids)

@@ -32,32 +32,16 @@ from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.format import ENCODINGS
-from fledge.target.cache.job import (
-    CacheJob,
-    CacheOptions,
-    ModelFacts,
-    make_job,
-    quota_in_bytes,
-)
-from fledge.target.cache.manifest import (
-    ensure_free,
-    ensure_resumable,
-    existing_shards,
-)
+from fledge.target.cache.format import DTYPES, ENCODINGS
+from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job, quota_in_bytes
+from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
 from fledge.target.cache.precompute import Written, execute
 from fledge.target.layers import EAGLE3_AUX_LAYERS
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {**_SHORT, **DTYPES}
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -87,12 +71,8 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
     add("--target-probs-topk", type=int, help="keep the k largest probabilities (encoding topk)")
     add("--supervised-only", action="store_true", help="no supervision at unsupervised tokens")
-    add(
-        "--aux-layer-ids",
-        nargs="+",
-        metavar="ID",
-        help="three decoder layers, 1,15,28 or 1 15 28; left out: the default",
-    )
+    layers = "three decoder layers, 1,15,28 or 1 15 28; left out: the default"
+    add("--aux-layer-ids", nargs="+", metavar="ID", help=layers)
     add("--shuffle-seed", type=int, help="order of the rows; left out: as in the data")
     add("--resume", action="store_true", help="continue the cache in --output-dir")
     add("--quota-gb", type=float, help="never write more than this; --resume continues")
@@ -105,15 +85,9 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
-    for name, least in (
-        ("seq_length", 2),
-        ("batch_size", 1),
-        ("shard_size", 1),
-        ("draft_vocab_size", 1),
-        ("target_probs_topk", 1),
-        ("num_workers", 0),
-        ("shuffle_seed", 0),
-    ):
+    positive = ("batch_size", "shard_size", "draft_vocab_size", "target_probs_topk")
+    smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), "num_workers": 0, "shuffle_seed": 0}
+    for name, least in smallest.items():
         value = getattr(args, name)
         if value is not None and value < least:
             flag = f"--{name.replace('_', '-')}"

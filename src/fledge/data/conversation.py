@@ -14,20 +14,10 @@ Message = dict[str, Any]
 MESSAGE_KEYS = ("messages", "conversations", "conversation")  # where rows keep them
 
 _ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
     "function_call": "assistant",  # ShareGPT: the value is the call itself, as JSON
 }
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -35,10 +35,12 @@ class DropReport:
         return self.dropped / max(1, self.kept + self.dropped)
 
     def add(self, where: str, bad: BadRow) -> None:
-        self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1
-        shown = self.examples.setdefault(bad.reason, [])
-        if len(shown) < EXAMPLES_PER_REASON:
-            shown.append(f"{where}: {bad.detail}" if bad.detail else where)
+        self._count(bad.reason, 1, [f"{where}: {bad.detail}" if bad.detail else where])
+
+    def _count(self, reason: str, count: int, examples: list[str]) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + count
+        shown = self.examples.setdefault(reason, [])
+        shown += examples[: EXAMPLES_PER_REASON - len(shown)]
 
     def to_json(self) -> dict[str, Any]:
         return {"kept": self.kept, "counts": self.counts, "examples": self.examples}
@@ -53,9 +55,7 @@ class DropReport:
         for part in parts:
             total.kept += part.kept
             for reason, count in part.counts.items():
-                total.counts[reason] = total.counts.get(reason, 0) + count
-                shown = total.examples.setdefault(reason, [])
-                shown += part.examples.get(reason, [])[: EXAMPLES_PER_REASON - len(shown)]
+                total._count(reason, count, part.examples.get(reason, []))
         return total
 
     def check(self, max_share: float) -> None:

@@ -9,6 +9,7 @@ may be tried again; of several lines about a row, a good one wins.
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Entry:
     offset: int
     size: int
     good: bool
-    truncated: bool = False
+    truncated: bool
 
     def read(self) -> dict[str, Any]:
         with self.path.open("rb") as handle:
@@ -60,19 +61,15 @@ class Journal:
         offset = 0
         with path.open("rb") as handle:
             for line in handle:
-                try:
-                    value = json.loads(line)
-                    self._note(value, Entry(path, offset, len(line), value["good"]))
-                except (ValueError, KeyError, TypeError):
-                    pass  # cut short: this row is not done
+                with suppress(ValueError, KeyError, TypeError):  # cut short: this row is not done
+                    self._note(json.loads(line), path, offset, len(line))
                 offset += len(line)
 
-    def _note(self, value: dict[str, Any], entry: Entry) -> None:
+    def _note(self, value: dict[str, Any], path: Path, offset: int, size: int) -> None:
+        entry = Entry(path, offset, size, value["good"], bool(value.get("truncated")))
         known = self.entries.get(value["row"])
         if known is None or entry.good or not known.good:
-            cut = bool(value.get("truncated"))
-            whole = Entry(entry.path, entry.offset, entry.size, entry.good, cut)
-            self.entries[value["row"]] = whole
+            self.entries[value["row"]] = entry
 
     def add(self, row: int, value: dict[str, Any], *, good: bool) -> None:
         """One line, in one write."""
@@ -84,7 +81,7 @@ class Journal:
         written = os.write(self._handle, line)
         while written < len(line):  # a disk that is filling up writes less than it is given
             written += os.write(self._handle, line[written:])
-        self._note(record, Entry(self._path, self._size, len(line), good))
+        self._note(record, self._path, self._size, len(line))
         self._size += len(line)
 
     def close(self) -> None:

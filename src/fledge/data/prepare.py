@@ -25,17 +25,11 @@ from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 
-FORMAT = 1  # raise when the meaning of the files changes
+ROWS_FORMAT = 1  # raise when the meaning of the files changes
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 
 
@@ -75,7 +69,7 @@ def prepare_rows(
     _refuse_a_script_run_by_workers()
     options = options or TokeniseOptions()
     fields = {
-        "format": FORMAT,
+        "format": ROWS_FORMAT,
         "data": sources.fingerprint(data),
         "tokenizer": tokenizer_files_fingerprint(model_dir),
         "options": options.fingerprint(),
@@ -126,7 +120,7 @@ def _fill(
 
     report()
     workers = min(workers or os.cpu_count() or 1, len(missing))
-    for index in _run(directory, parts, missing, model_dir, options, workers):
+    for index in _run((directory, model_dir, options), parts, missing, workers):
         record = read_record(directory, index)
         if record is None:
             raise BadInput(
@@ -138,14 +132,13 @@ def _fill(
 
 
 def _run(
-    directory: Path,
+    job: tuple[Path, Path, TokeniseOptions],  # directory of the rows, that of the model
     parts: list[sources.Part],
     missing: list[int],
-    model_dir: Path,
-    options: TokeniseOptions,
     workers: int,
 ) -> Iterator[int]:
     """Tokenise the missing parts, here or in `workers` processes; yield each as it is written."""
+    directory, model_dir, options = job
     if workers <= 1:
         encoder = Encoder.load(model_dir, options) if missing else None
         for index in missing:
@@ -153,12 +146,8 @@ def _run(
             write_part(directory, index, tokenise_part(parts[index], encoder))
             yield index
         return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=get_context("spawn"),  # fork and tokenizers' own threads do not mix
-        initializer=_start_worker,
-        initargs=(directory, model_dir, options),
-    )
+    spawn = get_context("spawn")  # fork and tokenizers' own threads do not mix
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=job)
     try:
         futures = [pool.submit(_work, index, parts[index]) for index in missing]
         for future in as_completed(futures):

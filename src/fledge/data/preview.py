@@ -1,7 +1,4 @@
-"""Conversations with their supervised tokens in color, for the terminal and as a page.
-
-What training sees, token by token: a wrong mask is visible at a glance.
-"""
+"""Conversations with their supervised tokens in color, for the terminal and as a page."""
 
 import html
 from collections.abc import Iterable, Iterator
@@ -58,10 +55,8 @@ def _preview(place: str, raw: object, encoder: Encoder) -> Iterator[PreviewRow]:
 
 
 def to_terminal(row: PreviewRow) -> Text:
-    """Supervised tokens in two greens (so that token borders show), the rest dim.
-
-    The middle of a very long row is left out: laying out a million colored tokens takes a minute.
-    """
+    """Supervised tokens in two greens (so that token borders show), the rest dim. The middle of a
+    very long row is left out: laying out a million colored tokens takes a minute."""
     text = Text()
     text.append(f"{row.title()}\n", style="bold red" if row.dropped else "bold")
     pieces, left_out = list(enumerate(row.pieces)), len(row.pieces) - _BEGINNING - _END

@@ -120,12 +120,8 @@ def regenerate(
     """
     check_out(out, sources)
     data = {"sources": sources, "fingerprint": fingerprint(sources), "limit": limit}
-    settings = {
-        "format": _FORMAT,
-        "data": data,
-        "target": answerer.identity(),
-        "sampling": asdict(sampling),
-    }
+    settings = {"format": _FORMAT, "data": data, "target": answerer.identity()}
+    settings["sampling"] = asdict(sampling)
     job = _Job(out, settings, exclude_truncated=exclude_truncated)
     total = sum(1 for _ in _rows(sources, limit))
     with job.alone():

@@ -15,8 +15,7 @@ from fledge.data.conversation import MESSAGE_KEYS, Message, parse_messages, pars
 from fledge.data.drops import BadRow
 
 _REPLACED = {*MESSAGE_KEYS, "prompt", "system", "finish", "finish_reason", "truncated", "tokens"}
-_THOUGHT_ENDS = "</think>"
-_THOUGHT_BEGINS = "<think>"
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,7 @@ class Dialogue:
         self._keep_reasoning = keep_reasoning
         self._left = deque(_script(row))
         self.said: list[Message] = []
-        self.tools = parse_tools(
-            row.get("tools")
-        )  # shown to the target, though it may not call them
+        self.tools = parse_tools(row.get("tools"))  # shown, though the target may not call them
         self.tokens = 0
         self.truncated = False
         self._listen()

@@ -1,7 +1,6 @@
 """Answers from any OpenAI-compatible chat server (vLLM, SGLang, ...), many at a time.
 
-A request that fails is tried again after a growing, jittered pause, or after the pause that the
-server asks for; one that fails for good costs its row and nothing else.
+A failed request is tried again after a pause; one that fails for good costs its row, no more.
 """
 
 import asyncio
@@ -9,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -105,11 +105,7 @@ class ChatServers:
                 group.create_task(self._work(client, number, tasks, report))
 
     async def _work(
-        self,
-        client: Any,
-        number: int,
-        tasks: Iterator[Task],
-        report: Callable[[EndedTask], None],
+        self, client: Any, number: int, tasks: Iterator[Task], report: Callable[[EndedTask], None]
     ) -> None:
         """One of the workers: row after row, as long as there are any."""
         for task in tasks:
@@ -207,8 +203,6 @@ def _reply(content: bytes) -> Reply:
 
 def retry_after(header: str | None) -> float | None:
     """Seconds that a server asks us to wait: a number, or the time when to come back."""
-    from datetime import UTC, datetime
-
     if header is None:
         return None
     try:

@@ -1,7 +1,6 @@
 """Where rows come from: JSONL, JSON, parquet, a directory of them, or a data set id.
 
-A source is cut into parts of whole rows. A part knows how to yield its rows with their places,
-in any process, so that tokenising can be spread and can continue after an interrupt.
+A source is cut into parts of whole rows, which yield them in any process: tokenising can be spread.
 """
 
 import gzip

@@ -1,8 +1,7 @@
 """Token rows on disk: memory-mapped Arrow files, one per part, and the view over them.
 
-A part is two files: `part-00007.arrow` with the rows and `part-00007.json`, written last, with the
-checksum and the drop report. `manifest.json` marks the data set as complete. A part whose record is
-missing or does not match is made again; nothing half-written is ever read.
+A part is `part-00007.arrow` with the rows and `part-00007.json`, written last, with the checksum
+and the drop report. A part whose record is missing or does not match is made again.
 """
 
 import json

@@ -74,10 +74,8 @@ class Encoder:
     def encode_to_show(
         self, text: MaskedText, place: str
     ) -> tuple[TokenRow, list[tuple[str, bool]]]:
-        """A row as `fit` leaves it, and each token's own text with whether it is supervised.
-
-        A character that takes several tokens is shown with the first of them.
-        """
+        """A row as `fit` leaves it, and each token's own text with whether it is supervised. A
+        character that takes several tokens is shown with the first of them."""
         encoding = self._backend.encode(text.text, add_special_tokens=False)
         row = self.fit(_masked(text, place, encoding))
         pieces, at = [], 0

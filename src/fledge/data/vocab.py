@@ -103,10 +103,8 @@ def select_vocabulary(
     special_ids: Iterable[int | None] = (),
     fingerprint: str = "",
 ) -> DraftVocabulary:
-    """Choose `size` target tokens; None or the whole vocabulary keeps every id.
-
-    `special_ids` (see `special_token_ids`) are taken before any other.
-    """
+    """Choose `size` target tokens; None or the whole vocabulary keeps every id. `special_ids` (see
+    `special_token_ids`) are taken before any other."""
     vocab_size = len(counts_V)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise BadInput(f"draft_vocab_size must be a positive whole number, not {size!r}")

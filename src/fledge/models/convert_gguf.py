@@ -1,9 +1,8 @@
 """A GGUF file becomes a plain Hugging Face directory: float32 safetensors and a tokenizer.
 
-transformers dequantizes the weights. The tokenizer is built here from the file's own tables,
-because its conversion loses two things that decide what a draft is trained on: the
-pre-tokenizer (digits of SmolLM2 are split one by one; without it 2 % of prompts tokenise
-differently) and the end-of-turn token (it reports the bos token as eos).
+transformers dequantizes the weights. The tokenizer is built here from the file's own tables: that
+conversion loses the pre-tokenizer (without SmolLM2's, 2 % of prompts tokenise differently) and the
+end-of-turn token (it reports the bos token as eos).
 """
 
 import contextlib
@@ -66,7 +65,7 @@ def directory_name(sha256: str) -> str:
     return f"gguf-v2-{sha256}"
 
 
-def directory_of(path: Path) -> Path:
+def converted_directory(path: Path) -> Path:
     """The converted directory of a GGUF file, made on first use and keyed by its contents."""
     if not path.is_file():
         fix = "check the path; relative paths start at the current directory"
@@ -93,9 +92,8 @@ def convert(path: Path, directory: Path, *, name: str) -> None:
         need_free(4 * facts.n_parameters, what=f"converting {name}")
         tokenizer = _tokenizer(path, facts)
         tokenizer.save_pretrained(directory)
-        _portable_tokenizer_class(directory)
         _save_model(path, directory, tokenizer)
-        _portable_rotary(directory)
+        _make_portable(directory)
 
 
 @contextlib.contextmanager
@@ -186,36 +184,26 @@ def _byte_level_bpe(path: Path, facts: _Facts) -> Any:
 def _pre_tokenizer(rule: str) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
+    own = rule in ("gpt2", "digits")  # bytes are cut by GPT-2's own pattern
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)
     if rule == "gpt2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        return bytes_
     if rule == "digits":
-        parts = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-        return pre_tokenizers.Sequence(parts)
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
     pattern = Regex(_SPLIT_PATTERN % ("{1,3}" if rule == "llama3" else ""))
-    parts = [
-        pre_tokenizers.Split(pattern, behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    return pre_tokenizers.Sequence(parts)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), bytes_])
 
 
-def _portable_tokenizer_class(directory: Path) -> None:
-    """transformers 5 writes a class name that 4.57 does not know; both know this one.
+def _make_portable(directory: Path) -> None:
+    """Say what transformers 5 writes in a way that 4.57 understands too.
 
-    What it returns is named, because 4.57 would add token types, which decoders refuse.
+    It does not know the tokenizer's class, would add token types (which decoders refuse) unless the
+    inputs are named, and without `rope_theta` turns at a base of 10,000.
     """
     file = directory / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    config["model_input_names"] = ["input_ids", "attention_mask"]
-    write_json(file, config)
-
-
-def _portable_rotary(directory: Path) -> None:
-    """transformers 5 writes `rope_parameters` alone, and 4.57 then turns at a base of 10,000."""
+    inputs = ["input_ids", "attention_mask"]
+    portable = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs}
+    write_json(file, {**json.loads(file.read_text()), **portable})
     file = directory / "config.json"
     config = json.loads(file.read_text())
     rotary = config.get("rope_parameters") or {}
@@ -241,11 +229,8 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, **options
     )
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: getattr(tokenizer, name) for name in names}
     for key, value in ids.items():
         setattr(model.config, key, value)
     eps = getattr(model.config, "rms_norm_eps", None)

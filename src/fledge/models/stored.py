@@ -1,10 +1,10 @@
 """Directories that are made once under the cache and then only read.
 
-One process makes, the others wait (a file lock); the directory appears whole or not at all; a
-damaged one (a file gone or cut short) is made again. Not for hub snapshots, whose library has
-rules of its own.
+One process makes, the others wait; a directory appears whole or not at all, and a damaged one is
+made again. Not for hub snapshots, whose library has rules of its own.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,8 +58,6 @@ def need_free(n_bytes: int, *, what: str) -> None:
 
 def record_of(path: Path) -> dict[str, object] | None:
     """What `stored` noted about a directory, or None when the note is missing or unreadable."""
-    import json
-
     try:
         record = json.loads((path / RECORD).read_text())
     except (OSError, ValueError):

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, get_args
 
 import torch
@@ -126,11 +125,8 @@ class Eagle3TargetBackend(ABC):
         """The target's input embedding: anything with a `.weight` [V, D]."""
 
     def info(self) -> TargetInfo:
-        """Head, sizes, dtype and fingerprints; computed once.
-
-        A backend that answers with logits need not have it: only `hidden` supervision, caches and
-        servers need the head.
-        """
+        """Head, sizes, dtype and fingerprints; computed once. A backend that answers with logits
+        need not have it: only `hidden` supervision, caches and servers need the head."""
         raise BadInput(
             f"{type(self).__name__} says nothing about its target's head",
             fix="use supervision 'logits', or give the backend an info()",
@@ -158,12 +154,7 @@ class Eagle3TargetBackend(ABC):
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -204,4 +195,14 @@ def check_vocab_mapping(selected_token_ids: Tensor, selected_token_mask: Tensor)
         raise ValueError(
             f"selected_token_mask marks {len(marked)} tokens, and not the "
             f"{len(selected_token_ids)} of selected_token_ids, each once"
+        )
+
+
+def check_token_ids(input_ids: Tensor, size: int) -> None:
+    """Refuse ids that the target's embedding has no row for."""
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}: "
+            "was another tokenizer used?"
         )

@@ -5,8 +5,9 @@ once into the tensor that will be returned, so nothing else of the model's memor
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,20 +39,13 @@ def layer_outputs(
 ) -> Iterator[None]:
     """While open, `on_output(layer id, hidden states)` is called as each of them returns."""
 
-    def hook_for(layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            on_output(layer_id, hidden_of(output))
+    def hook(layer_id: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        on_output(layer_id, hidden_of(output))
 
-        return hook
-
-    handles = []
-    try:
+    with ExitStack() as stack:
         for layer_id in layer_ids:
-            handles.append(layers[layer_id].register_forward_hook(hook_for(layer_id)))
+            stack.enter_context(layers[layer_id].register_forward_hook(partial(hook, layer_id)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ where they are wanted. A subclass runs rows.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,19 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
-from fledge.target.base import Eagle3TargetBackend
+from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
 from fledge.target.capture import AuxBuffer
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
+from fledge.target.weights import tokenizer_fingerprint
 
 
 class InProcessTarget(Eagle3TargetBackend):
     """A target whose forward is called directly."""
 
     overhead_tokens: int  # cost of one more forward pass, in tokens; see `packing`
+    tokenizer: Any
+    _depth: int  # decoder layers
+    _info: TargetInfo | None = None
 
     @abstractmethod
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
@@ -48,6 +53,24 @@ class InProcessTarget(Eagle3TargetBackend):
     def _vocabulary_rows(self) -> int | None:
         """Ids below this are known to the input embedding; None when unknown."""
 
+    @abstractmethod
+    def _facts(self) -> dict[str, Any]:
+        """The fields of `TargetInfo` that neither the head nor the tokenizer decides."""
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        if self._info is None:
+            head, known = self._head_of_states(), self.tokenizer is not None
+            self._info = TargetInfo(
+                head=head,
+                hidden_size=head.weight_VD.shape[1],
+                vocab_size=head.weight_VD.shape[0],
+                depth=self._depth,
+                tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer) if known else None,
+                **self._facts(),
+            )
+        return self._info
+
     @torch.no_grad()
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         """Run the target and capture aux hidden states plus supervision.
@@ -57,7 +80,9 @@ class InProcessTarget(Eagle3TargetBackend):
         """
         self._check_open()
         documents = find_documents(rows)
-        self._check_vocabulary(rows.input_ids)
+        size = self._vocabulary_rows()
+        if size is not None and rows.input_ids.device.type == "cpu":  # looked at on the host only
+            check_token_ids(rows.input_ids, size)
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
         batch = self._run_rows(rows.to(device), documents)
@@ -101,21 +126,8 @@ class InProcessTarget(Eagle3TargetBackend):
         """How the documents of a packed batch are run."""
         return group_documents(documents, self._plan(documents, ids_BT), device=ids_BT.device)
 
-    def _check_vocabulary(self, input_ids: Tensor) -> None:
-        """Refuse ids that the embedding has no row for; checked on the host only."""
-        size = self._vocabulary_rows()
-        if size is None or input_ids.device.type != "cpu":
-            return
-        low, high = int(input_ids.min()), int(input_ids.max())
-        if low < 0 or high >= size:
-            raise ValueError(
-                f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}: "
-                "was another tokenizer used?"
-            )
-
     def _check_captured(self, captured: dict[int, Tensor]) -> None:
-        missing = [i for i in self.aux_layer_ids if i not in captured]
-        if missing:
+        if missing := [i for i in self.aux_layer_ids if i not in captured]:
             raise RuntimeError(
                 f"the target's forward returned nothing for decoder layers {missing} of "
                 f"{self.aux_layer_ids}"

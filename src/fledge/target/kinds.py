@@ -1,8 +1,7 @@
 """Kinds of targets: everything that depends on who answers, one object per kind, by name.
 
-A kind is its section of a recipe and how the backend behind it is opened; whoever needs to know
-more asks the kind before it is open, and `Eagle3TargetBackend` afterwards. A kind's file imports
-neither torch nor an engine when it is loaded: recipes are read before anything heavy is needed.
+A kind is its section of a recipe and how the backend behind it is opened. Its file imports neither
+torch nor an engine when it is loaded: recipes are read before anything heavy is needed.
 """
 
 from abc import ABC, abstractmethod
@@ -45,16 +44,16 @@ class TargetSection(Section):
     """Decoder layers that feed the draft, in order (EAGLE-3: three); null: 1, n/2 - 1, n - 4."""
 
 
-Said = TypeVar("Said", bound=TargetSection)
+SectionT = TypeVar("SectionT", bound=TargetSection)
 
 
-class TargetKind(ABC, Generic[Said]):
+class TargetKind(ABC, Generic[SectionT]):
     """One kind of target."""
 
     name: ClassVar[str]
     """`target.backend` of its recipes."""
 
-    section: type[Said]
+    section: type[SectionT]
     """Its section of a recipe."""
 
     brings_rows: ClassVar[bool] = False
@@ -62,11 +61,11 @@ class TargetKind(ABC, Generic[Said]):
 
     @abstractmethod
     def open(
-        self, section: Said, *, device: "torch.device", aux_layers: int
+        self, section: SectionT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
         """The target; `aux_layers` is how many layers it must show where the section names none."""
 
-    def model_name(self, section: Said) -> str:
+    def model_name(self, section: SectionT) -> str:
         """Where config and tokenizer come from."""
         if section.model is None:
             raise BadInput("no model for the tokenizer", where="target.model")
@@ -74,11 +73,11 @@ class TargetKind(ABC, Generic[Said]):
 
     # --- asked before a target is opened --------------------------------------------------------
 
-    def aux_layer_ids(self, section: Said) -> Sequence[int] | None:
+    def aux_layer_ids(self, section: SectionT) -> Sequence[int] | None:
         """The layers that it will show; None: the usual ones of its model."""
         return section.aux_layer_ids
 
-    def dtype(self, section: Said, device: "torch.device") -> "torch.dtype":
+    def dtype(self, section: SectionT, device: "torch.device") -> "torch.dtype":
         """The precision in which it will answer, as far as its config tells."""
         import torch
 
@@ -90,15 +89,15 @@ class TargetKind(ABC, Generic[Said]):
             return torch.bfloat16  # what such a model runs in
         return stored
 
-    def trusts_code(self, section: Said) -> bool:
+    def trusts_code(self, section: SectionT) -> bool:
         """Whether Python code that comes with the model may be run."""
         return False
 
-    def asked_once(self, section: Said) -> Said:
+    def asked_once(self, section: SectionT) -> SectionT:
         """The section for a target that is asked about every row once, as a precompute does."""
         return section
 
-    def kept_bytes(self, section: Said) -> int:
+    def kept_bytes(self, section: SectionT) -> int:
         """Memory for answers that later epochs take instead of asking again."""
         return 0
 
@@ -121,18 +120,18 @@ class LoadedTarget(TargetSection):
     """Run Python code that comes with the model. Only for sources you trust."""
 
 
-Loaded = TypeVar("Loaded", bound=LoadedTarget)
+LoadedT = TypeVar("LoadedT", bound=LoadedTarget)
 
 
-class LoadedKind(TargetKind[Loaded]):
+class LoadedKind(TargetKind[LoadedT]):
     """What the kinds that load weights answer alike."""
 
-    def dtype(self, section: Loaded, device: "torch.device") -> "torch.dtype":
+    def dtype(self, section: LoadedT, device: "torch.device") -> "torch.dtype":
         from fledge.target.cache.format import DTYPES
 
         return DTYPES.get(section.dtype) or super().dtype(section, device)
 
-    def trusts_code(self, section: Loaded) -> bool:
+    def trusts_code(self, section: LoadedT) -> bool:
         return section.trust_remote_code
 
 
@@ -143,16 +142,16 @@ class EngineTarget(LoadedTarget):
     """GPUs the target is split over."""
 
     memory_fraction: PositiveShare | None = None
-    """Share of GPU memory for the engine; null: the engine's choice."""
+    """Share of GPU memory (gpu_memory_utilization, mem_fraction_static); null: the engine's."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, by their own names."""
+    """Further arguments of the engine by their own names, for example page_size, enforce_eager."""
 
 
-Engine = TypeVar("Engine", bound=EngineTarget)
+EngineT = TypeVar("EngineT", bound=EngineTarget)
 
 
-class EngineKind(LoadedKind[Engine]):
+class EngineKind(LoadedKind[EngineT]):
     """A serving engine in this process, imported when it is opened."""
 
     backend: ClassVar[str]
@@ -162,7 +161,7 @@ class EngineKind(LoadedKind[Engine]):
     """What the engine calls `tp_size` and `memory_fraction`."""
 
     def open(
-        self, section: Engine, *, device: "torch.device", aux_layers: int
+        self, section: EngineT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
         split, memory = self.argument_names
         arguments: dict[str, Any] = {}

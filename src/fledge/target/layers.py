@@ -115,9 +115,7 @@ def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
 
 def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[int]:
     """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28].
-
-    Another number of layers is spread evenly from the second to the fourth from the end.
-    """
+    Another number of layers is spread evenly from the second to the fourth from the end."""
     if count == EAGLE3_AUX_LAYERS:
         ids = [1, depth // 2 - 1, depth - 4]
     else:
@@ -131,9 +129,12 @@ def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[in
 
 
 def validate_aux_layer_ids(
-    aux_layer_ids: Sequence[int], depth: int, count: int | None = EAGLE3_AUX_LAYERS
+    aux_layer_ids: Sequence[int] | None, depth: int, count: int | None = EAGLE3_AUX_LAYERS
 ) -> list[int]:
-    """`count` distinct ids in range (None: any number); their order is that of concatenation."""
+    """`count` distinct ids in range (None: any number), in the order of concatenation; without
+    ids, the default ones."""
+    if aux_layer_ids is None:
+        return default_aux_layer_ids(depth, count or EAGLE3_AUX_LAYERS)
     wanted = "" if count is None else f"{in_words(count)} "
     try:
         given = list(aux_layer_ids)

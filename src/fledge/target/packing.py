@@ -1,15 +1,9 @@
 """Packed rows through any causal LM: documents never see each other, and no mask is built.
 
-A packed row holds several documents. Instead of teaching every architecture a block-causal mask
-(a dense T x T one in SDPA and eager attention, different code for sliding windows, sinks, soft
-caps and state-space layers), documents are *run as rows of their own*: sorted by length, grouped
-with others of similar length, right-padded to the longest of the group, run with plain causal
-attention, and their states written back to where the documents lie in the pack. A causal model
-cannot look at padding to the right, so no attention mask is needed and the fast causal kernels
-apply; positions start at 0 in every row by themselves. This is exact for every architecture,
-attention costs the sum of squared document lengths instead of T squared, and padding slots of the
-pack are not computed at all. Its price is the padding inside a group, which `plan_groups` keeps
-small (docs/target.md has figures).
+Documents are *run as rows of their own*: sorted by length, grouped with others of similar length,
+right-padded to the longest of the group, run with plain causal attention, and their states written
+back to where they lie in the pack. That is exact for every architecture (docs/target.md says why,
+and what it costs); `plan_groups` keeps the padding inside a group small.
 
 Worked example, width 8, documents of 3 and 2 tokens (`a b c`, `d e`, three slots of padding):
 
@@ -61,6 +55,14 @@ class Group:
         )
 
 
+def right_padded(attention_mask: Tensor) -> Tensor:
+    """The mask [B, T] as booleans on the CPU; only padding on the right is taken."""
+    real_BT = attention_mask.detach().cpu().bool()
+    if not torch.equal(real_BT, torch.arange(real_BT.shape[1]) < real_BT.sum(1, keepdim=True)):
+        raise ValueError("attention_mask must be ones followed by zeros in every row")
+    return real_BT
+
+
 def find_documents(rows: TokenBatch) -> Documents | None:
     """Locate the documents of packed rows; None when the batch is not packed.
 
@@ -74,10 +76,8 @@ def find_documents(rows: TokenBatch) -> Documents | None:
     if seq_lens.device.type != "cpu":  # not looked at before
         seq_lens = seq_lens.detach().cpu()
         check_lengths(seq_lens, width)
-    real_BT = rows.attention_mask.detach().cpu().bool()
+    real_BT = right_padded(rows.attention_mask)
     real_B = real_BT.sum(1)
-    if not torch.equal(real_BT, torch.arange(width) < real_B[:, None]):
-        raise ValueError("attention_mask of a packed row must be ones followed by zeros")
     starts: list[int] = []
     lengths: list[int] = []
     for row, (documents, filled) in enumerate(zip(seq_lens.tolist(), real_B.tolist(), strict=True)):

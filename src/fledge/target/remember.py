@@ -1,12 +1,10 @@
 """A target that remembers: states of documents seen before come from memory, not from a forward.
 
-The frozen target answers alike about a document in every epoch. On a machine where its forward is
-the larger half of a step (a laptop CPU), later epochs then cost the draft alone. The offline cache
-is the same idea on disk.
+The frozen target answers alike in every epoch. Where its forward is the larger half of a step (a
+laptop CPU), later epochs then cost the draft alone.
 """
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,14 +16,6 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import find_documents
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """One document's answer [n, ...]; supervision is kept shifted, its last slot is never read."""
-
-    aux: Tensor
-    hidden: Tensor
-
-
 class RememberingTarget(Eagle3TargetBackend):
     """Wraps a backend with `hidden` supervision; holds at most `max_bytes` of states."""
 
@@ -35,7 +25,8 @@ class RememberingTarget(Eagle3TargetBackend):
             raise ValueError(f"only hidden supervision is remembered, not {inner.supervision!r}")
         self.inner, self.aux_layer_ids = inner, inner.aux_layer_ids
         self._free = max_bytes
-        self._known: dict[bytes, _Memory] = {}
+        # aux and hidden states [n, ...] of a document; these shifted, their last slot is never read
+        self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     def info(self) -> TargetInfo:
         return self.inner.info()
@@ -72,15 +63,14 @@ class RememberingTarget(Eagle3TargetBackend):
         for span, key in spans:
             size = aux[span].nbytes + hidden[span].nbytes
             if key not in self._known and size <= self._free:
-                self._known[key] = _Memory(aux[span].clone(), hidden[span].clone())
+                self._known[key] = aux[span].clone(), hidden[span].clone()
                 self._free -= size
 
     def _recall(self, rows: TokenBatch, spans: list[tuple[slice, bytes]]) -> Eagle3TargetBatch:
         some = self._known[spans[0][1]]
-        aux = some.aux.new_zeros((rows.tokens, some.aux.shape[-1]))
-        hidden = some.hidden.new_zeros((rows.tokens, some.hidden.shape[-1]))
+        aux, hidden = (part.new_zeros((rows.tokens, part.shape[-1])) for part in some)
         for span, key in spans:
-            aux[span], hidden[span] = self._known[key].aux, self._known[key].hidden
+            aux[span], hidden[span] = self._known[key]
         return Eagle3TargetBatch.about(
             rows,
             aux_hidden_states=aux.view(*rows.shape, -1),

@@ -1,12 +1,12 @@
 """Engine-agnostic target: the contract on top of any engine that fulfils a narrow protocol.
 
-Importing this module imports no engine. The runner answers unshifted; shifting, packing and the
-choice of encoding are shared with the co-located backend, so that a run through any runner equals
-it.
+Importing this module imports no engine. Shifting, packing and the choice of encoding are shared
+with the co-located backend, so that a run through any runner equals it.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,27 +14,25 @@ from torch import Tensor
 from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
-from fledge.target.base import InputEmbedding, TargetInfo
+from fledge.target.base import InputEmbedding
 from fledge.target.capture import AuxBuffer
+from fledge.target.hf.loading import tokenizer_in
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
     FinalNorm,
-    default_aux_layer_ids,
     stated,
     target_depth,
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Group, overhead_in_tokens
-from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
+from fledge.target.weights import describe_weights, weights_fingerprint
 
 
 @runtime_checkable
 class TargetRunner(Protocol):
-    """The narrow surface a concrete engine must implement.
-
-    `model` is the loaded module: it exposes `.config` and `.parameters()`.
-    """
+    """The narrow surface a concrete engine must implement. `model` is the loaded module: it exposes
+    `.config` and `.parameters()`."""
 
     if TYPE_CHECKING:  # reading is enough
 
@@ -104,41 +102,27 @@ class RunnerEagle3TargetModel(InProcessTarget):
         self.runner = runner
         self.tokenizer = tokenizer
         self._depth = target_depth(runner.model.config)
-        if aux_layer_ids is None:
-            aux_layer_ids = default_aux_layer_ids(self._depth, num_aux_layers)
         self.aux_layer_ids = validate_aux_layer_ids(aux_layer_ids, self._depth, num_aux_layers)
         runner.set_aux_layers(list(self.aux_layer_ids))
-        self.overhead_tokens = overhead_in_tokens(runner.model, depth=self._depth)
-        self._info: TargetInfo | None = None
+        self._get_ready()
+
+    def _get_ready(self) -> None:
+        self.overhead_tokens = overhead_in_tokens(self.runner.model, depth=self._depth)
 
     def get_input_embeddings(self) -> InputEmbedding:
-        """Return an object exposing `.weight` (the target input embeddings)."""
         self._check_open()
         return InputEmbedding(self.runner.input_embedding_weight())
 
-    def info(self) -> TargetInfo:
-        self._check_open()
-        if self._info is None:
-            head = self._head_of_states()
-            vocab_size, hidden_size = head.weight_VD.shape
-            assert isinstance(self.runner, HiddenTargetRunner)
-            self._info = TargetInfo(
-                head=head,
-                final_norm=self.runner.final_norm(),
-                hidden_size=hidden_size,
-                vocab_size=vocab_size,
-                depth=self._depth,
-                dtype=self.runner.input_embedding_weight().dtype,
-                weight_dtypes=self._describe_weights(),
-                weights_fingerprint=self._fingerprint_weights(),
-                tokenizer_fingerprint=(
-                    None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
-                ),
-            )
-        return self._info
+    def _facts(self) -> dict[str, Any]:
+        assert isinstance(self.runner, HiddenTargetRunner)
+        return {
+            "final_norm": self.runner.final_norm(),
+            "dtype": self.runner.input_embedding_weight().dtype,
+            "weight_dtypes": self._describe_weights(),
+            "weights_fingerprint": self._fingerprint_weights(),
+        }
 
     def close(self) -> None:
-        """Release the runner (frees GPU memory / engine handles)."""
         if not self._closed:
             if isinstance(self.runner, ClosableRunner):
                 self.runner.close()
@@ -187,3 +171,40 @@ class RunnerEagle3TargetModel(InProcessTarget):
 
     def _vocabulary_rows(self) -> int | None:
         return stated(self.runner.model.config, "vocab_size")
+
+
+class EngineEagle3TargetModel(RunnerEagle3TargetModel):
+    """A target inside a serving engine that is started for it."""
+
+    runner_type: ClassVar[Any]  # its `build` starts the engine
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PathLike[str],
+        *,
+        aux_layer_ids: Sequence[int] | None = None,
+        dtype: torch.dtype | str | None = None,
+        supervision: Supervision = "hidden",
+        trust_remote_code: bool = False,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        **engine_kwargs: Any,
+    ) -> Self:
+        """Load a model by any name that `fledge.local_model` knows; `engine_kwargs` are those of
+        the runner's `build`."""
+        from fledge.models.resolve import local_model
+
+        options = {"num_aux_layers": num_aux_layers, "trust_remote_code": trust_remote_code}
+        runner = cls.runner_type.build(model, dtype=dtype, **options, **engine_kwargs)
+        try:
+            tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
+            return cls(
+                runner,
+                aux_layer_ids,
+                supervision=supervision,
+                tokenizer=tokenizer,
+                num_aux_layers=num_aux_layers,
+            )
+        except BaseException:
+            runner.close()
+            raise

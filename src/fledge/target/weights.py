@@ -93,9 +93,7 @@ def dtype_shares(model: nn.Module) -> dict[str, float]:
 
 def describe_weights(model: nn.Module, *, stored_as: str | None = None) -> str:
     """One line for logs and manifests: `bfloat16 100.0%`, or `uint8 80.1%, ... (bitsandbytes)`.
-
-    `stored_as` is the checkpoint's quantisation; a model that runs without it was dequantised.
-    """
+    `stored_as` is the checkpoint's quantisation; a model that runs without it was dequantised."""
     shares = ", ".join(f"{name} {share:.1%}" for name, share in dtype_shares(model).items())
     method = quantisation_method(getattr(model, "config", None))
     if method is not None and not _dequantised(model):

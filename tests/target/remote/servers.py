@@ -12,7 +12,8 @@ from target.tiny_models import tiny_model
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.remote.server.app import Limits, TargetServer
+from fledge.target.remote.server.app import TargetServer
+from fledge.target.remote.server.queue import Limits
 from fledge.target.remote.server.run import Address, make_uvicorn
 
 

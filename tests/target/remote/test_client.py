@@ -244,9 +244,9 @@ def test_closing_ends_calls_that_wait_for_a_slow_server(monkeypatch):
 
 def test_an_exchange_that_ends_after_closing_leaves_no_connection(server):
     class Leaving(Server):
-        def _speak(self, connection, *rest):
+        def _receive(self, connection, *rest):
             self.used = connection
-            reply = super()._speak(connection, *rest)
+            reply = super()._receive(connection, *rest)
             self.close()  # in another thread, a moment after the reply is whole
             return reply
 

@@ -1,8 +1,6 @@
 """The target from disk: answers about known rows, written by `fledge precompute`.
 
-Takes the same arguments as every backend and finds each document by its tokens; the target itself
-is never loaded. Documents may be packed in any way: the target's answer about a document does not
-depend on its neighbors.
+Each document is found by its tokens, however it is packed; the target itself is never loaded.
 """
 
 import hashlib
@@ -25,7 +23,7 @@ from fledge.target.cache.codec import decode_states
 from fledge.target.cache.format import Field
 from fledge.target.cache.manifest import VOCABULARY, read_target
 from fledge.target.cache.store import CachedRows, CacheStore, OnDamage
-from fledge.target.packing import Documents, find_documents
+from fledge.target.packing import Documents, find_documents, right_padded
 
 
 @dataclass(frozen=True)
@@ -77,16 +75,19 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         """The draft vocabulary that the cache was made for, if its encoding depends on one."""
         return self._info.vocabulary
 
-    def known_rows(self) -> KnownRows:
+    def rows(self, *, reading: bool = False) -> CachedRows:
+        """The token rows that this target knows; see `CachedRows` for `reading`."""
         self._check_open()
+        return CachedRows(self.store, reading=reading)
+
+    def known_rows(self) -> KnownRows:
         manifest = self.store.manifest
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         held_out = int(manifest["held_out_rows"])
-        return KnownRows(CachedRows(self.store), held_out, f"cache:{digest}")
+        return KnownRows(self.rows(), held_out, f"cache:{digest}")
 
     def read_ahead(self, rows: RowView) -> RowView:
-        self._check_open()
-        return rows.through(CachedRows(self.store, reading=True))
+        return rows.through(self.rows(reading=True))
 
     def get_input_embeddings(self) -> InputEmbedding:
         self._check_open()
@@ -168,10 +169,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         )
 
     def _states(self, total: int, found: list[_Found]) -> dict[str, Tensor]:
-        """Everything kept about the documents, at their slots of `total` flat ones, decoded.
-
-        To a GPU the bytes go as they are stored; decoding is the device's work.
-        """
+        """Everything kept about the documents, at their slots of `total` flat ones, decoded. To a
+        GPU the bytes go as they are stored; decoding is the device's work."""
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
@@ -213,10 +212,6 @@ def _only_within(loss_mask: Tensor, documents: list[_Found]) -> Tensor:
 
 def _rows_as_documents(attention_mask: Tensor) -> Documents:
     """Right-padded rows, each of them one document."""
-    real_BT = attention_mask.detach().cpu().bool()
-    rows, width = real_BT.shape
-    lengths = real_BT.sum(1)
-    if not torch.equal(real_BT, torch.arange(width) < lengths[:, None]):
-        raise ValueError("attention_mask must be ones followed by zeros to find rows in a cache")
-    kept = [row for row in range(rows) if lengths[row]]
-    return Documents(tuple(row * width for row in kept), tuple(int(lengths[row]) for row in kept))
+    lengths, width = right_padded(attention_mask).sum(1).tolist(), attention_mask.shape[1]
+    starts = tuple(row * width for row, length in enumerate(lengths) if length)
+    return Documents(starts, tuple(length for length in lengths if length))

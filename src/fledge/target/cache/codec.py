@@ -35,9 +35,7 @@ def to_fp8(states_ND: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
     """Every 8-bit float times its chunk's scale, in float32, rounded once: the inverse of `to_fp8`.
-
-    A block of rows at a time: what lies between stays in a CPU's cache, and small on a GPU.
-    """
+    A block of rows at a time: what lies between stays in a CPU's cache, and small on a GPU."""
     (rows, chunks), width = scale_NC.shape, states_ND.shape[-1]
     shape_NCX = (rows, chunks, width // chunks)
     states_NCX, scale_NC1 = states_ND.view(shape_NCX), scale_NC[..., None]
@@ -87,9 +85,7 @@ def encode_rows(
     vocabulary: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The payload of a batch of one document per row, rows end to end: field name -> [N or M, ...].
-
-    `lengths` are the rows' tokens, `slots` the slots of each whose supervision is kept.
-    """
+    `lengths` are the rows' tokens, `slots` the slots of each whose supervision is kept."""
     width = batch.input_ids.shape[1]
     token_N = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
     slot_M = torch.cat([row * width + kept for row, kept in enumerate(slots)])
@@ -120,12 +116,21 @@ def encode_rows(
     assert batch.target_probs is not None
     assert batch.position_mask is not None
     probs_MW = batch.target_probs.flatten(0, 1)[slot_M]
-    position_M1 = batch.position_mask.flatten(0, 1)[slot_M].to(torch.uint8)
-    kept = {"aux_hidden_states": aux_ND.to(shape.dtype), "position_mask": position_M1}
-    if shape.encoding == "probs":
-        return {**kept, "target_probs": probs_MW.to(shape.dtype)}
-    top_MK, ids_MK = keep_top(probs_MW, shape.top_k)
-    return {**kept, "topk_probs": top_MK.to(shape.dtype), "topk_ids": ids_MK.to(torch.int32)}
+    sayable_M1 = batch.position_mask.flatten(0, 1)[slot_M]
+    top_k = shape.top_k if shape.encoding == "topk" else None
+    kept = encode_probs(probs_MW, sayable_M1, shape.dtype, top_k)
+    return {"aux_hidden_states": aux_ND.to(shape.dtype), **kept}
+
+
+def encode_probs(
+    probs_MW: Tensor, sayable_M1: Tensor, dtype: torch.dtype, top_k: int | None
+) -> dict[str, Tensor]:
+    """Probabilities as they are kept: the `top_k` largest, or all of them."""
+    kept = {"position_mask": sayable_M1.to(torch.uint8)}
+    if top_k is None:
+        return {**kept, "target_probs": probs_MW.to(dtype)}
+    top_MK, ids_MK = keep_top(probs_MW, top_k)
+    return {**kept, "topk_probs": top_MK.to(dtype), "topk_ids": ids_MK.to(torch.int32)}
 
 
 @torch.no_grad()
@@ -134,15 +139,12 @@ def decode_states(
 ) -> dict[str, Tensor]:
     """Stored tensors [S, ...] of any slots as the fields of a batch, still flat."""
     aux_SD = stored["aux_hidden_states"]
-    if shape.encoding == "hidden-fp8":
-        return {
-            "aux_hidden_states": from_fp8(aux_SD, stored["aux_scale"], dtype),
-            "last_hidden_states": from_fp8(
-                stored["last_hidden_states"], stored["last_scale"], dtype
-            ),
-        }
-    if shape.encoding == "hidden":
-        return {"aux_hidden_states": aux_SD, "last_hidden_states": stored["last_hidden_states"]}
+    if shape.is_hidden:
+        hidden_SD = stored["last_hidden_states"]
+        if shape.encoding == "hidden-fp8":
+            aux_SD = from_fp8(aux_SD, stored["aux_scale"], dtype)
+            hidden_SD = from_fp8(hidden_SD, stored["last_scale"], dtype)
+        return {"aux_hidden_states": aux_SD, "last_hidden_states": hidden_SD}
     if shape.encoding == "probs":
         probs_SW = stored["target_probs"].float()
     else:

@@ -14,8 +14,7 @@ from fledge.data.vocab import (
 from fledge.models.resolve import load_tokenizer
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.cache.job import CacheJob, CacheOptions, encoding_facts
-from fledge.target.cache.manifest import LATE, TARGET_FILES, shape_of
-from fledge.target.cache.store import CachedRows
+from fledge.target.cache.manifest import LATE, TARGET_FILES
 
 
 def convert_job(
@@ -43,25 +42,20 @@ def convert_job(
         **encoding_facts(options, vocabulary),
         "converted_from": [old["encoding"], old["dtype"]],
     }
-    return CacheJob(
-        directory=directory,
-        rows=CachedRows(source.store),
-        shape=shape_of(manifest),
-        manifest=manifest,
-        vocabulary=vocabulary,
-        model_dir=source.store.directory / TARGET_FILES,
-        shard_size=options.shard_size,
-        batch_size=options.batch_size,
-        resume=options.resume,
-        quota_bytes=options.quota_bytes,
-    )
+    more = {"vocabulary": vocabulary, "model_dir": source.store.directory / TARGET_FILES}
+    return CacheJob.of(directory, source.rows(), manifest, options, **more)
 
 
 def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
-    """The source's own where it has one, else counted on its rows."""
+    """The source's own where it has one, else counted on its rows (not on held-out ones)."""
     kept = source.vocabulary
     if kept is None:
-        return _count(source, size)
+        rows = source.rows()
+        trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
+        pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
+        tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))
+        counts_V = count_supervised(pairs, source.info().vocab_size)
+        return select_vocabulary(counts_V, size, special_ids=special_token_ids(tokenizer))
     if size is not None and kept.size != size:
         raise BadInput(
             f"made for a draft vocabulary of {kept.size}, not {size}",
@@ -69,13 +63,3 @@ def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocab
             fix="another vocabulary needs a cache of hidden states",
         )
     return kept
-
-
-def _count(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
-    """A draft vocabulary counted on the cache's rows; held-out ones are not looked at."""
-    rows = CachedRows(source.store)
-    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
-    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
-    tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))
-    counts_V = count_supervised(pairs, source.info().vocab_size)
-    return select_vocabulary(counts_V, size, special_ids=special_token_ids(tokenizer))

@@ -25,9 +25,10 @@ vocabulary, K kept probabilities.
 """
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -42,15 +43,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KEY_BYTES = 16
 _HEADER_ALIGNMENT = 64
 
-# dtype -> (its name in a safetensors header, bytes)
-_STORED = {
-    torch.int64: ("I64", 8),
-    torch.float32: ("F32", 4),
-    torch.int32: ("I32", 4),
-    torch.bfloat16: ("BF16", 2),
-    torch.float16: ("F16", 2),
-    torch.float8_e4m3fn: ("F8_E4M3", 1),
-    torch.uint8: ("U8", 1),
+# How a safetensors header calls a dtype.
+SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 
@@ -65,12 +68,13 @@ class CacheShape:
     draft_vocab_size: int = 0  # probs and topk
     top_k: int = 0  # topk
     supervised_only: bool = False  # keep supervision at supervised slots only
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # those of states
 
     def __post_init__(self) -> None:
         if self.encoding not in ENCODINGS:
             fix = nearest(str(self.encoding), list(ENCODINGS))
             raise BadInput(f"{self.encoding!r} is not an encoding of the cache", fix=fix)
-        if self.dtype not in DTYPES.values():
+        if self.dtype not in self.dtypes:
             raise BadInput(
                 f"states are not kept as {self.dtype}", fix=f"one of {', '.join(DTYPES)}"
             )
@@ -135,7 +139,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
-        return self.width * _STORED[self.dtype][1]
+        return self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,12 @@ class ShardLayout:
             (Field("row_digest", torch.int64, 1), rows),
         ]
         # wide numbers first: every tensor then begins at a multiple of its own item size
-        counted.sort(key=lambda item: (-_STORED[item[0].dtype][1], item[0].name))
-        self.header = _header(counted, facts)
+        counted.sort(key=lambda item: (-item[0].dtype.itemsize, item[0].name))
+        placed = (
+            (field.name, field.dtype, [count] if field.name in _FLAT else [count, field.width])
+            for field, count in counted
+        )
+        self.header = safetensors_header(placed, {"fledge": json.dumps(facts, sort_keys=True)})
         self.places: dict[str, Placed] = {}
         at = len(self.header)
         for field, count in counted:
@@ -194,17 +202,15 @@ class ShardLayout:
 _FLAT = {"input_ids", "loss_mask", "row_start", "slot_start", "row_digest"}  # one number a row
 
 
-def _header(counted: list[tuple[Field, int]], facts: dict[str, Any]) -> bytes:
-    """A safetensors header, padded with blanks as the format allows."""
-    entries: dict[str, Any] = {"__metadata__": {"fledge": json.dumps(facts, sort_keys=True)}}
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, list[int]]], metadata: dict[str, str]
+) -> bytes:
+    """The header of tensors that lie end to end, padded with blanks as the format allows."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
     at = 0
-    for field, count in counted:
-        end = at + count * field.row_bytes
-        entries[field.name] = {
-            "dtype": _STORED[field.dtype][0],
-            "shape": [count] if field.name in _FLAT else [count, field.width],
-            "data_offsets": [at, end],
-        }
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
@@ -216,9 +222,7 @@ def shard_name(index: int) -> str:
 
 
 def padded_layout_bytes(rows: int, seq_length: int, aux_width: int, draft_vocab_size: int) -> int:
-    """What padded rows with draft-vocabulary probabilities take in bf16, for comparison.
-
-    Per padded position: aux states, probabilities, ids, two masks (int64) and the position mask.
-    """
+    """What padded rows with draft-vocabulary probabilities take in bf16, for comparison. Per padded
+    position: aux states, probabilities, ids, two masks (int64) and the position mask."""
     per_position = 2 * (aux_width + draft_vocab_size) + 3 * 8 + 1
     return rows * seq_length * per_position

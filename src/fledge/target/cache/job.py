@@ -16,13 +16,7 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache.format import (
-    FORMAT,
-    CacheShape,
-    Encoding,
-    padded_layout_bytes,
-    shard_name,
-)
+from fledge.target.cache.format import FORMAT, CacheShape, Encoding, padded_layout_bytes, shard_name
 from fledge.target.cache.manifest import (
     copied_files,
     dtype_name,
@@ -34,7 +28,6 @@ from fledge.target.cache.manifest import (
 from fledge.target.cache.shard import is_whole_shard, layout_of
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
-    default_aux_layer_ids,
     target_depth,
     text_config,
     validate_aux_layer_ids,
@@ -83,6 +76,20 @@ class CacheJob:
     resume: bool = False
     quota_bytes: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        directory: Path,
+        rows: Sequence[TokenRow],
+        manifest: dict[str, Any],
+        options: CacheOptions,
+        **more: Any,
+    ) -> "CacheJob":
+        """The job that the manifest and the user's options describe."""
+        chosen = ("shard_size", "batch_size", "resume", "quota_bytes")
+        more |= {name: getattr(options, name) for name in chosen}
+        return cls(directory, rows, shape_of(manifest), manifest, **more)
+
     def shard_rows(self, index: int) -> list[TokenRow]:
         stop = min(len(self.rows), (index + 1) * self.shard_size)
         return [self.rows[i] for i in range(index * self.shard_size, stop)]
@@ -106,10 +113,6 @@ class CachePlan:
     @property
     def missing(self) -> list[int]:
         return [i for i in range(len(self.shard_bytes)) if i not in self.done]
-
-    @property
-    def to_write_bytes(self) -> int:
-        return sum(self.shard_bytes[i] for i in self.missing)
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,8 @@ class ModelFacts:
     ) -> "ModelFacts":
         config = text_config(load_config(name, trust_remote_code=trust_remote_code))
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        depth = target_depth(config)
         try:
-            if aux_layer_ids is None:
-                aux_layer_ids = default_aux_layer_ids(depth, num_aux_layers)
-            ids = validate_aux_layer_ids(aux_layer_ids, depth, num_aux_layers)
+            ids = validate_aux_layer_ids(aux_layer_ids, target_depth(config), num_aux_layers)
         except ValueError as error:
             raise BadInput(str(error), where="aux layers") from None
         return cls(
@@ -173,9 +173,7 @@ def has_weights(directory: Path) -> bool:
 
 def files_fingerprint(directory: Path) -> str:
     """A digest of a model's config and of its weight files: names, sizes, first and last bytes.
-
-    Quick enough to be asked before anything is loaded; the loaded weights are compared in full.
-    """
+    Quick enough to be asked before anything is loaded; the loaded weights are compared in full."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.name == "config.json":
@@ -227,19 +225,8 @@ def make_job(
         **encoding_facts(options, kept),
         **facts,
     }
-    return CacheJob(
-        directory=directory,
-        rows=rows,
-        shape=shape_of(manifest),
-        manifest=manifest,
-        vocabulary=kept,
-        model_dir=model.directory,
-        shard_size=options.shard_size,
-        batch_size=options.batch_size,
-        pad_id=model.pad_id,
-        resume=options.resume,
-        quota_bytes=options.quota_bytes,
-    )
+    more = {"vocabulary": kept, "model_dir": model.directory, "pad_id": model.pad_id}
+    return CacheJob.of(directory, rows, manifest, options, **more)
 
 
 def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:

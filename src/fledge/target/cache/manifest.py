@@ -67,20 +67,15 @@ def stored_manifest(directory: Path) -> dict[str, Any]:
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a cache: this version's, with everything that a reader relies on."""
     manifest = stored_manifest(directory)
-    if manifest.get("format") != FORMAT:
-        raise BadInput(
-            f"cache format {manifest.get('format')}, this version of fledge reads {FORMAT}",
-            where=str(directory / MANIFEST),
-            fix="make the cache again",
-        )
+    where, fix = str(directory / MANIFEST), "make the cache again"
+    if (version := manifest.get("format")) != FORMAT:
+        what = f"cache format {version}, this version of fledge reads {FORMAT}"
+        raise BadInput(what, where=where, fix=fix)
     for name, kinds in _FIELDS.items():
-        known = _KNOWN.get(name)
-        if not isinstance(manifest.get(name), kinds) or (known and manifest[name] not in known):
-            raise BadInput(
-                f"the manifest is damaged: '{name}' is {manifest.get(name)!r}",
-                where=str(directory / MANIFEST),
-                fix="make the cache again",
-            )
+        value, known = manifest.get(name), _KNOWN.get(name)
+        if not isinstance(value, kinds) or (known and value not in known):
+            what = f"the manifest is damaged: '{name}' is {value!r}"
+            raise BadInput(what, where=where, fix=fix)
     return manifest
 
 
@@ -118,9 +113,7 @@ def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 def ensure_resumable(directory: Path, manifest: dict[str, Any], shards: Iterable[int]) -> None:
     """Refuse to add to a cache that was made otherwise; without a shard there is none to spoil.
-
-    `manifest` may lack what only the loaded target knows; that is compared later.
-    """
+    `manifest` may lack what only the loaded target knows; that is compared later."""
     shards = set(shards)
     if not shards:
         return
@@ -164,7 +157,7 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         )
 
 
-def remove_leftovers(directory: Path) -> None:
+def remove_temporary_files(directory: Path) -> None:
     """Temporary files of runs that were killed."""
     for path in directory.rglob(".*.tmp"):
         path.unlink(missing_ok=True)
@@ -241,13 +234,9 @@ def read_target(directory: Path, manifest: dict[str, Any]) -> tuple[InputEmbeddi
         raise BadInput(
             f"the target's embedding and head are damaged ({error})", where=str(path)
         ) from None
-    wrong = [
-        name
-        for name, crc in facts["crc"].items()
-        if name not in tensors or _crc(tensors[name]) != crc
-    ]
-    if wrong:
-        raise BadInput(f"{wrong[0]} is damaged", where=str(path), fix="make the cache again")
+    for name, crc in facts["crc"].items():
+        if name not in tensors or _crc(tensors[name]) != crc:
+            raise BadInput(f"{name} is damaged", where=str(path), fix="make the cache again")
     return assemble_target(tensors, facts, hidden_size=manifest["hidden_size"])
 
 
@@ -261,9 +250,7 @@ def assemble_target(
     )
     info = TargetInfo(
         head=head,
-        final_norm=None
-        if norm is None
-        else FinalNorm(norm[0], norm[1], norm[2], tensors.get("final_norm")),
+        final_norm=norm and FinalNorm(norm[0], norm[1], norm[2], tensors.get("final_norm")),
         hidden_size=hidden_size,
         vocab_size=facts["vocab_size"],
         depth=facts["depth"],

@@ -1,8 +1,7 @@
 """Run the target once over many rows and store its answers: the work behind `precompute`.
 
-The target computes on the caller's thread; copying to the host, checksums and writing happen on
-another, a few batches behind. Rows go to shards in order, and batches never cross a shard, so a
-shard's bytes do not depend on which process wrote it, or when.
+The target computes on the caller's thread; copies, checksums and writing follow on another. Batches
+never cross a shard, so its bytes do not depend on which process wrote it, or when.
 """
 
 import queue
@@ -22,7 +21,7 @@ from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
 from fledge.core.rows import TokenRow
-from fledge.data.pack import Piece, collate
+from fledge.data.pack import collate, one_per_row
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.codec import encode_rows
 from fledge.target.cache.format import ShardLayout, shard_name
@@ -42,7 +41,7 @@ from fledge.target.cache.manifest import (
     ensure_resumable,
     existing_shards,
     has_head,
-    remove_leftovers,
+    remove_temporary_files,
     target_facts,
     target_tensors,
     write_head,
@@ -132,7 +131,7 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = Tru
     if not write:
         return
     job.directory.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(job.directory)
+    remove_temporary_files(job.directory)
     if not existing or not has_head(job.directory, job.model_dir):
         if job.vocabulary is not None and not job.shape.is_hidden:
             job.vocabulary.save(job.directory / VOCABULARY)
@@ -178,10 +177,11 @@ def write_shards(
             if not (job.directory / MANIFEST).exists():
                 raise removed(job.directory)
             rows = job.shard_rows(index)
-            disk.begin(index, rows)
+            disk.take((index, rows))
             for members in _batches(rows, job.batch_size):
-                disk.put(members, _compute(job, target, [rows[i] for i in members], vocabulary))
-            disk.end()
+                asked = [rows[i] for i in members]
+                disk.take((members, _compute(job, target, asked, vocabulary)))
+            disk.take(None)
     return len(shards)
 
 
@@ -199,8 +199,8 @@ def _compute(
     vocabulary: tuple[Tensor, Tensor] | None,
 ) -> "_Payload":
     lengths = [len(row.input_ids) for row in rows]
-    packs = [(Piece(i, 0, n),) for i, n in enumerate(lengths)]
-    batch = target.answer(collate(rows, packs, max(lengths), job.pad_id))
+    width = max(lengths)
+    batch = target.answer(collate(rows, one_per_row(lengths, width), width, job.pad_id))
     slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
     device = batch.aux_hidden_states.device
     mapping = None if vocabulary is None else (vocabulary[0].to(device), vocabulary[1].to(device))
@@ -269,19 +269,9 @@ class _Disk:
         if kind is None and self._error is not None:
             raise self._error
 
-    def begin(self, index: int, rows: list[TokenRow]) -> None:
-        self._offer((index, rows))
-        self._raise()
-
-    def put(self, members: list[int], payload: _Payload) -> None:
-        self._offer((members, payload))
-        self._raise()
-
-    def end(self) -> None:
-        self._offer(None)
-        self._raise()
-
-    def _raise(self) -> None:
+    def take(self, item: tuple[int, list[TokenRow]] | tuple[list[int], _Payload] | None) -> None:
+        """(index, rows) begins a shard, (members, payload) fills it, None ends it."""
+        self._offer(item)
         if self._error is not None:
             raise self._error
 
@@ -293,7 +283,7 @@ class _Disk:
             except queue.Full:
                 continue
 
-    def _take(self) -> Any:
+    def _next(self) -> Any:
         item = self._queue.get()
         if isinstance(item, _Stopped):
             raise item
@@ -301,11 +291,11 @@ class _Disk:
 
     def _work(self) -> None:
         try:
-            while (begin := self._take()) is not None:
+            while (begin := self._next()) is not None:
                 index, rows = begin
                 layout = layout_of(self._job.shape, rows)
                 with open_shard(self._job.directory / shard_name(index), layout, rows) as shard:
-                    while (item := self._take()) is not None:
+                    while (item := self._next()) is not None:
                         self._put(shard, layout, *item)
         except BaseException as error:  # noqa: BLE001  (raised where the next batch is offered)
             self._error = error

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,20 +22,8 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
+from fledge.core.rows import TokenRow
 from fledge.target.cache.format import KEY_BYTES, CacheShape, ShardLayout
-
-
-class CacheRow(Protocol):
-    """A token row: `fledge.data.tokenise.TokenRow`, or anything like it."""
-
-    @property
-    def input_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def loss_mask(self) -> NDArray[np.uint8]: ...
-    @property
-    def place(self) -> str: ...
-    @property
-    def truncated(self) -> bool: ...
 
 
 def row_key(input_ids: NDArray[np.int32]) -> bytes:
@@ -44,7 +32,7 @@ def row_key(input_ids: NDArray[np.int32]) -> bytes:
     return hashlib.blake2b(ids.data, digest_size=KEY_BYTES).digest()
 
 
-def layout_of(shape: CacheShape, rows: Sequence[CacheRow]) -> ShardLayout:
+def layout_of(shape: CacheShape, rows: Sequence[TokenRow]) -> ShardLayout:
     """The layout of a shard of these rows, before the target has run."""
     return ShardLayout(
         shape,
@@ -57,7 +45,7 @@ def layout_of(shape: CacheShape, rows: Sequence[CacheRow]) -> ShardLayout:
 class ShardWriter:
     """The file of one shard while it is filled."""
 
-    def __init__(self, descriptor: int, layout: ShardLayout, rows: Sequence[CacheRow]) -> None:
+    def __init__(self, descriptor: int, layout: ShardLayout, rows: Sequence[TokenRow]) -> None:
         self._descriptor, self._layout, self._rows = descriptor, layout, rows
         self._digests = np.zeros(len(rows), dtype=np.int64)
         self._written = np.zeros(len(rows), dtype=np.bool_)
@@ -73,16 +61,16 @@ class ShardWriter:
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
         """Write the target's answer about one row: the payload fields of its tokens and slots."""
-        own = self._rows[row]
-        digest = _Digest(np.ascontiguousarray(own.input_ids, dtype=np.int32), _mask(own))
+        ids = np.ascontiguousarray(self._rows[row].input_ids, dtype=np.int32)
+        parts = [ids.data, _mask(self._rows[row]).data]
         for name in _payload_names(self._layout.shape):
             data = payload[name].contiguous().flatten().view(torch.uint8).numpy().data
             begin, end = self._layout.span(name, row)
             if len(data) != end - begin:
                 raise ValueError(f"{name} of row {row} has {len(data)} bytes, not {end - begin}")
-            digest.add(data)
+            parts.append(data)
             self._write(begin, data)
-        self._digests[row], self._written[row] = digest.number(), True
+        self._digests[row], self._written[row] = _checksum(parts), True
 
     def finish(self) -> None:
         missing = np.flatnonzero(~self._written)
@@ -109,7 +97,7 @@ def _reserve(descriptor: int, n_bytes: int) -> None:
 
 
 @contextmanager
-def open_shard(path: Path, layout: ShardLayout, rows: Sequence[CacheRow]) -> Iterator[ShardWriter]:
+def open_shard(path: Path, layout: ShardLayout, rows: Sequence[TokenRow]) -> Iterator[ShardWriter]:
     """Fill a shard; it appears when the block ends well, and leaves nothing when it does not."""
     with atomic_file(path) as handle:
         writer = ShardWriter(handle.fileno(), layout, rows)
@@ -170,10 +158,8 @@ class Shard:
         ids, mask = self.tokens(row)
         if row_key(ids) != self.keys[row].tobytes():
             return False
-        digest = _Digest(ids, mask)
-        for name in _payload_names(self.layout.shape):
-            digest.add(self.payload(name, row).data)
-        return digest.number() == int(self._digests[row])
+        kept = (self.payload(name, row).data for name in _payload_names(self.layout.shape))
+        return _checksum([ids.data, mask.data, *kept]) == int(self._digests[row])
 
     def read_ahead(self, row: int) -> None:
         """Ask the system to fetch a row in the background."""
@@ -194,23 +180,16 @@ def is_whole_shard(path: Path, layout: ShardLayout) -> bool:
         return False
 
 
-def _mask(row: CacheRow) -> NDArray[np.uint8]:
+def _mask(row: TokenRow) -> NDArray[np.uint8]:
     return np.ascontiguousarray(row.loss_mask, dtype=np.uint8)
 
 
-class _Digest:
-    """A row's checksum: XXH3, which costs a CPU a tenth of what a CRC does."""
-
-    def __init__(self, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> None:
-        self._state = xxhash.xxh3_64(ids.data)
-        self._state.update(mask.data)
-
-    def add(self, data: memoryview) -> None:
-        self._state.update(data)
-
-    def number(self) -> int:
-        """Its 64 bits as a signed number, the way the shard keeps it."""
-        return int.from_bytes(self._state.digest(), "big", signed=True)
+def _checksum(parts: Sequence[memoryview]) -> int:
+    """XXH3, which costs a CPU a tenth of what a CRC does; as a signed number, as it is kept."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return int.from_bytes(state.digest(), "big", signed=True)
 
 
 def _payload_names(shape: CacheShape) -> list[str]:

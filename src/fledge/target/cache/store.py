@@ -92,10 +92,8 @@ class CacheStore:
         return shard.is_whole(local)
 
     def read_ahead(self, row: int) -> bool:
-        """Have a row fetched, and checked by a thread, before it is needed.
-
-        False when it is damaged and to be skipped: only then is the check waited for.
-        """
+        """Have a row fetched, and checked by a thread, before it is needed. False when it is
+        damaged and to be skipped: only then is the check waited for."""
         shard, local = self.at(row)
         shard.read_ahead(local)
         if self.on_damage == "skip":

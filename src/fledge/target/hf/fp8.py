@@ -2,11 +2,8 @@
 
 Weights are stored as float8 (e4m3) with one scale per output channel, activations are rounded on
 the way with one scale per token: scale * float8 comes within 2^-4 of every number down to 2^-15 of
-the row's largest. `Fp8Linear.reference` is the definition; the GPU product sums the same rounded
-numbers. Embeddings and the output head stay as they are.
-
-A draft learns from the target's states, so this changes what it learns: docs/performance.md has
-the measured effect. Serving the target in fp8 as well is the natural use.
+the row's largest. `Fp8Linear.reference` is the definition. Embeddings and the head stay as they
+are. It changes what a draft learns: docs/performance.md has the measured effect.
 """
 
 import torch
@@ -64,7 +61,7 @@ class Fp8Linear(nn.Module):
         return out_NO.to(x_ND.dtype)
 
 
-def to_fp8(model: nn.Module) -> int:
+def convert_linears(model: nn.Module) -> int:
     """Put `Fp8Linear` in place of every linear of the decoder layers; how many there were."""
     replaced = 0
     for layer in find_layers(model):

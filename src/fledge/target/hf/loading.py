@@ -1,9 +1,4 @@
-"""From a name to a loaded Hugging Face model, plain or quantized.
-
-What a name may be is decided in `fledge.models`; this takes the directory it stands for, loads it
-with the number format it is stored in (or asked for), on one device, and turns a refusal into one
-line.
-"""
+"""From a name to a loaded Hugging Face model, plain or quantized, or one line that says why not."""
 
 import logging
 from dataclasses import dataclass

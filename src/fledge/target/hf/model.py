@@ -1,9 +1,8 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-One hook for each aux layer and one forward. Decoder layers' outputs are copied into the returned
-tensor as they appear; the head's input is taken where the head would run, so in `hidden` encoding
-the head never runs, in `probs` it runs on supervised rows only, chunk by chunk, and in `logits`
-(the constructor's default) on every row.
+Decoder layers' outputs are copied into the returned tensor as they appear. The head's input is
+taken where the head would run: in `hidden` encoding the head never runs, in `probs` on supervised
+rows only, chunk by chunk, and in `logits` (the constructor's default) on every row.
 """
 
 import inspect
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
-from fledge.target.base import TargetInfo
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
 from fledge.target.hf import fp8
 from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
@@ -48,7 +46,7 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Documents, Group, overhead_in_tokens
-from fledge.target.weights import describe_weights, tokenizer_fingerprint, weights_fingerprint
+from fledge.target.weights import describe_weights, weights_fingerprint
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 # What architectures raise that cannot take packed documents in one row (TypeError: a forward that
@@ -85,17 +83,17 @@ class HFEagle3TargetModel(InProcessTarget):
             )
         self.model = model
         self.tokenizer = tokenizer
-        self._layers = self._get_transformer_layers()
+        self._layers = find_layers(model)
         self._depth = target_depth(getattr(model, "config", None), self._layers)
-        self._num_aux_layers = num_aux_layers
-        candidate_ids = self._default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
-        self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
+        if aux_layer_ids is None:
+            aux_layer_ids = default_aux_layer_ids(self._depth, num_aux_layers)
+        depth = min(self._depth, len(self._layers))
+        self.aux_layer_ids = validate_aux_layer_ids(aux_layer_ids, depth, num_aux_layers)
         self.model = model.eval().requires_grad_(False)
         self._options = _accepted(model, use_cache=False, output_hidden_states=False)
         self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
         self._head_module: nn.Module | None = None
         self._head: TargetHead | None = None
-        self._info: TargetInfo | None = None
         self.try_one_row = self._device().type != "cpu"  # a CPU starts passes at no cost
         self._one_row_checked: bool | None = None
         self._whole_row = False  # which kind of row was found exact
@@ -142,7 +140,7 @@ class HFEagle3TargetModel(InProcessTarget):
             trust_remote_code=trust_remote_code,
         )
         if dtype == "fp8":
-            fp8.to_fp8(loaded.model)
+            fp8.convert_linears(loaded.model)
         target = cls(
             loaded.model,
             aux_layer_ids,
@@ -155,31 +153,17 @@ class HFEagle3TargetModel(InProcessTarget):
         return target
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """Return the target model input embeddings."""
         self._check_open()
-        embedding: nn.Embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        return embedding
+        return cast(nn.Embedding, self.model.get_input_embeddings())  # type: ignore[operator]
 
-    def info(self) -> TargetInfo:
-        self._check_open()
-        if self._info is None:
-            head = self._head_of_states()
-            vocab_size, hidden_size = head.weight_VD.shape
-            self._info = TargetInfo(
-                head=head,
-                final_norm=describe_final_norm(self.model),
-                hidden_size=hidden_size,
-                vocab_size=vocab_size,
-                depth=self._depth,
-                dtype=self._state_dtype,
-                weight_dtypes=describe_weights(self.model, stored_as=self._stored_as),
-                weights_fingerprint=weights_fingerprint(self.model),
-                tokenizer_fingerprint=(
-                    None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
-                ),
-                module=self.model,
-            )
-        return self._info
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "final_norm": describe_final_norm(self.model),
+            "dtype": self._state_dtype,
+            "weight_dtypes": describe_weights(self.model, stored_as=self._stored_as),
+            "weights_fingerprint": weights_fingerprint(self.model),
+            "module": self.model,
+        }
 
     def close(self) -> None:
         """Drop the model, so that its memory is freed when no one else holds it."""
@@ -192,7 +176,7 @@ class HFEagle3TargetModel(InProcessTarget):
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         if self.model.training:  # the caller may have called train() on the shared module
             self.model.eval()
-        write = partial(_write_to, aux, group)
+        write = partial(aux.write, group=group)
         # one pass over the whole batch has the same shape every time: worth compiling
         if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
             return self._run(ids, mask, group, write)
@@ -286,7 +270,7 @@ class HFEagle3TargetModel(InProcessTarget):
             for groups in (super()._groups(documents, ids_BT), [self._row_of(documents, ids_BT)]):
                 aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
                 for group in groups:
-                    write = partial(_write_to, aux, group)
+                    write = partial(aux.write, group=group)
                     self._run(group.take(ids_BT), None, group, write)
                 answers.append(aux.result().double())
         except _REFUSALS:
@@ -319,22 +303,6 @@ class HFEagle3TargetModel(InProcessTarget):
         if not hasattr(self.model, "get_input_embeddings"):
             return None
         return len(self.get_input_embeddings().weight)
-
-    def _get_transformer_layers(self) -> list[nn.Module]:
-        """Return decoder layers as an ordered list indexable by integer."""
-        return find_layers(self.model)
-
-    def _default_aux_layer_ids(self) -> list[int]:
-        return default_aux_layer_ids(self._depth, self._num_aux_layers)
-
-    def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
-        """Validate aux-layer selection before any forward hooks are registered."""
-        depth = min(self._depth, len(self._layers))
-        return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
-
-
-def _write_to(aux: AuxBuffer, group: Group | None, layer_id: int, states: Tensor) -> None:
-    aux.write(layer_id, states, group)
 
 
 def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:

@@ -1,18 +1,14 @@
-"""Packed documents in one forward pass, where an architecture allows it.
+"""Packed documents in one forward pass, where an architecture allows it (docs/target.md).
 
-Everything but attention works token by token, so all documents of a batch can stand in one row.
-Only attention must keep them apart: transformers lets us put a function of our own in its place.
-No mask is built, and one pass replaces several: worth it on a GPU for short documents. Two ways:
+Everything but attention works token by token, so all documents of a batch can stand in one row;
+attention is replaced by a function that keeps them apart, without a mask. Two ways:
 
 - `WholeRow`: the batch as it lies, [1, B * T], padding included, and the rollout's own attention
-  kernel, which takes documents as they come. Every pack has the same shape, so layers compile once
-  and a pass can be recorded (`compiled`).
-- `OneRow`: the real tokens, [1, N]; queries, keys and values are regrouped by document, the plain
-  causal kernel runs on a few padded batches of them, and the results are put back.
+  kernel: every pack has the same shape, so layers compile once and passes can be recorded.
+- `OneRow`: the real tokens, [1, N], regrouped by document for the plain causal kernel.
 
-Only for plain causal or sliding-window attention. Anything else (sinks, soft caps, biases, chunked
-or recurrent layers) raises `Unsupported` or fails the numerical check that `hf` makes before the
-first use, and the documents are run as rows (`packing`).
+Anything but plain causal or sliding-window attention raises `Unsupported`, or fails the numerical
+check before the first use, and the documents are run as rows (`packing`).
 """
 
 from collections.abc import Iterator
@@ -74,12 +70,8 @@ class WholeRow(Group):
 
     def with_options(self, options: dict[str, Tensor]) -> "WholeRow":
         """The same row, these tensors in place of its own."""
-        return replace(
-            self,
-            position_ids_1N=options["position_ids"],
-            first_N=options[FIRST],
-            slots=options[SLOT],
-        )
+        first_N, slots = options[FIRST], options[SLOT]
+        return replace(self, position_ids_1N=options["position_ids"], first_N=first_N, slots=slots)
 
 
 _active: ContextVar[tuple[Group, ...] | None] = ContextVar("fledge_documents", default=None)
@@ -241,9 +233,7 @@ def causal_rows(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def lent_attention(model: nn.Module, name: str) -> Iterator[None]:
     """While open, the model's attention is this implementation of transformers' registry.
-
-    transformers builds masks only for implementations it knows: for ours it builds none.
-    """
+    transformers builds masks only for implementations it knows: for ours it builds none."""
     configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
     try:
         for config, _ in configs:

@@ -1,8 +1,7 @@
 """Learning a model's output head from the model itself, without knowing its class.
 
-Between the last hidden state and the logits lies a linear layer, and after it what an architecture
-adds: multiply (Cohere), divide (Granite), soft-cap (Gemma). Configs name these differently and with
-opposite meanings, so the model is measured instead: the head is muted, known numbers replace its
+After the head's linear layer architectures multiply (Cohere), divide (Granite) or soft-cap (Gemma),
+and configs name that differently. So it is measured: the head is muted, known numbers replace its
 output, and what the model makes of them shows scale and cap.
 """
 
@@ -40,9 +39,7 @@ def learn_head(
     run_logits: Callable[[], Tensor], head: nn.Module, *, where: str
 ) -> tuple[TargetHead, torch.dtype]:
     """The frozen head, checked against the model, and the dtype of the states it is given.
-
-    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V].
-    """
+    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]."""
     weight_VD, bias_V = _linear_of(head, where=where)
     seen: list[Tensor] = []
     wave_V = torch.linspace(-60.0, 60.0, len(weight_VD), dtype=_widest(weight_VD.device))

@@ -1,9 +1,7 @@
 """The target on other processes or machines: a client of `fledge serve-target`.
 
-`RemoteEagle3TargetModel` is a backend like every other. Each call becomes one question with an id
-of its own; whichever server answers it, the caller gets the batch it asked for, once, and calls
-made one after another are answered one after another. A question is asked again, elsewhere if
-possible, until a whole reply has come.
+Each call becomes one question with an id of its own, asked again, elsewhere if possible, until a
+whole reply has come; calls made one after another are answered one after another.
 """
 
 import os
@@ -22,7 +20,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.rows import TokenBatch
-from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
+from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo, check_token_ids
 from fledge.target.cache.manifest import assemble_target
 from fledge.target.layers import validate_aux_layer_ids
 from fledge.target.packing import find_documents
@@ -122,8 +120,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         from fledge.target.cache.manifest import is_copied
 
         self._check_open()
-        tensors, _ = self._get("/v1/files", max_bytes=1 << 28)
-        for name, content in tensors.items():
+        for name, content in self._get("/v1/files", 1 << 28).items():
             if not is_copied(name):
                 raise BadInput(
                     f"the server offers a file {name!r}, which is not part of a tokenizer"
@@ -140,7 +137,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         self._check_open()
         rows = rows.map(lambda tensor: tensor.detach().cpu())
         find_documents(rows)
-        self._check_vocabulary(rows.input_ids)
+        check_token_ids(rows.input_ids, int(self.server_info["vocab_size"]))
         vocabulary = None
         if self._encoding != "hidden":
             vocabulary = self._vocab_mapping(torch.device("cpu"))[0]
@@ -164,26 +161,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             if self._segments is not None:
                 self._segments.close()
             self._target = None
-
-    def _check_vocabulary(self, input_ids: Tensor) -> None:
-        size = int(self.server_info["vocab_size"])
-        low, high = int(input_ids.min()), int(input_ids.max())
-        if low < 0 or high >= size:
-            raise ValueError(
-                f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}: "
-                "was another tokenizer used?"
-            )
-
-    def _shape(self, question: Question) -> WireShape:
-        return WireShape(
-            hidden_size=int(self.server_info["hidden_size"]),
-            aux_layers=len(self.aux_layer_ids),
-            dtype=getattr(torch, self.server_info["dtype"]),
-            encoding=question.encoding,
-            wire_dtype=question.dtype,
-            draft_vocab_size=0 if question.vocabulary is None else len(question.vocabulary),
-            top_k=question.top_k,
-        )
 
     def _answer(self, question: Question) -> Eagle3TargetBatch:
         """The batch, even if servers fail on the way."""
@@ -212,25 +189,26 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def _ask(self, state: ServerState, question: Question) -> Eagle3TargetBatch:
         """One attempt, at one server."""
-        shape = self._shape(question)
+        shape = WireShape.of(
+            question,
+            hidden_size=int(self.server_info["hidden_size"]),
+            aux_layers=len(self.aux_layer_ids),
+            dtype=getattr(torch, self.server_info["dtype"]),
+        )
         supervised = int(question.rows.loss_mask[:, 1:].bool().sum())
         most = shape.answer_bytes(question.rows.tokens, supervised)
         segment = self._segment_for(state, most)
         if segment is not None:
             question = replace(question, segment=segment.name)
         try:
-            reply = state.server.post_message(
-                "/v1/generate",
-                question.to_message().to_bytes(),
-                timeout_s=self._timeout_s,
-                max_bytes=most,
-            )
+            body = question.to_message().to_bytes()
+            reply = state.server.exchange("/v1/generate", body, self._timeout_s, most)
             state.queue = reply.queue
             message = self._received(state, reply, segment, most)
             if message is not reply.body:
                 segment = None  # its memory is the batch's now
             tensors, metadata = unpack(message)
-            return decode_answer(tensors, metadata, question.rows, shape, question.request_id)
+            return decode_answer(tensors, metadata, question, shape)
         except WireError as error:
             raise ServerFault(str(error)) from error
         except Refused as error:
@@ -264,26 +242,20 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             raise WireError(f"{written} bytes of shared memory, at most {most} were expected")
         return self._segments.adopt(segment, int(written))
 
-    def _get(self, path: str, *, max_bytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-        def use(state: ServerState) -> tuple[dict[str, Tensor], dict[str, str]]:
-            timeout_s = max(self._timeout_s, 600.0)  # gigabytes, once
-            return unpack(
-                state.server.get_message(path, timeout_s=timeout_s, max_bytes=max_bytes).body
-            )
-
-        return self._until_whole(use)
+    def _get(self, path: str, max_bytes: int) -> dict[str, Tensor]:
+        timeout_s = max(self._timeout_s, 600.0)  # gigabytes, once
+        reply = self._until_whole(lambda s: s.server.exchange(path, None, timeout_s, max_bytes))
+        return unpack(reply.body)[0]
 
     def _fetched(self) -> tuple[InputEmbedding, TargetInfo]:
         """Embedding and head, fetched once."""
         with self._lock:
             if self._target is None:
                 facts = self.server_info
-                most = 8 * int(facts["hidden_size"]) * (int(facts["vocab_size"]) + 2) + (1 << 20)
-                tensors, _ = self._get("/v1/embeddings", max_bytes=most)
-                head, _ = self._get("/v1/head", max_bytes=most)
-                self._target = assemble_target(
-                    {**tensors, **head}, facts, hidden_size=int(facts["hidden_size"])
-                )
+                size = int(facts["hidden_size"])
+                most = 8 * size * (int(facts["vocab_size"]) + 2) + (1 << 20)
+                tensors = self._get("/v1/embeddings", most) | self._get("/v1/head", most)
+                self._target = assemble_target(tensors, facts, hidden_size=size)
             return self._target
 
 

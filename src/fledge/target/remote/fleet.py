@@ -20,7 +20,7 @@ from fledge.target.remote.wire import WireError
 log = logging.getLogger("fledge.remote")
 
 T = TypeVar("T")
-_CHECK_TIMEOUT_S = 5.0
+_CHECK_EVERY_S, _CHECK_TIMEOUT_S = 0.5, 5.0
 _REMIND_S = 30.0
 
 
@@ -41,13 +41,11 @@ class ServerState:
 class Fleet:
     """Servers that hold the same target."""
 
-    def __init__(
-        self, servers: Sequence[Server], *, wait_s: float, check_every_s: float = 0.5
-    ) -> None:
+    def __init__(self, servers: Sequence[Server], *, wait_s: float) -> None:
         if not servers:
             raise BadInput("no server to ask", where="urls")
         self._states = [ServerState(server) for server in servers]
-        self._wait_s, self._check_every_s = wait_s, check_every_s
+        self._wait_s = wait_s
         self._changed = threading.Condition()
         self._identity: dict[str, Any] | None = None
         self._down_since: float | None = None
@@ -61,8 +59,7 @@ class Fleet:
         for state in self._states:
             self._check(state, first=True)
         self._watcher.start()
-        info: dict[str, Any] = self.ask(lambda state: state.info)
-        return info
+        return self.ask(lambda state: state.info)
 
     def ask(self, use: Callable[[ServerState], T]) -> T:
         """Call `use` with the server to ask next; its exceptions go to the caller."""
@@ -109,7 +106,7 @@ class Fleet:
                     pause = min(state.not_before for state in up) - now
                 else:
                     pause = self._while_all_are_down(now)
-                self._changed.wait(min(pause, self._check_every_s))
+                self._changed.wait(min(pause, _CHECK_EVERY_S))
 
     def _while_all_are_down(self, now: float) -> float:
         """Say so now and then, give up in the end; how long there is left to wait."""
@@ -133,7 +130,7 @@ class Fleet:
 
     def _watch(self) -> None:
         """Look at the servers, those that are down above all, until the client is closed."""
-        while not self._closed.wait(self._check_every_s * self._dice.uniform(0.8, 1.2)):
+        while not self._closed.wait(_CHECK_EVERY_S * self._dice.uniform(0.8, 1.2)):
             for state in self._states:
                 if not state.refused and not self._closed.is_set():
                     self._check(state)

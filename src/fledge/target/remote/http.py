@@ -1,8 +1,7 @@
 """One target server, seen from a client: connections that are kept, deadlines, whole replies.
 
 Built on http.client, which can read a body straight into the memory that the tensors will live in.
-Every exchange has a deadline for the whole of it, however slowly the bytes trickle, and ends in a
-whole reply or in one of four exceptions, which say what to do next.
+Every exchange has one deadline and ends in a whole reply or in one of four exceptions.
 """
 
 import contextlib
@@ -15,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
@@ -102,13 +102,13 @@ class Server:
         self._tls = _trusting(ca_file) if parts.scheme == "https" else None
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._buffers = buffers or Buffers(0)
-        self._idle: list[http.client.HTTPConnection] = []
-        self._busy: set[http.client.HTTPConnection] = set()
+        self._idle: list[HTTPConnection] = []
+        self._busy: set[HTTPConnection] = set()
         self._lock = threading.Lock()
         self._closed = False
 
     def get_json(self, path: str, *, timeout_s: float) -> dict[str, Any]:
-        reply = self._exchange("GET", path, None, timeout_s, _SMALL_BYTES, digest=False)
+        reply = self.exchange(path, None, timeout_s, _SMALL_BYTES, digest=False)
         try:
             value = json.loads(bytes(reply.body))
         except ValueError:
@@ -116,12 +116,6 @@ class Server:
         if not isinstance(value, dict):
             raise ServerFault(f"{path} is not a JSON object")
         return value
-
-    def get_message(self, path: str, *, timeout_s: float, max_bytes: int) -> Reply:
-        return self._exchange("GET", path, None, timeout_s, max_bytes, digest=True)
-
-    def post_message(self, path: str, body: bytes, *, timeout_s: float, max_bytes: int) -> Reply:
-        return self._exchange("POST", path, body, timeout_s, max_bytes, digest=True)
 
     def close(self) -> None:
         """Close idle connections, end the exchanges that are under way, begin no new ones."""
@@ -135,23 +129,26 @@ class Server:
         for connection in idle:
             connection.close()
 
-    def _exchange(
+    def exchange(
         self,
-        method: str,
         path: str,
-        body: bytes | None,
+        body: bytes | None,  # None: GET
         timeout_s: float,
         max_bytes: int,
         *,
-        digest: bool,
+        digest: bool = True,
     ) -> Reply:
+        """Ask until `timeout_s` is over; a reply with a `digest` is compared with it."""
         deadline = time.monotonic() + timeout_s
         while True:
             connection, kept = self._connect(deadline)
             with self._lock:
                 self._busy.add(connection)
             try:
-                reply = self._speak(connection, method, path, body, deadline, max_bytes, digest)
+                _arm(connection, deadline)
+                method = "GET" if body is None else "POST"
+                connection.request(method, path, body=body, headers=self._headers)
+                reply = self._receive(connection, deadline, max_bytes, digest)
             except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
                 connection.close()
                 if kept:  # the server had closed it in the meantime: ask on a fresh one
@@ -169,7 +166,7 @@ class Server:
             self._keep(connection)
             return reply
 
-    def _keep(self, connection: http.client.HTTPConnection) -> None:
+    def _keep(self, connection: HTTPConnection) -> None:
         """For the next exchange, unless this one has outlived the client."""
         with self._lock:
             if not self._closed:
@@ -177,7 +174,7 @@ class Server:
                 return
         connection.close()
 
-    def _connect(self, deadline: float) -> tuple[http.client.HTTPConnection, bool]:
+    def _connect(self, deadline: float) -> tuple[HTTPConnection, bool]:
         """(connection, whether it was used before)."""
         with self._lock:
             if self._closed:
@@ -185,13 +182,10 @@ class Server:
             if self._idle:
                 return self._idle.pop(), True
         left = max(0.01, min(10.0, deadline - time.monotonic()))
-        connection = (
-            http.client.HTTPConnection(self._host, self._port, timeout=left)
-            if self._tls is None
-            else http.client.HTTPSConnection(
-                self._host, self._port, timeout=left, context=self._tls
-            )
-        )
+        place = (self._host, self._port)
+        connection = HTTPConnection(*place, timeout=left)
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(*place, timeout=left, context=self._tls)
         try:
             connection.connect()
         except ssl.SSLError as error:
@@ -205,18 +199,9 @@ class Server:
             raise ServerDown(first_line(error)) from error
         return connection, False
 
-    def _speak(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: bytes | None,
-        deadline: float,
-        max_bytes: int,
-        digest: bool,
+    def _receive(
+        self, connection: HTTPConnection, deadline: float, max_bytes: int, digest: bool
     ) -> Reply:
-        _arm(connection, deadline)
-        connection.request(method, path, body=body, headers=self._headers)
         _arm(connection, deadline)
         response = connection.getresponse()
         length = response.length
@@ -267,7 +252,7 @@ def _trusting(ca_file: str | None) -> ssl.SSLContext:
         ) from error
 
 
-def _arm(connection: http.client.HTTPConnection, deadline: float) -> None:
+def _arm(connection: HTTPConnection, deadline: float) -> None:
     """Let the next wait on the socket end no later than the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:

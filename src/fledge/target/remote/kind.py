@@ -96,22 +96,9 @@ class RemoteKind(TargetKind[RemoteTarget]):
 def _client(section: RemoteTarget, *, pin_memory: bool = False) -> "RemoteEagle3TargetModel":
     from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
 
-    return RemoteEagle3TargetModel(
-        section.urls,
-        supervision=section.supervision,
-        aux_layer_ids=section.aux_layer_ids,
-        token=token_from(section.token_env),
-        ca_file=section.ca_file,
-        top_k=section.top_k,
-        dtype=section.wire_dtype,
-        merge=section.merge,
-        prefetch=section.prefetch,
-        timeout_s=section.timeout_s,
-        retries=section.retries,
-        wait_s=section.wait_s,
-        shared_memory=section.shared_memory,
-        pin_memory=pin_memory,
-    )
+    options = section.model_dump(exclude={"backend", "model", "token_env", "wire_dtype"})
+    options |= {"token": token_from(section.token_env), "dtype": section.wire_dtype}
+    return RemoteEagle3TargetModel(**options, pin_memory=pin_memory)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ to end), in the precision of the states.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead, target_distribution_from_hidden
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
-from fledge.target.cache.codec import decode_states, keep_top
+from fledge.target.cache.codec import decode_states, encode_probs
 from fledge.target.cache.format import DTYPES, CacheShape
 from fledge.target.remote.wire import Message, WireError
 
@@ -139,21 +140,39 @@ class WireShape:
     draft_vocab_size: int = 0
     top_k: int = 0
 
-    @property
-    def sent_as(self) -> torch.dtype:
-        return self.dtype if self.wire_dtype == "auto" else DTYPES[self.wire_dtype]
+    @classmethod
+    def of(
+        cls, question: Question, *, hidden_size: int, aux_layers: int, dtype: torch.dtype
+    ) -> "WireShape":
+        """Of the answer to a question, by a target of these sizes."""
+        size = 0 if question.vocabulary is None else len(question.vocabulary)
+        asked = (question.encoding, question.dtype, size, question.top_k)
+        return cls(hidden_size, aux_layers, dtype, *asked)
+
+    @cached_property
+    def sent(self) -> "SentShape":
+        """What travels for each token and slot."""
+        return SentShape(
+            encoding=self.encoding,
+            dtype=DTYPES.get(self.wire_dtype, self.dtype),
+            hidden_size=self.hidden_size,
+            aux_layers=self.aux_layers,
+            draft_vocab_size=self.draft_vocab_size,
+            top_k=self.top_k,
+        )
 
     def answer_bytes(self, tokens: int, supervised: int) -> int:
         """An upper bound; without what the header takes it is exact."""
-        width = self.sent_as.itemsize
-        states = self.aux_layers * self.hidden_size * tokens * width
-        slot = {
-            "hidden": 0,
-            "probs": self.draft_vocab_size * width + 1,
-            "topk": self.top_k * (width + 4) + 1,
-        }[self.encoding]
-        hidden = self.hidden_size * tokens * width if self.encoding == "hidden" else 0
-        return states + hidden + slot * supervised + 4096
+        slots = tokens if self.encoding == "hidden" else supervised
+        token_bytes = sum(field.row_bytes for field in self.sent.token_fields())
+        slot_bytes = sum(field.row_bytes for field in self.sent.slot_fields())
+        return token_bytes * tokens + slot_bytes * slots + 4096
+
+
+class SentShape(CacheShape):
+    """As a cache would keep it; but every dtype that a target runs in can travel."""
+
+    dtypes = (*CacheShape.dtypes, torch.float64)
 
 
 @torch.no_grad()
@@ -171,13 +190,8 @@ def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead
         mask_V[ids_W] = True
         hidden_MD = batch.last_hidden_states[batch.loss_mask.bool()]
         probs_MW, sayable_M = target_distribution_from_hidden(hidden_MD, head, ids_W, mask_V)
-        tensors["position_mask"] = sayable_M[:, None].to(torch.uint8)
-        if question.encoding == "probs":
-            tensors["target_probs"] = probs_MW.to(dtype)
-        else:
-            top_MK, ids_MK = keep_top(probs_MW, question.top_k)
-            tensors["topk_probs"] = top_MK.to(dtype)
-            tensors["topk_ids"] = ids_MK.to(torch.int32)
+        top_k = question.top_k if question.encoding == "topk" else None
+        tensors |= encode_probs(probs_MW, sayable_M[:, None], dtype, top_k)
     return Message(_to_host(tensors), {"request_id": question.request_id})
 
 
@@ -197,15 +211,12 @@ def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def decode_answer(
-    tensors: dict[str, Tensor],
-    metadata: dict[str, str],
-    rows: TokenBatch,
-    shape: WireShape,
-    request_id: str,
+    tensors: dict[str, Tensor], metadata: dict[str, str], question: Question, shape: WireShape
 ) -> Eagle3TargetBatch:
     """A batch from an answer and the rows that were asked about; a WireError if they do not fit."""
-    if metadata.get("request_id") != request_id:
-        raise WireError(f"an answer to request {metadata.get('request_id')!r}, not to {request_id}")
+    rows, wanted_id, got_id = question.rows, question.request_id, metadata.get("request_id")
+    if got_id != wanted_id:
+        raise WireError(f"an answer to request {got_id!r}, not to {wanted_id}")
     supervised_BT = shift_left(rows.loss_mask).bool()
     for name, wanted in _expected(shape, rows.shape, int(supervised_BT.sum())).items():
         tensor = tensors.get(name)
@@ -223,39 +234,24 @@ def decode_answer(
 def _expected(
     shape: WireShape, rows_BT: tuple[int, int], supervised: int
 ) -> dict[str, tuple[int, ...]]:
-    aux_width = shape.aux_layers * shape.hidden_size
-    expected: dict[str, tuple[int, ...]] = {"aux_hidden_states": (*rows_BT, aux_width)}
-    if shape.encoding == "hidden":
-        return {**expected, "last_hidden_states": (*rows_BT, shape.hidden_size)}
-    expected["position_mask"] = (supervised, 1)
-    if shape.encoding == "probs":
-        return {**expected, "target_probs": (supervised, shape.draft_vocab_size)}
-    top = (supervised, shape.top_k)
-    return {**expected, "topk_probs": top, "topk_ids": top}
+    slots = rows_BT if shape.encoding == "hidden" else (supervised,)
+    expected = {field.name: (*rows_BT, field.width) for field in shape.sent.token_fields()}
+    return expected | {field.name: (*slots, field.width) for field in shape.sent.slot_fields()}
 
 
 def _scattered(
     tensors: dict[str, Tensor], shape: WireShape, supervised_BT: Tensor
 ) -> dict[str, Tensor]:
     """Supervision of the M supervised slots at their places; the other slots are 0."""
-    kept = CacheShape(
-        encoding=shape.encoding,
-        dtype=shape.sent_as,
-        hidden_size=shape.hidden_size,
-        aux_layers=shape.aux_layers,
-        draft_vocab_size=shape.draft_vocab_size,
-        top_k=shape.top_k,
-    )
     if shape.encoding == "topk" and len(ids := tensors["topk_ids"]):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= shape.draft_vocab_size:
             raise WireError(f"topk_ids reach from {low} to {high}")
-    slots = decode_states(tensors, kept, shape.dtype)
+    slots = decode_states(tensors, shape.sent, shape.dtype)
     fields = {}
     for name in ("target_probs", "position_mask"):
-        whole = slots[name].new_zeros((*supervised_BT.shape, slots[name].shape[-1]))
-        whole[supervised_BT] = slots[name]
-        fields[name] = whole
+        fields[name] = slots[name].new_zeros((*supervised_BT.shape, slots[name].shape[-1]))
+        fields[name][supervised_BT] = slots[name]
     return fields
 
 

@@ -85,11 +85,8 @@ class Segment:
 
 
 class Segments:
-    """The segments of one client, each in use by at most one request or batch.
-
-    No locks: memory is given back by the garbage collector, which may run anywhere, in the middle
-    of `lease` too.
-    """
+    """The segments of one client, each in use by at most one request or batch. No locks: memory is
+    given back by the garbage collector, which may run anywhere, in the middle of `lease` too."""
 
     def __init__(self) -> None:
         remove_leftovers()
@@ -130,10 +127,8 @@ def _discard_all(segments: deque[Segment]) -> None:
 
 
 def write_segment(name: str, message: Message) -> bool:
-    """Write a reply into a client's segment; False when it has to travel as a body instead.
-
-    The name comes from the network: only an existing segment of this very user is written to.
-    """
+    """Write a reply into a client's segment; False when it has to travel as a body instead. The
+    name comes from the network: only an existing segment of this very user is written to."""
     if _NAME.fullmatch(name) is None:
         return False
     try:

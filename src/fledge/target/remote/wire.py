@@ -21,22 +21,13 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fledge.target.cache.format import SAFETENSORS, safetensors_header
+
 DIGEST = "digest"
 DIGEST_BYTES = 8
 CHUNK_BYTES = 1 << 20  # what is hashed and handed to the socket at once: fits a second-level cache
-_ALIGNMENT = 64
 _MAX_HEADER_BYTES = 1 << 20
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-}
-_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+_NAMED = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 Buffer = bytearray | memoryview  # writable memory that tensors may go on living in
 
@@ -51,27 +42,12 @@ class Message:
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         assert DIGEST not in tensors, f"{DIGEST} is the message's own tensor"
         ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-        entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-        self._parts: list[memoryview] = []
-        at = 0
-        for name, tensor in ordered:
-            entries[name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + tensor.nbytes],
-            }
-            at += tensor.nbytes
-            flat = tensor.detach().cpu().contiguous().flatten()
-            self._parts.append(flat.view(torch.uint8).numpy().data)
-        entries[DIGEST] = {
-            "dtype": "U8",
-            "shape": [DIGEST_BYTES],
-            "data_offsets": [at, at + DIGEST_BYTES],
-        }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        self._header = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self._header) + at + DIGEST_BYTES
+        flat = (tensor.detach().cpu().contiguous().flatten() for _, tensor in ordered)
+        self._parts = [numbers.view(torch.uint8).numpy().data for numbers in flat]
+        shapes = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in ordered]
+        shapes.append((DIGEST, torch.uint8, [DIGEST_BYTES]))
+        self._header = safetensors_header(shapes, dict(metadata))
+        self.nbytes = len(self._header) + sum(map(len, self._parts)) + DIGEST_BYTES
 
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order, in pieces of at most `CHUNK_BYTES`; the digest is the last one."""
@@ -112,10 +88,8 @@ def check_digest(message: Buffer) -> None:
 
 
 def unpack(message: Buffer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors (views of `message`, which they keep alive) and strings. Trusts no byte of it.
-
-    The digest is not compared here: see `DigestCheck`.
-    """
+    """Tensors (views of `message`, which they keep alive) and strings. Trusts no byte of it. The
+    digest is not compared here: see `DigestCheck`."""
     begin, header = _read_header(message)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

@@ -1,18 +1,19 @@
 """SGLang's inner classes, as few as possible: load a model, run one extend, capture the states.
 
-What differs between SGLang versions (how a `ModelRunner` is built, how a batch becomes a forward)
-is in one small file per version; this one holds what they share. SGLang itself is imported when
-an engine is opened.
+What differs between versions is in one small file for each. SGLang is imported when an engine is
+opened.
 """
 
 import importlib
 import importlib.metadata
+import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,7 @@ from fledge.core.head import TargetHead
 from fledge.target.layers import text_config
 
 # SGLang's inner classes change with almost every release: only versions that were run are named.
-VERSIONS = {
-    "0.5.9": "fledge.target.sglang.v0_5_9",
-    "0.5.23": "fledge.target.sglang.v0_5_23",
-}
+VERSIONS = {"0.5.9": "fledge.target.sglang.v0_5_9", "0.5.23": "fledge.target.sglang.v0_5_23"}
 
 
 def installed_version() -> str:
@@ -52,8 +50,7 @@ def engine_class(device: str) -> "type[SGLangEngine]":
     if device == "cpu":  # SGLang looks at this when it is imported
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     module = importlib.import_module(VERSIONS[installed_version()])
-    engine: type[SGLangEngine] = module.Engine
-    return engine
+    return cast(type[SGLangEngine], module.Engine)
 
 
 @dataclass(frozen=True)
@@ -118,6 +115,29 @@ class Tap:
         return LogitsProcessorOutput(next_token_logits=None)
 
 
+class NoPrefixCache(SimpleNamespace):
+    """What allocation asks of a prefix cache: nothing is shared, nothing can be evicted."""
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False
+
+
+def new_request(index: int, tokens: Sequence[int]) -> Any:
+    """A `Req` of these tokens, of whose answer one token is wanted."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0, max_new_tokens=1)
+    request = Req(
+        rid=str(index), origin_input_text="", origin_input_ids=tokens, sampling_params=params
+    )
+    request.logprob_start_len = -1
+    return request
+
+
 class SGLangEngine(ABC):
     """One rank of a model in a `ModelRunner`, driven directly: no scheduler, sampling or server.
 
@@ -148,18 +168,44 @@ class SGLangEngine(ABC):
             self.close()
             raise
 
+    prefix_cache: ClassVar[type[NoPrefixCache]]
+
     @staticmethod
-    @abstractmethod
     def option_names() -> list[str]:
         """Arguments that this version's `ServerArgs` accepts."""
+        from sglang.srt.server_args import ServerArgs
+
+        return list(inspect.signature(ServerArgs).parameters)
 
     @abstractmethod
     def _start(self, options: dict[str, Any], *, rank: int, port: int) -> Any:
         """Process groups, weights and memory pools: a `ModelRunner` ready to run."""
 
     @abstractmethod
+    def _request(self, index: int, row: list[int]) -> Any:
+        """A row as a `Req` that is extended by all of its tokens."""
+
     def _schedule(self, rows: Sequence[list[int]]) -> Any:
         """Whole rows as one extend, each a request of its own: a `ScheduleBatch`."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        runner = self._runner
+        batch = ScheduleBatch.init_new(
+            reqs=[self._request(index, row) for index, row in enumerate(rows)],
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            tree_cache=self.prefix_cache(
+                page_size=runner.page_size,
+                device=runner.device,
+                token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            ),
+            model_config=runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        return batch
 
     @abstractmethod
     def _forward_batch(self, batch: Any) -> Any:
@@ -171,8 +217,7 @@ class SGLangEngine(ABC):
 
     @property
     def model(self) -> nn.Module:
-        model: nn.Module = self._runner.model
-        return model
+        return cast(nn.Module, self._runner.model)
 
     def room(self) -> Room:
         """What one extend can hold; asked between extends, when everything is free."""
@@ -196,10 +241,8 @@ class SGLangEngine(ABC):
 
     @torch.no_grad()
     def extend(self, rows: Sequence[list[int]], logits: bool) -> Captured:
-        """Run whole rows once, in one batch and without padding, and let go of their memory.
-
-        With `logits` the head runs on every position; without, it never runs.
-        """
+        """Run whole rows once, in one batch and without padding, and let go of their memory. With
+        `logits` the head runs on every position; without, it never runs."""
         for tap in self._taps:
             tap.open(logits=logits)
         try:
@@ -215,15 +258,12 @@ class SGLangEngine(ABC):
     @torch.no_grad()
     def input_embedding(self) -> Tensor:
         """The input embedding [V, D], whole on every rank."""
-        from sglang.srt.layers.vocab_parallel_embedding import (
-            ParallelLMHead,
-            VocabParallelEmbedding,
-        )
+        from sglang.srt.layers import vocab_parallel_embedding as layers
 
         for name, module in self.model.named_modules():
-            if isinstance(module, ParallelLMHead):
+            if isinstance(module, layers.ParallelLMHead):
                 continue
-            if isinstance(module, VocabParallelEmbedding):
+            if isinstance(module, layers.VocabParallelEmbedding):
                 return self._whole(module.weight)
             if isinstance(module, nn.Embedding) and name.endswith("embed_tokens"):
                 return module.weight.detach()  # not split over the ranks (Gemma 3)

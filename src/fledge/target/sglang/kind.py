@@ -1,10 +1,7 @@
 """`target.backend=sglang`: the target inside SGLang. Imports no torch when loaded."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from fledge.core.settings import PositiveShare
 from fledge.target.kinds import EngineKind, EngineTarget
 
 
@@ -13,12 +10,6 @@ class SglangTarget(EngineTarget):
 
     backend: Literal["sglang"] = "sglang"
     """SGLang's ModelRunner computes the states: the numbers that SGLang will serve."""
-
-    memory_fraction: PositiveShare | None = None
-    """Share of GPU memory for the engine (mem_fraction_static); null: the engine's choice."""
-
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further ServerArgs by their own names, for example attention_backend, page_size."""
 
 
 class SglangKind(EngineKind[SglangTarget]):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fledge.core.errors import BadInput, nearest
+from fledge.target.cache.format import DTYPES
 from fledge.target.sglang.engine import installed_version
 
 # Capture depends on these; any other value is refused.
@@ -27,7 +28,6 @@ _ON_CPU: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
 }
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
@@ -58,13 +58,11 @@ def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) 
 
 def sglang_dtype(dtype: torch.dtype | str | None) -> str:
     """The word that SGLang expects; it compares strings, and would take no notice of a dtype."""
-    if dtype is None:
-        return "auto"
-    name = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name not in ("auto", *_DTYPES.values()):
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in ("auto", *DTYPES):
         raise BadInput(
             f"SGLang cannot run in {dtype}",
             where="dtype",
-            fix=f"one of auto, {', '.join(_DTYPES.values())} (fp8: engine argument quantization)",
+            fix=f"one of auto, {', '.join(DTYPES)} (fp8: engine argument quantization)",
         )
     return name

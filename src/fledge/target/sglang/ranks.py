@@ -24,10 +24,9 @@ class SGLangRanks:
         processes = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         for rank in range(1, int(options["tp_size"])):
             ours, theirs = processes.Pipe()
-            peer: BaseProcess = processes.Process(
-                target=_follow, args=(theirs, options, rank, port)
-            )
-            peer.daemon = True  # a peer waits for rank 0's next call: it must not outlive it
+            # a peer waits for rank 0's next call: as a daemon it does not outlive it
+            arguments = (theirs, options, rank, port)
+            peer: BaseProcess = processes.Process(target=_follow, args=arguments, daemon=True)
             peer.start()
             theirs.close()
             self._pipes.append(ours)
@@ -78,5 +77,4 @@ def _follow(pipe: Connection, options: dict[str, Any], rank: int, port: int) -> 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])

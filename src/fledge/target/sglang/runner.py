@@ -1,52 +1,35 @@
 """The target inside SGLang: the numbers that SGLang will serve, for the draft to learn from.
 
 Rows and documents of any lengths run in one extend, each a request of its own, without padding and
-without a scheduler. Imported only by those who ask for this backend; SGLang itself is imported by
-`SGLangTargetRunner.build`.
+without a scheduler. SGLang itself is imported by `SGLangTargetRunner.build`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, first_line
 from fledge.core.head import TargetHead
-from fledge.target.hf.loading import tokenizer_in
-from fledge.target.layers import (
-    EAGLE3_AUX_LAYERS,
-    FinalNorm,
-    describe_final_norm,
-    target_depth,
-)
+from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm, describe_final_norm, target_depth
 from fledge.target.packing import Documents, Group
-from fledge.target.runner import RunnerEagle3TargetModel
+from fledge.target.runner import EngineEagle3TargetModel
 from fledge.target.sglang.engine import Captured, Room, engine_class, installed_version
 from fledge.target.sglang.options import server_options, sglang_dtype
 from fledge.target.sglang.ranks import SGLangRanks
 
 # What SGLang raises for a model or an argument that it does not support.
 _ENGINE_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-    AttributeError,
-    TypeError,
-    KeyError,
+    *(OSError, ValueError, RuntimeError, ImportError),
+    *(AssertionError, AttributeError, TypeError, KeyError),
 )
 
 
 class SGLangTargetRunner:
     """A standalone SGLang `ModelRunner` that returns EAGLE-3 supervision; see `HiddenTargetRunner`.
-
-    One in a process at a time: SGLang's configuration and process groups are global.
-    """
+    One in a process at a time: SGLang's configuration and process groups are global."""
 
     def __init__(self, ranks: SGLangRanks) -> None:
         self._ranks: SGLangRanks | None = ranks
@@ -61,9 +44,11 @@ class SGLangTargetRunner:
         *,
         dtype: torch.dtype | str | None = None,
         trust_remote_code: bool = False,
+        num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **sglang_kwargs: Any,
     ) -> "SGLangTargetRunner":
-        """Load a model by any name that `fledge.local_model` knows into SGLang.
+        """Load a model by any name that `fledge.local_model` knows into SGLang, which needs no
+        `num_aux_layers`: it shows as many layers as it is asked for.
 
         `sglang_kwargs` go to `ServerArgs` under their own names (`page_size`, `tp_size`,
         `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).
@@ -102,7 +87,6 @@ class SGLangTargetRunner:
         return self._open().engine.model
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
-        """Capture the outputs of these decoder layers from now on, in this order."""
         last = target_depth(self.model.config) - 1
         if last in aux_layer_ids:
             raise BadInput(
@@ -129,9 +113,7 @@ class SGLangTargetRunner:
         return self._run(input_ids, attention_mask, logits=False)
 
     def input_embedding_weight(self) -> Tensor:
-        """The target's input embedding [V, D]."""
-        weight: Tensor = self._open().call("input_embedding")
-        return weight
+        return cast(Tensor, self._open().call("input_embedding"))
 
     def target_head(self) -> TargetHead:
         """The frozen output head, once checked against the logits that SGLang itself computes."""
@@ -166,7 +148,7 @@ class SGLangTargetRunner:
     def _run(self, ids_BT: Tensor, mask_BT: Tensor, *, logits: bool) -> tuple[Tensor, Tensor]:
         documents = find_rows(mask_BT)
         tokens = ids_BT.flatten().tolist()
-        rows = [tokens[row.begin : row.end] for row in documents]
+        rows = [tokens[begin:end] for begin, end in documents]
         answer_BTX: Tensor | None = None
         aux_BTKD: Tensor | None = None
         for first, last in cut_into_extends([len(row) for row in rows], self._room):
@@ -178,7 +160,7 @@ class SGLangTargetRunner:
                 answer_BTX = answer_NX.new_zeros((*ids_BT.shape, answer_NX.shape[-1]))
                 width = layers[0].shape[-1]
                 aux_BTKD = layers[0].new_zeros((*ids_BT.shape, len(layers), width))
-            slots_N = torch.cat([torch.arange(row.begin, row.end) for row in documents[first:last]])
+            slots_N = torch.cat([torch.arange(*span) for span in documents[first:last]])
             slots_N = slots_N.to(answer_NX.device)
             answer_BTX.flatten(0, 1)[slots_N] = answer_NX
             for place, states_ND in enumerate(layers):
@@ -199,68 +181,29 @@ class SGLangTargetRunner:
         return [aux_KND[sorted(ids).index(i)] for i in ids]
 
 
-class SGLangEagle3TargetModel(RunnerEagle3TargetModel):
+class SGLangEagle3TargetModel(EngineEagle3TargetModel):
     """A target that SGLang runs in this process; `fledge serve-target` gives it one of its own."""
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: str | PathLike[str],
-        *,
-        aux_layer_ids: Sequence[int] | None = None,
-        dtype: torch.dtype | str | None = None,
-        supervision: Supervision = "hidden",
-        trust_remote_code: bool = False,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
-        **sglang_kwargs: Any,
-    ) -> "SGLangEagle3TargetModel":
-        """Load a model by name into SGLang; `sglang_kwargs` as in `SGLangTargetRunner.build`."""
-        from fledge.models.resolve import local_model
-
-        runner = SGLangTargetRunner.build(
-            model, dtype=dtype, trust_remote_code=trust_remote_code, **sglang_kwargs
-        )
-        try:
-            tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
-            return cls(
-                runner,
-                aux_layer_ids,
-                supervision=supervision,
-                tokenizer=tokenizer,
-                num_aux_layers=num_aux_layers,
-            )
-        except BaseException:
-            runner.close()
-            raise
+    runner_type = SGLangTargetRunner
 
     def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
         """All documents end to end in one row: SGLang needs no padding to keep them apart."""
         if not documents.lengths:
             return []
         lengths = torch.tensor(documents.lengths)
-        slots_N = torch.cat(
-            [
-                torch.arange(begin, begin + length)
-                for begin, length in zip(documents.starts, documents.lengths, strict=True)
-            ]
-        ).to(ids_BT.device)
+        spans = zip(documents.starts, documents.lengths, strict=True)
+        slots_N = torch.cat([torch.arange(begin, begin + length) for begin, length in spans])
+        slots_N = slots_N.to(ids_BT.device)
         numbers_N = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)
         cells_N = torch.arange(len(slots_N), device=ids_BT.device)
         return [Group(slots_N[None], numbers_N[None], cells=cells_N, slots=slots_N)]
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One request: the slots [begin, end) of a flattened batch."""
+def find_rows(mask_BT: Tensor) -> list[tuple[int, int]]:
+    """Where the documents lie, as slots [begin, end) of the flattened batch: runs of one number in
+    a row's mask, which may not come back.
 
-    begin: int
-    end: int
-
-
-def find_rows(mask_BT: Tensor) -> list[_Row]:
-    """Where the documents lie: runs of one number in a row's mask, which may not come back.
-
-    >>> [(row.begin, row.end) for row in find_rows(torch.tensor([[1, 1, 0], [1, 2, 2]]))]
+    >>> find_rows(torch.tensor([[1, 1, 0], [1, 2, 2]]))
     [(0, 2), (3, 4), (4, 6)]
     """
     numbers_BT = mask_BT.detach().cpu().long()
@@ -276,7 +219,7 @@ def find_rows(mask_BT: Tensor) -> list[_Row]:
         if name in seen:
             raise ValueError(f"attention_mask of row {name[0]} has a hole in a document")
         seen.add(name)
-        rows.append(_Row(begin, end))
+        rows.append((begin, end))
     return rows
 
 

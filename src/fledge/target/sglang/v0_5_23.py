@@ -1,9 +1,7 @@
 """SGLang 0.5.23: how its `ModelRunner` is built and fed."""
 
-import inspect
 from array import array
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -18,26 +16,15 @@ from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
 from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
 from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from fledge.target.sglang.engine import SGLangEngine
+from fledge.target.sglang.engine import NoPrefixCache, SGLangEngine, new_request
 
 
-class _NoPrefixCache(SimpleNamespace):
-    """What allocation asks of a prefix cache: nothing is shared, nothing can be evicted."""
-
-    def supports_swa(self) -> bool:
-        return False
-
-    def supports_mamba(self) -> bool:
-        return False
-
+class _NoPrefixCache(NoPrefixCache):
     def supports_prefix_sharing(self) -> bool:
         return False
 
@@ -51,9 +38,7 @@ class _NoPrefixCache(SimpleNamespace):
 class Engine(SGLangEngine):
     """Drives SGLang 0.5.23."""
 
-    @staticmethod
-    def option_names() -> list[str]:
-        return list(inspect.signature(ServerArgs).parameters)
+    prefix_cache = _NoPrefixCache
 
     def _start(self, options: dict[str, Any], *, rank: int, port: int) -> Any:
         args = ServerArgs(**options)
@@ -62,13 +47,10 @@ class Engine(SGLangEngine):
         gpu_id = resolved.base_gpu_id + rank * resolved.gpu_id_step
         world_rank = spawn_world_rank(args, tp_rank=rank, pp_rank=0)
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=gpu_id))
-        for initialize in (
-            initialize_moe_config,
-            initialize_fp8_gemm_config,
-            initialize_bf16_gemm_config,
-            initialize_fp4_gemm_config,
-        ):
-            initialize()
+        initialize_moe_config()
+        initialize_fp8_gemm_config()
+        initialize_bf16_gemm_config()
+        initialize_fp4_gemm_config()
         model_config = ModelConfig.from_server_args(args)
         bootstrap.init_parallel_runtime(
             server_args=args, device=get_device().device, dist_port=port
@@ -86,22 +68,15 @@ class Engine(SGLangEngine):
         runner.init_cuda_graphs()
         return runner
 
+    def _request(self, index: int, row: list[int]) -> Any:
+        tokens = array("q", row)
+        request = new_request(index, tokens)
+        request.full_untruncated_fill_ids = tokens
+        request.extend_end = len(tokens)
+        return request
+
     def _schedule(self, rows: Sequence[list[int]]) -> Any:
-        runner = self._runner
-        batch = ScheduleBatch.init_new(
-            reqs=[_request(index, row) for index, row in enumerate(rows)],
-            req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-            tree_cache=_NoPrefixCache(
-                page_size=runner.page_size,
-                device=runner.device,
-                token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-            ),
-            model_config=runner.model_config,
-            enable_overlap=False,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
-        )
-        batch.prepare_for_extend()
+        batch = super()._schedule(rows)
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
             batch.prefill_input_ids_cpu = None
@@ -119,17 +94,3 @@ class Engine(SGLangEngine):
         destroy_model_parallel()
         destroy_distributed_environment()
         set_global_expert_location_metadata(None, allow_overwrite=True)
-
-
-def _request(index: int, row: list[int]) -> Any:
-    tokens = array("q", row)
-    request = Req(
-        rid=str(index),
-        origin_input_text="",
-        origin_input_ids=tokens,
-        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-    )
-    request.full_untruncated_fill_ids = tokens
-    request.logprob_start_len = -1
-    request.extend_end = len(tokens)
-    return request

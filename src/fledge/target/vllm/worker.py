@@ -1,13 +1,10 @@
 """Our half inside vLLM: what its workers run so that states come out of memory, not of files.
 
 vLLM loads this module by name (`kv_connector_module_path`, `worker_extension_cls`); nothing else
-imports it. Its hidden-state extraction keeps the chosen states of every token in a paged cache,
-beside keys and values, and hands a request's pages to a connector when the request has finished.
-Two classes hook in there:
+imports it. Its hidden-state extraction hands a finished request's pages to a connector:
 
-- `InMemoryStates`, a connector, gathers a finished request's states into one tensor [N, A + 1, D]
-  (A aux layers and the head's input) on the device where they lie, and keeps it until it is taken.
-  vLLM's own example connector writes files, and needs CUDA for that.
+- `InMemoryStates`, that connector, gathers them into one tensor [N, A + 1, D] (A aux layers and the
+  head's input) where they lie. vLLM's own example writes files, and needs CUDA for that.
 - `StatesExtension` is mixed into the worker and answers our calls. It appends one more state to
   those that the model returns: the output head's input, taken where the head would run. So final
   norms and scalings in front of a head are never computed a second time, for any architecture.
@@ -18,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +42,6 @@ from fledge.target.layers import FinalNorm, describe_final_norm
 from fledge.target.weights import describe_weights, weights_fingerprint
 
 
-class _Gathered:
-    """Stands in for the event of an asynchronous copy: the gather is ordered by its stream."""
-
-    def query(self) -> bool:
-        return True
-
-
 class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
     """Keeps the states of finished requests in memory, by request id."""
 
@@ -71,7 +62,8 @@ class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
         place_N = torch.arange(min(len(pending.token_ids), held), device=cache.device)
         block_N = block_M[place_N // self._block_size]
         self.gathered[pending.req_id] = cache[block_N, :, place_N % self._block_size]
-        self._req_copy_events[pending.req_id] = _Gathered()
+        # in place of the event of an asynchronous copy: the gather is ordered by its stream
+        self._req_copy_events[pending.req_id] = SimpleNamespace(query=lambda: True)
 
     def shutdown(self) -> None:
         self.gathered.clear()
@@ -81,15 +73,12 @@ class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         if current_platform.is_cpu():  # has one layout and refuses to change it
             return None
-        layout: str | None = super().get_required_kvcache_layout(vllm_config)
-        return layout
+        return cast(str | None, super().get_required_kvcache_layout(vllm_config))
 
 
 class StatesExtension:
-    """Methods of the worker, called by name through `collective_rpc`, on every rank at once.
-
-    Ranks above 0 take part in what needs all of them, and answer None.
-    """
+    """Methods of the worker, called by name through `collective_rpc`, on every rank at once. Ranks
+    above 0 take part in what needs all of them, and answer None."""
 
     model_runner: Any  # the worker's own
 
@@ -109,8 +98,7 @@ class StatesExtension:
 
     def fledge_model(self) -> nn.Module:
         """The model itself; only for a worker in the caller's process."""
-        model: nn.Module = self.model_runner.get_model()
-        return model
+        return cast(nn.Module, self.model_runner.get_model())
 
     def fledge_fingerprint(self) -> str:
         """Of the weights on this rank."""
@@ -159,8 +147,7 @@ def _answers() -> bool:
 
 def _whole(shard: Tensor, axis: int) -> Tensor:
     """A tensor that is split over the ranks, put together on each of them."""
-    whole: Tensor = tensor_model_parallel_all_gather(shard, axis)
-    return whole
+    return cast(Tensor, tensor_model_parallel_all_gather(shard, axis))
 
 
 def _portable(tensor: Tensor) -> Tensor:
@@ -169,10 +156,8 @@ def _portable(tensor: Tensor) -> Tensor:
 
 
 def _with_head_input(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward with one more aux state, the head's input.
-
-    vLLM keeps inspected functions forever, so this one must not hold the model.
-    """
+    """The model's forward with one more aux state, the head's input. vLLM keeps inspected functions
+    forever, so this one must not hold the model."""
     weakly = weakref.ref(model)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
@@ -227,22 +212,14 @@ class EngineHead(nn.Module):
         return _whole(self._product(hidden_ND), -1)[..., : len(self.weight)]
 
 
-class _Stand:
-    """In place of a head's quantisation method, which is what vLLM calls to make logits."""
-
-    def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
-        self._answer = answer
-
-    def apply(self, _layer: nn.Module, hidden_ND: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._answer(hidden_ND)
-
-
 @contextmanager
 def _head_answers(model: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While open, the head does no work: `answer` gets its input and stands in for it."""
     head: Any = find_head_module(text_model(model))
     method, ranks = head.quant_method, head.tp_size
-    head.quant_method, head.tp_size = _Stand(answer), 1  # an answer is whole: nothing to gather
+    # what vLLM calls to make logits; an answer is whole: nothing to gather
+    stand_in = SimpleNamespace(apply=lambda _layer, hidden_ND, bias=None: answer(hidden_ND))
+    head.quant_method, head.tp_size = stand_in, 1
     try:
         yield
     finally:
@@ -252,5 +229,4 @@ def _head_answers(model: nn.Module, answer: Callable[[Tensor], Tensor]) -> Itera
 def text_model(model: nn.Module) -> nn.Module:
     """The language model inside a multimodal one."""
     ask: Any = getattr(model, "get_language_model", None)
-    text: nn.Module = ask() if callable(ask) else model
-    return text
+    return cast(nn.Module, ask()) if callable(ask) else model

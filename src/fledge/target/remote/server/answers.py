@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fledge.target.base import Eagle3TargetBackend
+from fledge.target.base import Eagle3TargetBackend, check_token_ids
 from fledge.target.packing import find_documents
 from fledge.target.remote.protocol import Question, encode_answer
 from fledge.target.remote.server.merge import merge, split
@@ -26,11 +26,7 @@ class Target:
         if rows.seq_lens is not None and rows.seq_lens.shape[1] > rows.shape[1]:
             raise WireError("seq_lens has room for more documents than a row has tokens")
         find_documents(rows)
-        low, high = int(rows.input_ids.min()), int(rows.input_ids.max())
-        if low < 0 or high >= self._known_ids:
-            raise WireError(
-                f"input_ids reach from {low} to {high}, the target knows 0 .. {self._known_ids - 1}"
-            )
+        check_token_ids(rows.input_ids, self._known_ids)
         if not bool(rows.attention_mask.any()):
             raise WireError("attention_mask marks no token at all")
         ids = question.vocabulary

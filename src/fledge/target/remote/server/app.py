@@ -8,7 +8,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,13 @@ from fledge.target.remote.client import boot_id
 from fledge.target.remote.protocol import PROTOCOL, WIRE_ENCODINGS, Question, WireShape
 from fledge.target.remote.segment import write_segment
 from fledge.target.remote.server.answers import Target
-from fledge.target.remote.server.guard import App, Guard, Receive, Scope, Send, send_json
+from fledge.target.remote.server.guard import App, Guard, Receive, Scope, Send, send_head, send_json
 from fledge.target.remote.server.metrics import Metrics
-from fledge.target.remote.server.queue import AnswerQueue, QueueFull
+from fledge.target.remote.server.queue import AnswerQueue, Limits, QueueFull
 from fledge.target.remote.wire import Message, check_digest, unpack
 
 _LONGEST_REASON = 500  # characters
 _BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to take the next piece
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server accepts and holds."""
-
-    max_body_bytes: int = 64 << 20
-    max_tokens: int = 1 << 18  # rows times width of one request
-    max_requests: int = 64
-    max_reply_bytes: int = 8 << 30  # of all replies that are under way
-    merge_tokens: int = 16384
 
 
 class _Gone(Exception):  # noqa: N818  (ends a request, no fault)
@@ -67,20 +55,11 @@ class TargetServer:
     ) -> None:
         self.limits = limits or Limits()
         self.metrics, self.target = Metrics(), Target(backend)
-        self.queue = AnswerQueue(
-            self.target,
-            self.metrics,
-            max_requests=self.limits.max_requests,
-            max_bytes=self.limits.max_reply_bytes,
-            merge_tokens=self.limits.merge_tokens,
-        )
+        self.queue = AnswerQueue(self.target, self.metrics, self.limits)
         self._model_dir = model_dir
         self.info = self._describe(model, engine)
         self.app: App = Guard(
-            self._routes(),
-            token=token,
-            max_body=self.limits.max_body_bytes,
-            metrics=self.metrics,
+            self._routes(), token=token, max_body=self.limits.max_body_bytes, metrics=self.metrics
         )
 
     def _describe(self, model: str, engine: str) -> dict[str, Any]:
@@ -138,14 +117,12 @@ class TargetServer:
     def _files(self) -> Message:
         files = [] if self._model_dir is None else copied_files(self._model_dir)
         contents = {path.name: bytearray(path.read_bytes()) for path in files}
-        return Message(
-            {
-                name: torch.frombuffer(content, dtype=torch.uint8)
-                for name, content in contents.items()
-                if content
-            },
-            {},
-        )
+        tensors = {
+            name: torch.frombuffer(content, dtype=torch.uint8)
+            for name, content in contents.items()
+            if content
+        }
+        return Message(tensors, {})
 
 
 class _Once:
@@ -214,14 +191,9 @@ class _Generate:
 
     def _reply_bytes(self, question: Question) -> int:
         info = self._server.target.info
-        shape = WireShape(
-            hidden_size=info.hidden_size,
-            aux_layers=len(self._server.target.backend.aux_layer_ids),
-            dtype=info.dtype,
-            encoding=question.encoding,
-            wire_dtype=question.dtype,
-            draft_vocab_size=0 if question.vocabulary is None else len(question.vocabulary),
-            top_k=question.top_k,
+        layers = len(self._server.target.backend.aux_layer_ids)
+        shape = WireShape.of(
+            question, hidden_size=info.hidden_size, aux_layers=layers, dtype=info.dtype
         )
         return shape.answer_bytes(question.rows.tokens, int(question.rows.loss_mask.bool().sum()))
 
@@ -278,13 +250,7 @@ async def _send_message(
     send: Send, message: Message, headers: dict[str, str] | None = None
 ) -> None:
     """Large pieces of the tensors' own memory; a client that reads nothing is dropped."""
-    fields = {
-        "content-type": "application/octet-stream",
-        "content-length": str(message.nbytes),
-        **(headers or {}),
-    }
-    encoded = [(name.lower().encode(), text.encode()) for name, text in fields.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": encoded})
+    await send_head(send, 200, "application/octet-stream", message.nbytes, headers)
     now = asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S) as limit:

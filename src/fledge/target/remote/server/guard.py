@@ -1,7 +1,4 @@
-"""What stands in front of every route: the token, the size limit, the count.
-
-A plain ASGI wrapper: it decides from the headers, before a byte of a body is read.
-"""
+"""What stands in front of every route: the token, the size limit, the count; from headers alone."""
 
 import hmac
 import json
@@ -69,11 +66,14 @@ async def send_json(
     send: Send, status: int, value: Any, headers: dict[str, str] | None = None
 ) -> None:
     body = json.dumps(value).encode()
-    fields = {
-        "Content-Type": "application/json",
-        "Content-Length": str(len(body)),
-        **(headers or {}),
-    }
+    await send_head(send, status, "application/json", len(body), headers)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_head(
+    send: Send, status: int, kind: str, length: int, headers: dict[str, str] | None
+) -> None:
+    """Status and headers of a reply whose body follows."""
+    fields = {"content-type": kind, "content-length": str(length), **(headers or {})}
     encoded = [(name.lower().encode(), text.encode()) for name, text in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})

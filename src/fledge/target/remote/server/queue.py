@@ -21,6 +21,17 @@ from fledge.target.remote.server.metrics import Metrics
 from fledge.target.remote.wire import Message
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a server accepts and holds."""
+
+    max_body_bytes: int = 64 << 20
+    max_tokens: int = 1 << 18  # rows times width of one request
+    max_requests: int = 64
+    max_reply_bytes: int = 8 << 30  # of all replies that are under way
+    merge_tokens: int = 16384
+
+
 class QueueFull(Exception):  # noqa: N818  (an answer to the client, not a fault)
     """Come back after `retry_after_s`."""
 
@@ -40,18 +51,8 @@ class _Job:
 class AnswerQueue:
     """Bounded in requests and in bytes of replies; merges small questions that wait together."""
 
-    def __init__(
-        self,
-        target: Target,
-        metrics: Metrics,
-        *,
-        max_requests: int,
-        max_bytes: int,
-        merge_tokens: int,
-    ) -> None:
-        self._target, self._metrics = target, metrics
-        self._max_requests, self._max_bytes = max_requests, max_bytes
-        self._merge_tokens = merge_tokens
+    def __init__(self, target: Target, metrics: Metrics, limits: Limits) -> None:
+        self._target, self._metrics, self._limits = target, metrics, limits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fledge-target")
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
@@ -66,8 +67,9 @@ class AnswerQueue:
     @contextmanager
     def admitted(self, reply_bytes: int) -> Iterator[None]:
         """Count a request and the reply it will hold, or raise QueueFull."""
-        full = self._requests >= self._max_requests
-        if self._requests and (full or self._bytes + reply_bytes > self._max_bytes):
+        full = self._requests >= self._limits.max_requests
+        full = full or self._bytes + reply_bytes > self._limits.max_reply_bytes
+        if self._requests and full:
             raise QueueFull(self._expected_s())
         self._requests, self._bytes = self._requests + 1, self._bytes + reply_bytes
         self._show()
@@ -150,8 +152,8 @@ class AnswerQueue:
         return group
 
     def _fits(self, rows: list[TokenBatch], question: Question) -> bool:
-        together = [*rows, question.rows]
-        return may_merge(rows[0], question.rows) and merged_tokens(together) <= self._merge_tokens
+        tokens = merged_tokens([*rows, question.rows])
+        return may_merge(rows[0], question.rows) and tokens <= self._limits.merge_tokens
 
     def _expected_s(self) -> float:
         tokens = sum(job.question.rows.tokens for job in self._waiting)

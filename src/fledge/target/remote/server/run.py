@@ -131,13 +131,10 @@ def _signals_end_quietly() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    old = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
         yield
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _ignore(number: int, frame: object) -> None:
-    pass
