@@ -20,7 +20,7 @@ from fledge.diagnosis.checks import probe
 from fledge.diagnosis.diagnose import diagnose, write_repaired
 from fledge.draft.rotary import Rotary
 from fledge.measure.figures import Sample, every_slot_length
-from fledge.measure.replay import replay
+from fledge.measure.replay import Text, replay
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
@@ -197,12 +197,13 @@ def test_a_score_counts_every_slot_of_the_answers(place, answering):
     loaded = answering(None)
     draft = make_draft(place / "target", fit=5)
     score = loaded.score(draft, AUX)
-    replays = replay(loaded.backend(AUX), draft, loaded.texts, num_draft_tokens=4)
+    texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in loaded.answers]
+    replays = replay(loaded.backend(AUX), draft, texts, num_draft_tokens=4)
     samples = [
         Sample(one.prompt_ids, one.answer_ids, found.rounds, "", found.accepted_T)
-        for one, found in zip(loaded.texts, replays, strict=True)
+        for one, found in zip(texts, replays, strict=True)
     ]
-    assert len(score.accepted_S) == sum(len(one.answer_ids) - 1 for one in loaded.texts)
+    assert len(score.accepted_S) == sum(len(one.answer_ids) - 1 for one in texts)
     assert 1 + score.first == pytest.approx(every_slot_length(samples, 1))
-    assert len(loaded.texts) == PROMPTS
-    assert all(len(one.answer_ids) == NEW_TOKENS for one in loaded.texts)
+    assert len(texts) == PROMPTS
+    assert all(len(one.answer_ids) == NEW_TOKENS for one in texts)

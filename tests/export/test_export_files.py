@@ -10,7 +10,7 @@ from export.export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrit
 from fledge import export_draft
 from fledge.core.errors import BadInput
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.export.export import read_record
+from fledge.export.export import read_export_record
 from fledge.export.layout import in_layer_order
 from fledge.export.reread import TargetSide, reread
 from fledge.export.self_check import CheckOptions, check_files
@@ -64,7 +64,7 @@ def test_files_are_the_draft(exports, drafts, side, case):
     aux = torch.randn(3, 96)
     assert torch.equal(read.project_hidden_states(aux), draft.project_hidden_states(aux))
     assert read.config.aux_layer_ids == INNER
-    check = read_record(exports[case])["self_check"]
+    check = read_export_record(exports[case])["self_check"]
     assert check["tensors"] == len(draft.state_dict())
     assert check["decoded"]["same_as_checkpoint"]
     assert check["decoded"]["prompts"] == 2
@@ -130,7 +130,7 @@ def test_default_layers_are_left_out_of_plain_files(deep_target, tmp_path):
         )
         ids = config_of(made).get("eagle_aux_hidden_state_layer_ids")
         assert ids == (None if engine == "vllm" else [2, 4, 5])
-        record = read_record(made)
+        record = read_export_record(made)
         assert record["aux_layer_ids"] == [1, 3, 4]
         assert record["self_check"]["decoded"] is None
         assert "without the target" in record["self_check"]["notes"][0]
@@ -235,7 +235,7 @@ def test_another_dtype(tmp_path, drafts, tiny_target, engine):
         None,
         "bfloat16",
     )
-    assert read_record(made)["self_check"]["decoded"]["same_as_checkpoint"]
+    assert read_export_record(made)["self_check"]["decoded"]["same_as_checkpoint"]
 
 
 def test_a_draft_that_does_not_say_its_layers(deep_target, tmp_path):
@@ -246,7 +246,7 @@ def test_a_draft_that_does_not_say_its_layers(deep_target, tmp_path):
     with pytest.raises(BadInput, match=r"which layers.*--target"):
         export_draft(draft, tmp_path / "out", **common)
     made = export_draft(draft, tmp_path / "out", target=str(deep_target), **common)
-    assert read_record(made)["aux_layer_ids"] == [1, 3, 4]
+    assert read_export_record(made)["aux_layer_ids"] == [1, 3, 4]
     assert config_of(made)["aux_layer_ids"] == [1, 3, 4]
 
 
@@ -257,7 +257,7 @@ def test_trained_embeddings(tmp_path, tiny_target):
     draft = make_draft(tmp_path / "draft")  # its embeddings are its own
     common = {"target": str(tiny_target), "check": CHECK}
     vllm = export_draft(draft, tmp_path / "vllm", engine="vllm", **common)
-    assert read_record(vllm)["embeddings"] == "trained"
+    assert read_export_record(vllm)["embeddings"] == "trained"
     with pytest.raises(BadInput, match=r"trained embeddings.*--target-embeddings"):
         export_draft(draft, tmp_path / "sglang", engine="sglang", **common)
     with pytest.raises(BadInput, match="trained embeddings"):  # without the target: not known
@@ -266,7 +266,7 @@ def test_trained_embeddings(tmp_path, tiny_target):
     given_up = export_draft(
         draft, tmp_path / "sglang", engine="sglang", target_embeddings=True, **common
     )
-    assert read_record(given_up)["embeddings"] == "the target's"
+    assert read_export_record(given_up)["embeddings"] == "the target's"
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_somebody_elses_directory_is_not_replaced(tmp_path, drafts, tiny_target)
     (out / "thesis.txt").unlink()
     export_draft(drafts["eagle3"], out, **common)
     export_draft(drafts["peagle"], out, **common)  # an export is replaced by the next
-    assert read_record(out)["kind"] == "P-EAGLE"
+    assert read_export_record(out)["kind"] == "P-EAGLE"
 
 
 # --- what the self-check catches ----------------------------------------------------------------
@@ -450,4 +450,4 @@ def test_a_target_by_hub_id_needs_no_files_here(tmp_path, drafts):
     card = (made / "README.md").read_text()
     assert "base_model: org/model\n" in card
     assert "vllm serve out" in card
-    assert read_record(made)["target"]["name"] == "org/model@main"
+    assert read_export_record(made)["target"]["name"] == "org/model@main"

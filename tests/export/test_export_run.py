@@ -16,7 +16,7 @@ from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round
 from fledge.decode.speculative import Generation
 from fledge.export import export as export_module
-from fledge.export.export import read_record
+from fledge.export.export import read_export_record
 from fledge.export.self_check import CheckOptions, DecodingCheck, SelfCheck
 from fledge.measure.figures import Sample
 from fledge.recipe.schema import load_recipe
@@ -51,7 +51,7 @@ def state_of(run):
 
 def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
     made = export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
-    record = read_record(made)
+    record = read_export_record(made)
     check = record["self_check"]
     assert check["estimate"] == state_of(run)["last"]["tau"]
     assert check["same_rows"] == check["estimate"]  # fp32, one machine: bit for bit
@@ -76,7 +76,7 @@ def test_a_peagle_run(tiny_target, place, tmp_path):
     )  # fmt: skip
     fit(set_up(recipe), Notes())
     made = export_draft(tmp_path / "run", tmp_path / "out", engine="speculators", check=CHECK)
-    record = read_record(made)
+    record = read_export_record(made)
     assert record["kind"] == "P-EAGLE"
     assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
     assert record["mask_token_id"] is not None
@@ -94,15 +94,15 @@ def test_layers_in_another_order_and_another_backend(tiny_target, place, tmp_pat
     made = export_draft(
         tmp_path / "run", tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
     )
-    check = read_record(made)["self_check"]
-    assert read_record(made)["aux_layer_ids"] == [0, 1, 2]
+    check = read_export_record(made)["self_check"]
+    assert read_export_record(made)["aux_layer_ids"] == [0, 1, 2]
     assert check["same_rows"] == pytest.approx(check["estimate"], rel=1e-6)
     assert check["decoded"]["same_as_checkpoint"]
 
 
 def test_a_rollout_of_another_depth_is_compared_at_the_trained_one(run, tmp_path):
     made = export_draft(run, tmp_path / "out", engine="vllm", num_draft_tokens=1, check=CHECK)
-    record = read_record(made)
+    record = read_export_record(made)
     assert record["num_draft_tokens"] == 1
     assert len(record["self_check"]["decoded"]["joint"]) == 3
 
@@ -127,11 +127,15 @@ def test_other_data_is_noticed_and_not_compared(run, tmp_path):
     make_chats(tmp_path / "other.jsonl", count=50)
     chats = str(json.loads(json.dumps(recipe))).split("train: [")[1].split("]")[0]
     (run / "recipe.yaml").write_text(recipe.replace(chats, str(tmp_path / "other.jsonl")))
-    check = read_record(export_draft(run, tmp_path / "a", engine="vllm", check=CHECK))["self_check"]
+    check = read_export_record(export_draft(run, tmp_path / "a", engine="vllm", check=CHECK))[
+        "self_check"
+    ]
     assert check["same_rows"] is None
     assert "data has changed" in check["notes"][0]
     (run / "recipe.yaml").write_text(recipe.replace(chats, str(tmp_path / "gone.jsonl")))
-    check = read_record(export_draft(run, tmp_path / "b", engine="vllm", check=CHECK))["self_check"]
+    check = read_export_record(export_draft(run, tmp_path / "b", engine="vllm", check=CHECK))[
+        "self_check"
+    ]
     assert check["same_rows"] is None
     assert "gone.jsonl" in check["notes"][0]
     assert check["decoded"]["prompts"] == 3  # from the set that ships with fledge
@@ -262,4 +266,4 @@ def test_killed_half_way_leaves_nothing_that_looks_finished(tmp_path, tiny_targe
     assert left.name.endswith(".tmp")
     assert not (left / "fledge_export.json").exists()  # the last file of all
     export_draft(draft, out, engine="vllm", target=str(tiny_target), without_target=True)
-    assert read_record(out)["format"] == "plain-vllm"
+    assert read_export_record(out)["format"] == "plain-vllm"

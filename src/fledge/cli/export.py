@@ -57,7 +57,7 @@ def export(
     compared tensor by tensor, measured on the run's held-out rows and decoded with beside the
     checkpoint. A failed check leaves nothing behind.
     """
-    from fledge.export.export import export_draft, read_record
+    from fledge.export.export import export_draft, read_export_record
     from fledge.export.self_check import CheckOptions
 
     quiet_libraries()
@@ -77,7 +77,7 @@ def export(
             check=check,
             watch=watch,
         )
-    record = read_record(written)
+    record = read_export_record(written)
     if as_json:
         print_json({"out": str(written), **record})
     else:

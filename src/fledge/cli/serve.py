@@ -39,9 +39,9 @@ def serve(
     A wrong method, or P-EAGLE without parallel drafting, gives acceptance 1.0 without a warning.
     """
     from fledge.export.commands import ENGINE_MODULES, serve_command
-    from fledge.export.export import read_record
+    from fledge.export.export import read_export_record
 
-    record = read_record(draft)
+    record = read_export_record(draft)
     name = target or record["target"]["served_as"]
     if not name:
         raise BadInput("the export does not name its target", fix="give --target MODEL")

@@ -1,7 +1,7 @@
 """Why a draft accepts less than it should: every check, certain repairs, and the proof of both."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,15 @@ class Diagnosis:
 
     files: DraftFiles
     target: str
-    layout: str
     findings: list[Finding] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # which checks did not run, and why
     repaired: DraftFiles | None = None  # None when nothing was repaired
     score: Score | None = None  # of the files as they are, or as repaired before decoding
     repaired_score: Score | None = None  # after repairs that decoding asked for
+
+    @property
+    def layout(self) -> str:
+        return self.files.view.layout.name
 
     def of(self, severity: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == severity]
@@ -43,6 +46,10 @@ class Diagnosis:
         return not self.of("error") and not self.of("warning")
 
     def to_json(self) -> dict[str, Any]:
+        acceptance, repaired = (
+            None if score is None else score.acceptance.to_json()
+            for score in (self.score, self.repaired_score)
+        )
         return {
             "draft": str(self.files.directory),
             "target": self.target,
@@ -50,10 +57,8 @@ class Diagnosis:
             "healthy": self.healthy,
             "findings": [finding.to_json() for finding in self.findings],
             "skipped": self.skipped,
-            "acceptance": None if self.score is None else self.score.acceptance.to_json(),
-            "repaired_acceptance": None
-            if self.repaired_score is None
-            else self.repaired_score.acceptance.to_json(),
+            "acceptance": acceptance,
+            "repaired_acceptance": repaired,
         }
 
 
@@ -72,9 +77,8 @@ def diagnose(
     """
     if engine not in ("", "vllm", "sglang"):
         raise BadInput(f"'{engine}' is not an engine", where="engine", fix="vllm or sglang")
-    files, facts = read_files(directory), TargetFiles(target)
-    result = Diagnosis(files, target, files.view.layout.name)
-    subject = Subject(files.copy(), facts, engine=engine)
+    result = Diagnosis(read_files(directory), target)
+    subject = Subject(result.files.copy(), TargetFiles(target), engine=engine)
     levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
     subject = _repair_and_look_again(subject, levels, result)
     if static:
@@ -104,14 +108,19 @@ def _repair_and_look_again(subject: Subject, levels: Sequence[Level], result: Di
         if number > 0:  # notes were made when the files were as they are
             new = [finding for finding in new if finding.severity != "note"]
         result.findings += new
-        repairs = [finding.repair for finding in new if finding.repair is not None]
-        if not repairs:
+        if not _repair(subject, new, result):
             break
-        for repair in repairs:
-            repair(subject.files)
-        result.repaired = subject.files
         subject = replace(subject)  # a new view of the changed files
     return subject
+
+
+def _repair(subject: Subject, findings: Iterable[Finding], result: Diagnosis) -> int:
+    """Do the certain repairs among these findings; how many there were."""
+    repairs = [finding.repair for finding in findings if finding.repair is not None]
+    for repair in repairs:
+        repair(subject.files)
+        result.repaired = subject.files
+    return len(repairs)
 
 
 def _decode(
@@ -129,48 +138,33 @@ def _decode(
     result.findings += findings
     result.score = subject.probe.score(subject.probe.as_written)
     measured = [finding for finding in findings if finding.check in subject.probe.steps]
-    repairs = [finding.repair for finding in measured if finding.repair is not None]
-    for repair in repairs:
-        repair(subject.files)
-    if repairs:
-        result.repaired = subject.files
-    if repairs and len(repairs) == len(measured):  # else the best reading cannot be written down
-        result.repaired_score = subject.probe.best
+    if measured and _repair(subject, measured, result) == len(measured):
+        result.repaired_score = subject.probe.best  # else that reading cannot be written down
 
 
 def training_estimate(directory: Path) -> float | None:
     """The share of right first tokens that the run's last evaluation saw, if it left a record."""
-    state = checkpoint_state(directory)
-    rates = ((state or {}).get("last") or {}).get("prefix_acceptance") or []
+    state = checkpoint_state(directory) or {}
+    rates = (state.get("last") or {}).get("prefix_acceptance") or []
     return float(rates[0]) if rates else None
 
 
 def write_repaired(result: Diagnosis, out: Path) -> Path:
     """The draft with all certain repairs, and everything else of its directory, into `out`."""
-    if result.repaired is None:
-        raise BadInput(
-            "nothing that can be repaired with certainty", where=str(result.files.directory)
-        )
     source = result.files.directory
+    if result.repaired is None:
+        raise BadInput("nothing that can be repaired with certainty", where=str(source))
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory")
-    replaced = {CONFIG_NAME, *(path.name for path in weight_files(source))}
+    # what is written anew, or describes the old files: shard lists, checksums, optimizer moments
+    stale = {CONFIG_NAME, STATE_NAME, TRAINING_NAME, RECORD_NAME}
+    stale |= {path.name for path in (*weight_files(source), *source.glob("*.index.json"))}
     with atomic_directory(out) as temporary:
         for entry in sorted(source.iterdir()):
-            if entry.is_file() and entry.name not in replaced and not _is_stale(entry):
+            if entry.is_file() and entry.name not in stale:
                 shutil.copyfile(entry, temporary / entry.name)
         write_json(temporary / CONFIG_NAME, result.repaired.config)
-        owned = {
-            name: tensor.clone().contiguous() for name, tensor in result.repaired.tensors.items()
-        }
+        tensors = result.repaired.tensors.items()
+        owned = {name: tensor.clone().contiguous() for name, tensor in tensors}
         save_tensors(temporary / WEIGHTS_NAME, owned, {"format": "pt"})
     return out
-
-
-def _is_stale(path: Path) -> bool:
-    """Files that describe the old ones: shard lists, checksums, the optimizer's moments."""
-    return path.name.endswith(".index.json") or path.name in (
-        STATE_NAME,
-        TRAINING_NAME,
-        RECORD_NAME,
-    )

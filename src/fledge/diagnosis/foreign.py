@@ -2,18 +2,19 @@
 
 One table says how each trainer's layout differs from ours; everything else here is a view of the
 files in our own words (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so that
-checks and the import need not know who wrote a draft. Nothing is judged here: a broken file is
-read as it stands.
+checks and the import need not know who wrote a draft. Nothing is judged here.
 """
 
 import json
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
@@ -25,7 +26,7 @@ from fledge.methods.registry import METHODS
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """How one family of files spells a draft."""
 
     name: str
@@ -37,12 +38,12 @@ class Layout:
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("fledge", "fledge, and its exports for vLLM"),
-        Layout("eagle", "SafeAILab EAGLE"),
-        Layout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
-        Layout("speculators", "speculators", nested=True),
-        Layout("automodel", "NeMo AutoModel", prefix="model."),
-        Layout("modelopt", "NVIDIA ModelOpt"),
+        FileLayout("fledge", "fledge, and its exports for vLLM"),
+        FileLayout("eagle", "SafeAILab EAGLE"),
+        FileLayout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
+        FileLayout("speculators", "speculators", nested=True),
+        FileLayout("automodel", "NeMo AutoModel", prefix="model."),
+        FileLayout("modelopt", "NVIDIA ModelOpt"),
     )
 }
 
@@ -63,21 +64,21 @@ class AuxPlace:
     shift: int
 
 
-AUX_PLACES = (
+AUX_PLACES = _OURS, _VLLM, _SGLANG = (
     AuxPlace("fledge", OWN_AUX_KEY, 0),
     AuxPlace("vllm", AUX_KEY, 1),
     AuxPlace("sglang", f"eagle_config.{AUX_KEY}", 0),
 )
-_PLACE = {place.name: place for place in AUX_PLACES}
 
 NESTED_KEY = "transformer_layer_config"
 SPECULATORS_KEY = "speculators_model_type"
 # Where an engine looks for the mask token, in this order.
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Wrappers that trainers leave around the draft.
-_WRAPPERS = ("_orig_mod.", "module.", "draft_model.", "eagle_module.", "model.")
+_WRAPPERS = re.compile(r"^((_orig_mod|module|draft_model|eagle_module|model)\.)+")
 # Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
+_MIDLAYER = re.compile(r"^midlayer\.")
 _DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
 # The keys that are read here, by the kind of their values.
 KINDS = {
@@ -122,8 +123,7 @@ class DraftFiles:
     tensors: dict[str, Tensor]
 
     def copy(self) -> "DraftFiles":
-        config = json.loads(json.dumps(self.config))
-        return DraftFiles(self.directory, config, dict(self.tensors))
+        return DraftFiles(self.directory, deepcopy(self.config), dict(self.tensors))
 
     @property
     def view(self) -> "DraftView":
@@ -138,11 +138,13 @@ class DraftFiles:
         else:
             place[key] = value
 
+    def put_tensor(self, own: str, value: Tensor) -> None:
+        """Set a tensor, by our name for it, under the name that it has in the file."""
+        self.tensors[self.view.names.get(own, own)] = value
+
     def put_aux(self, layer_ids: list[int]) -> None:
         """Set the aux layers, given as outputs of layers, in the convention of the files."""
-        view = self.view
-        written = [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
-        for place in written or [view.aux_place]:
+        for place in self.view.written_aux or [self.view.aux_place]:
             set_path(self.config, place.path, [layer + place.shift for layer in layer_ids])
 
 
@@ -182,7 +184,7 @@ class DraftView:
     tensors: dict[str, Tensor]
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> FileLayout:
         names = self.tensors
         if SPECULATORS_KEY in self.config:
             return LAYOUTS["speculators"]
@@ -226,21 +228,18 @@ class DraftView:
 
     @property
     def layer_numbers(self) -> list[int]:
-        numbers = {m[1] for name in self.state if (m := re.match(r"layers\.(\d+)\.", name))}
-        return sorted(int(number) for number in numbers)
+        matches = (re.match(r"layers\.(\d+)\.", name) for name in self.state)
+        return sorted({int(match[1]) for match in matches if match})
 
     # --- config ----------------------------------------------------------------------------------
 
     @cached_property
     def flat(self) -> dict[str, Any]:
         """One flat dict, nested ones opened."""
-        flat = dict(self.config.get(NESTED_KEY) or {}) if self.layout.nested else {}
-        top = {key: value for key, value in self.config.items() if key != NESTED_KEY}
-        if self.layout.nested:
-            flat |= {key: value for key, value in top.items() if key in _SPECULATORS_TOP}
-        else:
-            flat |= top
-        return flat
+        if not self.layout.nested:
+            return {key: value for key, value in self.config.items() if key != NESTED_KEY}
+        outer = {key: value for key, value in self.config.items() if key in _SPECULATORS_TOP}
+        return {**(self.config.get(NESTED_KEY) or {}), **outer}
 
     def get(self, key: str, absent: Any = None) -> Any:
         value = self.flat.get(key)
@@ -281,13 +280,18 @@ class DraftView:
     # --- aux layers ------------------------------------------------------------------------------
 
     @property
+    def written_aux(self) -> list[AuxPlace]:
+        """All places where something stands."""
+        return [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
+
+    @property
     def aux_place(self) -> AuxPlace:
         """Where the ids stand, or would stand in this layout."""
-        for place in AUX_PLACES:
-            if get_path(self.config, place.path) is not None:
-                return place
-        name = "vllm" if self.layout.nested else "sglang"
-        return _PLACE["fledge" if self.layout.name == "fledge" else name]
+        if written := self.written_aux:
+            return written[0]
+        if self.layout.name == "fledge":
+            return _OURS
+        return _VLLM if self.layout.nested else _SGLANG
 
     @property
     def stored_aux(self) -> Any:
@@ -308,12 +312,12 @@ class DraftView:
 
 def own_name(name: str) -> str:
     """`model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`."""
-    stripped = True
-    while stripped:
-        stripped = False
-        for wrapper in _WRAPPERS:
-            if name.startswith(wrapper):
-                name, stripped = name.removeprefix(wrapper), True
-    if name.startswith("midlayer."):
-        return "layers.0." + name.removeprefix("midlayer.")
+    name = _MIDLAYER.sub("layers.0.", _WRAPPERS.sub("", name))
     return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
+
+
+def tokens_marked(ids_W: Tensor, full: int) -> Tensor:
+    """t2d: [V], true at these ids."""
+    mask_V = torch.zeros(full, dtype=torch.bool)
+    mask_V[ids_W] = True
+    return mask_V

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Subject, TargetFiles
-from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files
+from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files, tokens_marked
 from fledge.draft.base import DraftModel
 from fledge.draft.config import check_draft_config
 from fledge.draft.files import CONFIG_NAME
@@ -37,37 +37,27 @@ def import_draft(source: Path, out: Path, *, target: str) -> Path:
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
     subject = Subject(read_files(source), TargetFiles(target))
-    faults = [
-        finding for finding in run_checks(subject, ("static",)) if finding.severity == "error"
-    ]
-    if faults:
+    findings = run_checks(subject, ("static",))
+    if faults := [finding for finding in findings if finding.severity == "error"]:
         raise BadInput(
             f"{len(faults)} faults, the first: {faults[0].evidence}",
             where=str(source),
             fix=f"fledge diagnose {source} --target {target} --fix REPAIRED, and import that",
         )
-    draft = build_draft(subject)
-    draft.save_pretrained(out)
+    build_draft(subject).save_pretrained(out)
     return out
 
 
 def build_draft(subject: Subject) -> DraftModel:
     """The draft in memory, as our own model, in the dtype of the files (the widest, if several)."""
-    refusals = list(_refusals(subject))
-    if refusals:
-        raise BadInput(refusals[0], where=str(subject.directory))
-    state = own_state(subject)
-    draft_type = subject.view.method.draft_type()
-    draft = draft_type.from_tensors(
-        own_config(subject), state, where=subject.directory, dtype=_dtype(state)
-    )
-    return draft.eval()
-
-
-def _dtype(state: dict[str, Tensor]) -> torch.dtype:
-    """A dtype that holds every weight exactly."""
+    where = subject.directory
+    if refusal := next(_refusals(subject), None):
+        raise BadInput(refusal, where=str(where))
+    state, config = own_state(subject), own_config(subject)
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
-    return reduce(torch.promote_types, dtypes)
+    dtype = reduce(torch.promote_types, dtypes)  # holds every weight exactly
+    draft_type = subject.view.method.draft_type()
+    return draft_type.from_tensors(config, state, where=where, dtype=dtype).eval()
 
 
 def _refusals(subject: Subject) -> Iterator[str]:
@@ -119,9 +109,7 @@ def own_state(subject: Subject) -> dict[str, Tensor]:
         if "d2t" not in state:
             raise BadInput("no map d2t for a smaller vocabulary", where=str(subject.directory))
         ids = state["d2t"].long() + torch.arange(width)
-        mask = torch.zeros(full, dtype=torch.bool)
-        mask[ids] = True
-        state |= {"d2t": state["d2t"].long(), "t2d": mask}
+        state |= {"d2t": state["d2t"].long(), "t2d": tokens_marked(ids, full)}
     else:  # the identity: some write it out
         state.pop("d2t", None)
         state.pop("t2d", None)

@@ -5,7 +5,7 @@ what is wanted is read.
 """
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,42 +23,32 @@ _ASIDE = ("vision", "visual", "audio", "mtp")  # towers and extra heads with tab
 def weight_files(directory: Path) -> list[Path]:
     """Safetensors if there are any, else torch's own; not what only training needs."""
     for pattern in ("*.safetensors", "*.bin"):
-        files = [
-            path
-            for path in sorted(directory.glob(pattern))
-            if not path.name.startswith(("training", "optimizer", "adapter"))
-        ]
-        if files:
+        paths, aside = sorted(directory.glob(pattern)), ("training", "optimizer", "adapter")
+        if files := [path for path in paths if not path.name.startswith(aside)]:
             return files
     fix = "give the directory that holds model.safetensors or pytorch_model.bin"
     raise BadInput("no weights here", where=str(directory), fix=fix)
 
 
 def read_tensors(
-    directory: Path, *, wanted: Callable[[str], bool] | None = None
+    directory: Path, *, wanted: Callable[[str], object] = lambda name: True
 ) -> dict[str, Tensor]:
     """The tensors whose names are wanted, by name."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
         try:
-            tensors |= dict(_tensors_of(path, wanted))
+            tensors |= _tensors_of(path, wanted)
         except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            first = first_line(error)
-            raise BadInput(f"cannot be read ({first})", where=str(path)) from None
+            raise BadInput(f"cannot be read ({first_line(error)})", where=str(path)) from None
     return tensors
 
 
-def _tensors_of(path: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(path: Path, wanted: Callable[[str], object]) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118  (no mapping)
-                if wanted is None or wanted(name):
-                    yield name, handle.get_tensor(name)
-        return
+            return {name: handle.get_tensor(name) for name in filter(wanted, handle.keys())}
     held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    for name, tensor in held.items():
-        if isinstance(tensor, Tensor) and (wanted is None or wanted(name)):
-            yield name, tensor
+    return {name: x for name, x in held.items() if isinstance(x, Tensor) and wanted(name)}
 
 
 @dataclass(frozen=True)
@@ -75,9 +65,8 @@ def read_target_tables(directory: Path) -> TargetTables:
     embeddings = [table for name, table in tables.items() if _is_table(name, _EMBEDDINGS)]
     heads = [table for name, table in tables.items() if _is_table(name, _HEADS)]
     if not embeddings or not embeddings[0].is_floating_point():
-        raise BadInput(
-            "no input embedding in floating point among its weights", where=str(directory)
-        )
+        what = "no input embedding in floating point among its weights"
+        raise BadInput(what, where=str(directory))
     head_VD = heads[0] if heads and heads[0].is_floating_point() else embeddings[0]
     return TargetTables(embeddings[0], head_VD)
 

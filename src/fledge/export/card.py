@@ -53,13 +53,11 @@ def _summary(record: Mapping[str, Any]) -> str:
 
 def _versions(record: Mapping[str, Any]) -> str:
     title, oldest = record["engine_title"], record["oldest_engine_version"]
-    lines = [f"Written for {title} {record['engine_version']}; loads from {oldest} on."]
+    text = f"Written for {title} {record['engine_version']}; loads from {oldest} on."
     if record["chosen_aux_layers"]:
-        lines.append(
-            "Engines count layers differently: this file is for this engine only; for another one "
-            "export again."
-        )
-    return " ".join(lines) + "\n"
+        text += " Engines count layers differently: this file is for this engine only;"
+        text += " for another one export again."
+    return f"{text}\n"
 
 
 def _acceptance(check: Mapping[str, Any]) -> str:
@@ -86,7 +84,6 @@ def _acceptance(check: Mapping[str, Any]) -> str:
 def _training(record: Mapping[str, Any], recipe: Recipe | None) -> str:
     if recipe is None:
         return "The recipe is not known.\n"
-    step = record["step"]
     data = ", ".join(recipe.data.train) or "a cache of the target's states"
-    at = "" if step is None else f" at step {step:,}"
-    return f"Data: {data}.{at and f' Checkpoint{at}.'}\n\n```yaml\n{recipe.to_yaml()}```\n"
+    at = "" if record["step"] is None else f" Checkpoint at step {record['step']:,}."
+    return f"Data: {data}.{at}\n\n```yaml\n{recipe.to_yaml()}```\n"

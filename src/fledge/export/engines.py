@@ -24,7 +24,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ServingEngine:
     name: EngineName
     title: str
     oldest: str  # the oldest version whose reading is known
@@ -38,15 +38,12 @@ class Engine:
         try:
             known = Version(version) >= Version(self.oldest)
         except ValueError:
-            raise BadInput(
-                f"'{version}' is not a version", where="--engine-version", fix=self.tested[-1]
-            ) from None
+            what, fix = f"'{version}' is not a version", self.tested[-1]
+            raise BadInput(what, where="--engine-version", fix=fix) from None
         if not known:
-            raise BadInput(
-                f"what {self.title} {version} reads is not known: {self.oldest} is the oldest",
-                where="--engine-version",
-                fix=f"tested: {', '.join(self.tested)}",
-            )
+            what = f"what {self.title} {version} reads is not known: {self.oldest} is the oldest"
+            fix = f"tested: {', '.join(self.tested)}"
+            raise BadInput(what, where="--engine-version", fix=fix)
         return version
 
     def refusals(self, features: frozenset[Feature], version: str) -> list[Limit]:
@@ -61,29 +58,21 @@ class Engine:
     def oldest_for(self, features: frozenset[Feature]) -> str:
         """The oldest version that serves a draft with these features."""
         since = [limit.since for limit in self.limits if limit.feature in features]
-        return str(
-            max(Version(version) for version in (self.oldest, *since) if version is not None)
-        )
+        return max([self.oldest, *filter(None, since)], key=Version)
 
 
 _FROZEN = "train with draft.freeze_embeddings=true, or export with --target-embeddings"
-ENGINES: dict[EngineName, Engine] = {
-    "vllm": Engine(
-        "vllm",
-        "vLLM",
-        oldest="0.16.0",
-        tested=("0.32.0",),
+ENGINES: dict[EngineName, ServingEngine] = {
+    "vllm": ServingEngine(
+        "vllm", "vLLM", oldest="0.16.0", tested=("0.32.0",),
         limits=(
             Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
         ),
     ),
-    "sglang": Engine(
-        "sglang",
-        "SGLang",
-        oldest="0.5.9",
-        tested=("0.5.9", "0.5.23"),
+    "sglang": ServingEngine(
+        "sglang", "SGLang", oldest="0.5.9", tested=("0.5.9", "0.5.23"),
         limits=(
             Limit("parallel drafting", None, "--engine vllm serves P-EAGLE"),
             Limit("several layers", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
@@ -96,11 +85,8 @@ ENGINES: dict[EngineName, Engine] = {
             Limit("yarn attention factor", None, "--engine vllm"),
         ),
     ),
-    "speculators": Engine(
-        "speculators",
-        "speculators",
-        oldest="0.9.0",
-        tested=("0.9.0",),
+    "speculators": ServingEngine(
+        "speculators", "speculators", oldest="0.9.0", tested=("0.9.0",),
         limits=(
             Limit("other width", None, "--engine vllm takes a target of another width"),
             Limit("partial rotary", None, "--engine vllm"),

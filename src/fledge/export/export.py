@@ -7,7 +7,6 @@ name. A failed or killed export leaves nothing that looks like one.
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,11 @@ from fledge import __version__
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_directory, check_place, save_tensors, write_json, write_text
 from fledge.data.tokenise import checksum
+from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.export.card import model_card
 from fledge.export.commands import serve_command
-from fledge.export.engines import ENGINES, Engine
-from fledge.export.formats import (
-    CARD_NAME,
-    CONFIG_NAME,
-    FORMATS,
-    RECORD_NAME,
-    WEIGHTS_NAME,
-    Feature,
-    Format,
-)
+from fledge.export.engines import ENGINES
+from fledge.export.formats import CARD_NAME, FORMATS, RECORD_NAME, Feature
 from fledge.export.layout import (
     TargetFacts,
     check_representable,
@@ -42,6 +34,7 @@ from fledge.export.reread import TargetSide
 from fledge.export.self_check import (
     CheckOptions,
     DecodingCheck,
+    ExportWatch,
     SelfCheck,
     TargetInUse,
     check_files,
@@ -49,22 +42,10 @@ from fledge.export.self_check import (
     same_embeddings,
     with_target_embeddings,
 )
-from fledge.export.source import DraftSource, name_for_engines, read_source, target_facts
+from fledge.export.source import facts_of_target, name_for_engines, read_source
 from fledge.methods.registry import method_of
 
-Watch = Callable[[str, float, int], None]  # what is going on, done, in all
-
-
-@dataclass(frozen=True)
-class _Options:
-    engine_version: str | None
-    target: str
-    dtype: torch.dtype | None
-    num_draft_tokens: int | None
-    target_embeddings: bool
-    without_target: bool
-    device: str | None
-    check: CheckOptions
+_SHAPE = ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
 
 
 def export_draft(
@@ -80,23 +61,13 @@ def export_draft(
     without_target: bool = False,  # leave out what needs the target's weights
     device: str | None = None,
     check: CheckOptions | None = None,
-    watch: Watch | None = None,
+    watch: ExportWatch | None = None,
 ) -> Path:
     """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
 
     Raises BadInput for what the engine cannot serve, and when the files do not do what the
-    checkpoint does; `out` is then as it was. `read_record(out)` says what was measured.
+    checkpoint does; `out` is then as it was. `read_export_record(out)` says what was measured.
     """
-    options = _Options(
-        engine_version,
-        target,
-        dtype,
-        num_draft_tokens,
-        target_embeddings,
-        without_target,
-        device,
-        check or CheckOptions(),
-    )
     out = Path(out)
     check_place(out, directory=True)
     if out.resolve() == Path.cwd():  # it is moved into place as a whole
@@ -104,65 +75,73 @@ def export_draft(
     if out.exists() and not (out / RECORD_NAME).is_file() and any(out.iterdir()):
         raise BadInput("not empty, and not an export", where=str(out), fix="give another --out")
     job = _Job(
-        read_source(Path(source)), _engine(engine), options, watch or (lambda what, at, of: None)
-    )
+        Path(source), engine, engine_version, target, dtype, num_draft_tokens, target_embeddings,
+        without_target, device, check or CheckOptions(), watch or (lambda what, at, of: None),
+    )  # fmt: skip
     try:
         return job.write(out)
     finally:
         job.close()
 
 
-def read_record(directory: str | Path) -> dict[str, Any]:
+def read_export_record(directory: str | Path) -> dict[str, Any]:
     """Where an export came from, for which engine it is, and what was measured on it."""
     path = Path(directory) / RECORD_NAME
     if not path.is_file():
-        raise BadInput(
-            f"no {RECORD_NAME} here", where=str(directory), fix="make one with `fledge export`"
-        )
+        fix = "make one with `fledge export`"
+        raise BadInput(f"no {RECORD_NAME} here", where=str(directory), fix=fix)
     record: dict[str, Any] = json.loads(path.read_bytes())
     return record
 
 
-def _engine(name: str) -> Engine:
-    if name not in ENGINES:
-        raise BadInput(f"no engine '{name}'", where="--engine", fix=nearest(name, list(ENGINES)))
-    return ENGINES[name]
-
-
+@dataclass
 class _Job:
-    """One export, decided from top to bottom in `__init__`, carried out in `write`."""
+    """One export, decided from top to bottom in `__post_init__`, carried out in `write`."""
 
-    def __init__(
-        self, source: DraftSource, engine: Engine, options: _Options, watch: Watch
-    ) -> None:
-        self.source, self.engine, self.options, self.watch = source, engine, options, watch
-        self.version = engine.check_version(options.engine_version)
+    path: Path
+    engine_name: str
+    engine_version: str | None
+    target_name: str
+    dtype: torch.dtype | None
+    asked_draft_tokens: int | None
+    target_embeddings: bool
+    without_target: bool
+    device: str | None
+    check: CheckOptions
+    watch: ExportWatch
+
+    def __post_init__(self) -> None:
+        self.source = source = read_source(self.path)
+        if (name := self.engine_name) not in ENGINES:
+            fix = nearest(name, list(ENGINES))
+            raise BadInput(f"no engine '{name}'", where="--engine", fix=fix)
+        self.engine = ENGINES[name]
+        self.version = self.engine.check_version(self.engine_version)
         self.target = self._target_facts()
         draft = source.draft(self.target)
         self.reordered = list(source.config.aux_layer_ids) != draft.aux_layer_ids
-        self.draft = draft if options.dtype is None else draft.to(options.dtype)
+        self.draft = draft if self.dtype is None else draft.to(self.dtype)
         self.method = method_of(draft.config)
-        self.layout: Format = FORMATS[self.method.formats[engine.name]]
-        self.num_draft_tokens = options.num_draft_tokens or source.num_draft_tokens
+        self.layout = FORMATS[self.method.formats[name]]
+        self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # before anything slow
-        watch("loading the target", 0, 1)
+        self.watch("loading the target", 0, 1)
         self.in_use: TargetInUse | None = None
-        if not options.without_target:
+        if not self.without_target:
             self.in_use = open_target(
-                source, self.target.name, aux_layer_ids=draft.aux_layer_ids, device=options.device
+                source, self.target.name, aux_layer_ids=draft.aux_layer_ids, device=self.device
             )
             fingerprint = self.in_use.target.info().tokenizer_fingerprint
             self.target = dataclasses.replace(self.target, tokenizer_fingerprint=fingerprint)
         self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
         self.embeddings = self._settle_embeddings()
-        trained = self.embeddings == "trained"
-        self.features: frozenset[Feature] = self._check(trained_embeddings=trained)
+        self.features = self._check(trained_embeddings=self.embeddings == "trained")
 
     def _target_facts(self) -> TargetFacts:
-        name = self.options.target or self.source.target_name
-        if name and not self.options.without_target:
-            return target_facts(name)
-        if not self.options.without_target:
+        name = self.target_name or self.source.target_name
+        if name and not self.without_target:
+            return facts_of_target(name)
+        if not self.without_target:
             raise BadInput(
                 "which target?",
                 where=str(self.source.directory),
@@ -171,7 +150,7 @@ class _Job:
         if self.engine.name == "speculators" and not name:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
         try:  # its configuration may be here although its weights are not
-            return target_facts(name) if name else TargetFacts()
+            return facts_of_target(name) if name else TargetFacts()
         except BadInput:
             return TargetFacts(name, name_for_engines(name))
 
@@ -183,14 +162,13 @@ class _Job:
     def _settle_embeddings(self) -> str:
         """Whose embeddings the draft is served with: `the target's` or `trained`."""
         if self.in_use is None:
-            if self.options.target_embeddings:
-                raise BadInput(
-                    "--target-embeddings needs the target", fix="leave out --without-target"
-                )
+            if self.target_embeddings:
+                fix = "leave out --without-target"
+                raise BadInput("--target-embeddings needs the target", fix=fix)
             recipe = self.source.recipe
             frozen = recipe is not None and recipe.draft.freeze_embeddings
             return "the target's" if frozen else "trained"
-        asked = self.options.target_embeddings
+        asked = self.target_embeddings
         if not asked and not same_embeddings(self.draft, self.side):
             return "trained"
         if asked or "embed_tokens.weight" in self.layout.ignored:
@@ -214,7 +192,6 @@ class _Job:
         """Let go of the target."""
         if self.in_use is not None:
             self.in_use.target.close()
-            self.in_use = None
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
@@ -222,18 +199,15 @@ class _Job:
         if self.in_use is None:
             check.notes.append("exported without the target: nothing was decoded")
             return check
-        unchanged = not self.reordered and self._embeddings_untouched()
+        name = "embed_tokens.weight"
+        before, after = self.source.tensors[name].to(self.draft.dtype), self.draft.tensors[name]
+        unchanged = not self.reordered and torch.equal(before, after)
         # with an estimate: as many tokens as it was made for, or the figures are not comparable
-        depth = (
-            self.num_draft_tokens if self.source.estimate is None else self.source.num_draft_tokens
-        )
-        decoding = DecodingCheck(self.source, self.in_use, self.options.check, depth, self.watch)
+        as_asked = self.source.estimate is None
+        depth = self.num_draft_tokens if as_asked else self.source.num_draft_tokens
+        decoding = DecodingCheck(self.source, self.in_use, self.check, depth, self.watch)
         decoding.run(check, reread, unchanged=unchanged)
         return check
-
-    def _embeddings_untouched(self) -> bool:
-        name = "embed_tokens.weight"
-        return torch.equal(self.source.tensors[name].to(self.draft.dtype), self.draft.tensors[name])
 
     def _record(self, facts: dict[str, Any], check: SelfCheck, directory: Path) -> dict[str, Any]:
         return {
@@ -246,10 +220,7 @@ class _Job:
             "engine_version": self.version,
             "oldest_engine_version": self.engine.oldest_for(self.features),
             "target": dataclasses.asdict(self.target),
-            "shape": {
-                name: facts[name]
-                for name in ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
-            },
+            "shape": {name: facts[name] for name in _SHAPE},
             "aux_layer_ids": self.draft.aux_layer_ids,
             "chosen_aux_layers": "chosen aux layers" in self.features,
             "embeddings": self.embeddings,
@@ -257,6 +228,6 @@ class _Job:
             "num_draft_tokens": self.num_draft_tokens,
             "dtype": facts["torch_dtype"],
             "step": self.source.step,
-            "self_check": check.to_json(),
+            "self_check": dataclasses.asdict(check),
             "checksums": {file.name: checksum(file) for file in sorted(directory.iterdir())},
         }

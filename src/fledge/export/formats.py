@@ -8,9 +8,6 @@ docs/export.md lists versions and tests).
     plain-sglang         midlayer.* (and layers.N.*), config.json of a Llama       SGLang
     speculators-eagle3   layers.N.*, the nested config of the speculators package  vLLM, speculators
     speculators-peagle   the same for P-EAGLE
-
-Shape symbols: E draft hidden, D target hidden, A aux states, V / W target / draft vocabulary,
-Q / K query / key width (heads x channels), I width of the MLP.
 """
 
 from collections.abc import Mapping
@@ -24,23 +21,11 @@ from typing import Any, Literal
 Need = Literal["required", "optional", "forbidden", "ignored"]
 # What a draft has that not every draft has; "" is what all have.
 Feature = Literal[
-    "",
-    "parallel drafting",
-    "several layers",
-    "fc_norm",
-    "norm_output",
-    "small vocabulary",
-    "trained embeddings",
-    "chosen aux layers",
-    "last layer",
-    "other width",
-    "scaled rotary",
-    "partial rotary",
-    "yarn attention factor",
-]
+    "", "parallel drafting", "several layers", "fc_norm", "norm_output", "small vocabulary",
+    "trained embeddings", "chosen aux layers", "last layer", "other width", "scaled rotary",
+    "partial rotary", "yarn attention factor",
+]  # fmt: skip
 
-CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
 CARD_NAME = "README.md"
 RECORD_NAME = "fledge_export.json"  # where an export came from and what was measured on it
 
@@ -54,7 +39,7 @@ class TensorRule:
 
     ours: str  # {n}: number of a layer, {a}: number of an aux state
     theirs: str
-    shape: tuple[str, ...]
+    shape: tuple[str, ...]  # products of sizes, by their letters in docs/semantics.md, section 18
     need: Need = "required"
     feature: Feature = ""  # only drafts with this feature have it
 
@@ -62,28 +47,30 @@ class TensorRule:
 def _layer(ours: str, theirs: str, *, fused: bool, norms: Mapping[str, str]) -> list[TensorRule]:
     """One decoder layer; `norms` maps our norms to theirs."""
     width = "2*E" if fused else "E"
-    shapes = {
-        "self_attn.q_proj": ("Q", width),
-        "self_attn.k_proj": ("K", width),
-        "self_attn.v_proj": ("K", width),
-        "self_attn.o_proj": ("E", "Q"),
+    shapes: dict[str, tuple[str, ...]] = {
+        "self_attn.q_proj": ("H*C", width),
+        "self_attn.k_proj": ("G*C", width),
+        "self_attn.v_proj": ("G*C", width),
+        "self_attn.o_proj": ("E", "H*C"),
         "mlp.gate_proj": ("I", "E"),
         "mlp.up_proj": ("I", "E"),
         "mlp.down_proj": ("E", "I"),
+        **dict.fromkeys(norms, ("E",)),
     }
     feature: Feature = "" if fused else "several layers"
-    rules: list[tuple[str, str, tuple[str, ...]]] = [(name, name, shapes[name]) for name in shapes]
-    rules += [(own, their, ("E",)) for own, their in norms.items()]
     return [
-        TensorRule(f"{ours}.{own}.weight", f"{theirs}.{their}.weight", shape, feature=feature)
-        for own, their, shape in rules
+        TensorRule(
+            f"{ours}.{name}.weight",
+            f"{theirs}.{norms.get(name, name)}.weight",
+            shape,
+            feature=feature,
+        )
+        for name, shape in shapes.items()
     ]
 
 
-_FIRST_NORMS = {
-    name: name for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-}
 _DEEP_NORMS = {name: name for name in ("input_layernorm", "post_attention_layernorm")}
+_FIRST_NORMS = {**_DEEP_NORMS, "hidden_norm": "hidden_norm"}
 # SGLang's deeper layers norm their input with what they call hidden_norm.
 _SGLANG_DEEP_NORMS = {**_DEEP_NORMS, "input_layernorm": "hidden_norm"}
 
@@ -91,7 +78,7 @@ _SGLANG_DEEP_NORMS = {**_DEEP_NORMS, "input_layernorm": "hidden_norm"}
 def _tensors(
     first: str, deep_norms: Mapping[str, str], *, embeddings: Need, t2d: Need, parallel: Need
 ) -> tuple[TensorRule, ...]:
-    same = [
+    same: list[tuple[Any, ...]] = [
         ("fc.weight", ("E", "A*D"), "required", ""),
         ("fc_norm.{a}.weight", ("D",), "required", "fc_norm"),
         ("norm.weight", ("E",), "required", ""),
@@ -102,7 +89,7 @@ def _tensors(
         ("mask_hidden", ("1", "1", "A*D"), parallel, "parallel drafting"),
     ]
     return (
-        *(TensorRule(name, name, shape, need, feature) for name, shape, need, feature in same),  # type: ignore[arg-type]
+        *(TensorRule(name, name, *rule) for name, *rule in same),
         *_layer("layers.0", first, fused=True, norms=_FIRST_NORMS),
         *_layer("layers.{n}", "layers.{n}", fused=False, norms=deep_norms),
     )
@@ -130,27 +117,32 @@ _LLAMA = (
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+_DRAFT = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output")
+
+
+def _facts(*names: str, prefix: str = "", need: Need = "required") -> list[KeyRule]:
+    """Keys that are called as their facts are."""
+    return [KeyRule(prefix + name, name, need=need) for name in names]
+
+
 def _llama_keys(prefix: str = "") -> list[KeyRule]:
     return [
         KeyRule(f"{prefix}model_type", value="llama"),
-        *(KeyRule(f"{prefix}{name}", name) for name in _LLAMA),
+        *_facts(*_LLAMA, prefix=prefix),
         KeyRule(f"{prefix}rope_scaling", "rope_scaling", feature="scaled rotary"),
-        *(KeyRule(f"{prefix}{name}", name, need="optional") for name in _TOKENS),
+        *_facts(*_TOKENS, prefix=prefix, need="optional"),
         KeyRule(f"{prefix}attention_bias", value=False, need="optional"),
         KeyRule(f"{prefix}mlp_bias", value=False, need="optional"),
         KeyRule(f"{prefix}tie_word_embeddings", value=False),
     ]
 
 
+_MASK_TOKEN = KeyRule("mask_token_id", "mask_token_id", feature="parallel drafting")
 _PLAIN_KEYS = (
     KeyRule("architectures", value=["LlamaForCausalLMEagle3"]),
     *_llama_keys(),
-    KeyRule("draft_vocab_size", "draft_vocab_size"),
-    KeyRule("target_hidden_size", "target_hidden_size"),
-    KeyRule("num_aux_hidden_states", "num_aux_hidden_states"),
+    *_facts(*_DRAFT, "num_aux_hidden_states"),
     KeyRule("norm_before_residual", value=False),
-    KeyRule("fc_norm", "fc_norm"),
-    KeyRule("norm_output", "norm_output"),
 )
 
 
@@ -171,17 +163,13 @@ def _speculators_keys(kind: str) -> tuple[KeyRule, ...]:
         KeyRule("speculators_config.verifier.name_or_path", "target"),
         KeyRule("speculators_config.verifier.architectures", "target_architectures"),
         *_llama_keys("transformer_layer_config."),
-        KeyRule("draft_vocab_size", "draft_vocab_size"),
-        KeyRule("target_hidden_size", "target_hidden_size"),
+        *_facts(*_DRAFT, "torch_dtype"),
         KeyRule("norm_before_residual", value=False),
         KeyRule("norm_before_fc", value=False),
-        KeyRule("fc_norm", "fc_norm"),
-        KeyRule("norm_output", "norm_output"),
         KeyRule("embed_requires_grad", value=kind == "peagle", need="optional"),
-        KeyRule("torch_dtype", "torch_dtype"),
         KeyRule("tie_word_embeddings", value=False, need="optional"),
-        KeyRule("mask_token_id", "mask_token_id", feature="parallel drafting"),
-    )  # fmt: skip
+        _MASK_TOKEN,
+    )
 
 
 # --- formats -----------------------------------------------------------------------------------
@@ -209,10 +197,9 @@ _PLAIN_VLLM = Format(
     _tensors("layers.0", _DEEP_NORMS, embeddings="optional", t2d="optional", parallel="required"),
     (
         *_PLAIN_KEYS,
-        KeyRule("mask_token_id", "mask_token_id", feature="parallel drafting"),
+        _MASK_TOKEN,
         # Ours: an export for vLLM is also a draft that `fledge eval` and `init_from` read.
-        KeyRule("aux_layer_ids", "aux_layer_ids", need="optional"),
-        KeyRule("parallel_drafting", "parallel_drafting", need="optional"),
+        *_facts("aux_layer_ids", "parallel_drafting", need="optional"),
     ),
     aux_ids_key="eagle_aux_hidden_state_layer_ids",
     aux_id_offset=1,
@@ -226,8 +213,8 @@ _PLAIN_SGLANG = Format(
     aux_ids_key="eagle_config.eagle_aux_hidden_state_layer_ids",
     aux_id_offset=0,
 )
-_SPECULATORS = {
-    kind: Format(
+_SPECULATORS = [
+    Format(
         f"speculators-{kind}",
         _tensors(
             "layers.0", _DEEP_NORMS, embeddings="required", t2d="required", parallel="required"
@@ -238,10 +225,9 @@ _SPECULATORS = {
         always_aux_ids=True,
     )
     for kind in ("eagle3", "peagle")
-}
-FORMATS: dict[str, Format] = {
-    one.name: one for one in (_PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS.values())
-}
+]
+_FORMATS = (_PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS)
+FORMATS = {layout.name: layout for layout in _FORMATS}
 
 
 # --- the tables applied to one draft -----------------------------------------------------------
@@ -259,46 +245,31 @@ def expected_tensors(
     layout: Format, facts: Mapping[str, Any], features: frozenset[Feature]
 ) -> list[ExpectedTensor]:
     """Every tensor that a draft with these facts and features has in this format."""
-    sizes = _sizes(facts)
     expected = []
     for rule in layout.tensors:
         if rule.feature and rule.feature not in features:
             continue
-        numbers: list[dict[str, int]] = [{}]
+        shape = tuple(_dimension(part, facts) for part in rule.shape)
+        numbers = range(1)
         if "{n}" in rule.ours:
-            numbers = [{"n": n} for n in range(1, facts["num_hidden_layers"])]
+            numbers = range(1, facts["num_hidden_layers"])
         elif "{a}" in rule.ours:
-            numbers = [{"a": a} for a in range(sizes["A"])]
-        shape = tuple(_dimension(part, sizes) for part in rule.shape)
-        expected += [
-            ExpectedTensor(
-                rule.ours.format(**number), rule.theirs.format(**number), shape, rule.need
-            )
-            for number in numbers
-        ]
+            numbers = range(facts["num_aux_hidden_states"])
+        for number in numbers:
+            ours, theirs = (name.format(n=number, a=number) for name in (rule.ours, rule.theirs))
+            expected.append(ExpectedTensor(ours, theirs, shape, rule.need))
     return expected
 
 
-def _sizes(facts: Mapping[str, Any]) -> dict[str, int]:
-    return {
-        "E": facts["hidden_size"],
-        "D": facts["target_hidden_size"],
-        "A": facts["num_aux_hidden_states"],
-        "V": facts["vocab_size"],
-        "W": facts["draft_vocab_size"],
-        "Q": facts["num_attention_heads"] * facts["head_dim"],
-        "K": facts["num_key_value_heads"] * facts["head_dim"],
-        "I": facts["intermediate_size"],
-    }
+_SIZES = {
+    "E": "hidden_size", "D": "target_hidden_size", "A": "num_aux_hidden_states", "V": "vocab_size",
+    "W": "draft_vocab_size", "H": "num_attention_heads", "G": "num_key_value_heads",
+    "C": "head_dim", "I": "intermediate_size",
+}  # fmt: skip
 
 
-def _dimension(text: str, sizes: Mapping[str, int]) -> int:
-    return prod(int(part) if part.isdigit() else sizes[part] for part in text.split("*"))
-
-
-def default_engine_aux_ids(target_layers: int) -> list[int]:
-    """What vLLM and SGLang take when the config does not say, as outputs of our layers."""
-    return [1, target_layers // 2 - 1, target_layers - 4]
+def _dimension(text: str, facts: Mapping[str, Any]) -> int:
+    return prod(int(part) if part.isdigit() else facts[_SIZES[part]] for part in text.split("*"))
 
 
 def set_path(values: dict[str, Any], path: str, value: Any) -> None:

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.draft.rotary import rope_parameters
-from fledge.export.engines import SPECULATORS_PEAGLE_LIMITS, Engine
-from fledge.export.formats import (
-    Feature,
-    Format,
-    default_engine_aux_ids,
-    expected_tensors,
-    set_path,
-)
+from fledge.export.engines import SPECULATORS_PEAGLE_LIMITS, ServingEngine
+from fledge.export.formats import Feature, Format, expected_tensors, set_path
 
 _YARN_ATTENTION = ("attention_factor", "mscale", "mscale_all_dim")
 
@@ -85,6 +79,8 @@ def draft_features(
     """What an engine must be able to do to serve this draft."""
     config, rope = draft.config, rope_parameters(draft.config)
     ids, layers = draft.aux_layer_ids, target.layers
+    # what vLLM and SGLang take when the config does not say, as outputs of our layers
+    usual = None if layers is None else [1, layers // 2 - 1, layers - 4]
     present: dict[Feature, bool] = {
         "parallel drafting": config.parallel_drafting,
         "several layers": config.num_hidden_layers > 1,
@@ -92,7 +88,7 @@ def draft_features(
         "norm_output": config.norm_output,
         "small vocabulary": config.draft_vocab_size < config.vocab_size,
         "trained embeddings": trained_embeddings,
-        "chosen aux layers": layers is None or ids != default_engine_aux_ids(layers),
+        "chosen aux layers": ids != usual,
         "last layer": layers is not None and layers - 1 in ids,
         "other width": config.target_hidden_size != config.hidden_size,
         "scaled rotary": rope["rope_type"] != "default",
@@ -103,7 +99,7 @@ def draft_features(
 
 
 def check_representable(
-    engine: Engine, layout: Format, version: str, features: frozenset[Feature]
+    engine: ServingEngine, layout: Format, version: str, features: frozenset[Feature]
 ) -> None:
     """Refuse what the engine would misread, saying what would work."""
     refused = engine.refusals(features, version)
@@ -164,20 +160,15 @@ def config_values(
 
 
 def file_tensors(
-    layout: Format,
-    draft: PlainDraft,
-    facts: Mapping[str, Any],
-    features: frozenset[Feature],
+    layout: Format, draft: PlainDraft, facts: Mapping[str, Any], features: frozenset[Feature]
 ) -> dict[str, Tensor]:
     """The tensors under their names in the file. That the draft is whole was checked when it was
     read; here our rules are: each of its tensors has one, of its shape."""
-    tensors: dict[str, Tensor] = {}
-    known = set()
-    for expected in expected_tensors(layout, facts, features):
-        tensor = draft.tensors[expected.ours]
-        known.add(expected.ours)
-        assert tuple(tensor.shape) == expected.shape, f"{layout.name}: {expected}"
-        if expected.need in ("required", "optional"):
-            tensors[expected.theirs] = tensor.detach().contiguous()
-    assert known == draft.tensors.keys(), f"no rule of {layout.name} knows them all"
-    return tensors
+    expected = {rule.ours: rule for rule in expected_tensors(layout, facts, features)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in draft.tensors.items()}
+    assert {name: rule.shape for name, rule in expected.items()} == shapes, layout.name
+    return {
+        rule.theirs: draft.tensors[name].detach().contiguous()
+        for name, rule in expected.items()
+        if rule.need in ("required", "optional")
+    }

@@ -7,7 +7,7 @@ and returns a draft of ours. Whatever differs from the draft that was exported i
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,21 +54,15 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     """The draft that `engine` would serve from these files."""
     values = json.loads((directory / "config.json").read_bytes())
     tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
-    readers: dict[str, Callable[[dict[str, Any], dict[str, Tensor], TargetSide], Reread]] = {
-        "vllm": _as_vllm,
-        "sglang": _as_sglang,
-        "speculators": _as_speculators,
-    }
+    readers = {"vllm": _as_vllm, "sglang": _as_sglang, "speculators": _as_speculators}
     return readers[engine](values, tensors, target)
 
 
 def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
     _require(values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
     _require(not values.get("norm_before_residual", False), "norm_before_residual")
-    nested = values.get("eagle_config") or {}
-    ids = values.get("eagle_aux_hidden_state_layer_ids") or nested.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    key, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
+    ids = values.get(key) or nested.get(key)
     ours = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     if "mask_hidden" in ours:
         ours["mask_hidden"] = ours["mask_hidden"].reshape(1, 1, -1)
@@ -117,11 +111,10 @@ def _as_speculators(
     _require(bool(values["speculators_config"]["verifier"]["name_or_path"]), "verifier")
     absent = kind == "eagle3"  # what it means where the file does not say
     _require(not values.get("norm_before_residual", absent), "norm_before_residual")
-    ids = values.get("eagle_aux_hidden_state_layer_ids")
     config = _config(
         values["transformer_layer_config"],
         values,
-        aux_layer_ids=_below(ids, target.layers),
+        aux_layer_ids=_below(values.get("eagle_aux_hidden_state_layer_ids"), target.layers),
         parallel=kind == "peagle",
         mask_token_id=values["mask_token_id"] if kind == "peagle" else None,
     )

@@ -11,11 +11,8 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
@@ -44,7 +41,9 @@ SAME_ROWS = 0.02  # of the acceptance length: what rounding on another device ma
 SLACK = 0.1  # tokens that a small sample may fall short by, besides `CheckOptions.shortfall`
 LIVE_ROUNDS = 0.95  # share of live rounds that replay must foresee (near ties round either way)
 
-Watch = Callable[[str, float, int], None]
+_REPORT = "nothing was left behind; please report this"
+
+ExportWatch = Callable[[str, float, int], None]  # what is going on, done, in all
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,6 @@ class SelfCheck:
     same_rows: float | None = None  # the same from the files
     decoded: Decoded | None = None
     notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -136,10 +132,7 @@ def _comparable(source: DraftSource, training: Training, aux_layer_ids: Sequence
 
 
 def check_files(
-    directory: Path,
-    engine: str,
-    draft: PlainDraft,
-    side: TargetSide,
+    directory: Path, engine: str, draft: PlainDraft, side: TargetSide
 ) -> tuple[SelfCheck, Reread]:
     """The static half: names, values, flags."""
     served = reread(directory, engine, side)
@@ -150,10 +143,8 @@ def check_files(
     faults += differing_tensors(ours, served.tensors)
     faults += differing_flags(draft.config, served.config)
     if faults:
-        raise BadInput(
-            f"self-check: the files are not the draft ({'; '.join(faults[:3])})",
-            fix="nothing was left behind; please report this",
-        )
+        what = f"self-check: the files are not the draft ({'; '.join(faults[:3])})"
+        raise BadInput(what, fix=_REPORT)
     return SelfCheck(tensors=len(served.tensors)), served
 
 
@@ -166,7 +157,7 @@ class DecodingCheck:
         in_use: TargetInUse,
         options: CheckOptions,
         num_draft_tokens: int,
-        watch: Watch,
+        watch: ExportWatch,
     ) -> None:
         self._source, self._in_use, self._options = source, in_use, options
         self._depth, self._watch = num_draft_tokens, watch
@@ -246,30 +237,23 @@ class DecodingCheck:
         self._watch("decoding from the files", 1, 3)
         live = self._live(files, prompts, stops)
         self._watch("decoding from the checkpoint", 2, 3)
-        dtype = files.dtype
-        checkpoint = self._source.model().to(self._device, dtype)
+        checkpoint = self._source.model().to(self._device, files.dtype)
         before = self._live(checkpoint, prompts, stops)
-        same = [generation.token_ids for generation in live] == [
-            generation.token_ids for generation in before
-        ]
-        same &= [generation.rounds for generation in live] == [
-            generation.rounds for generation in before
-        ]
+        same = all(
+            (one.token_ids, one.rounds) == (other.token_ids, other.rounds)
+            for one, other in zip(live, before, strict=True)
+        )
         if unchanged and not same:
-            raise BadInput(
-                "self-check: the exported files decode other tokens or rounds than the checkpoint",
-                where=str(self._source.directory),
-                fix="nothing was left behind; please report this",
+            what = (
+                "self-check: the exported files decode other tokens or rounds than the checkpoint"
             )
+            raise BadInput(what, where=str(self._source.directory), fix=_REPORT)
         samples = self._replayed(files, answers)
         self._foreseen(samples, live)
         figures = acceptance(samples, self._depth)
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
-        taken = [
-            Sample(generation.prompt_ids, generation.token_ids, generation.rounds)
-            for generation in before
-        ]
+        taken = [Sample(made.prompt_ids, made.token_ids, made.rounds) for made in before]
         strategy = choose(files)(files, DraftShape(self._depth))
         return Decoded(
             definition=definition(strategy.label),
@@ -283,11 +267,9 @@ class DecodingCheck:
         )
 
     def _live(self, draft: DraftModel, prompts: list[list[int]], stops: Stops) -> list[Generation]:
+        model, layers = self._target.model, draft.config.aux_layer_ids
         decoder = SpeculativeDecoder(
-            self._target.model,
-            draft,
-            aux_layer_ids=draft.config.aux_layer_ids,
-            num_draft_tokens=self._depth,
+            model, draft, aux_layer_ids=layers, num_draft_tokens=self._depth
         )
         return decoder.generate(prompts, stops)
 
@@ -308,17 +290,14 @@ class DecodingCheck:
                 rounds += len(generation.rounds)
                 same += len(set(sample.rounds) & set(generation.rounds))
         if rounds and same < LIVE_ROUNDS * rounds:
-            raise BadInput(
-                f"self-check: of {rounds} rounds decoded live only {same} are as replayed",
-                fix="nothing was left behind; please report this",
-            )
+            what = f"self-check: of {rounds} rounds decoded live only {same} are as replayed"
+            raise BadInput(what, fix=_REPORT)
 
     def _agree_on_gain(self, check: SelfCheck) -> None:
         promised = check.estimate if check.same_rows is None else check.same_rows
         if promised is None or check.decoded is None:
             return
-        reached = check.decoded.every_slot_length
-        shortfall = self._options.shortfall
+        reached, shortfall = check.decoded.every_slot_length, self._options.shortfall
         if reached - 1 < (1 - shortfall) * (promised - 1) - SLACK:
             raise BadInput(
                 f"self-check: training estimates an acceptance length of {promised:.3f}, decoding "
@@ -330,11 +309,10 @@ class DecodingCheck:
 
 def _prompts_of(batch: TokenBatch) -> list[list[int]]:
     """The documents of a pack, each up to its first supervised token."""
-    prompts = []
+    prompts: list[list[int]] = []
     assert batch.seq_lens is not None
-    for ids_T, mask_T, lengths in zip(
-        batch.input_ids, batch.loss_mask, batch.seq_lens, strict=True
-    ):
+    rows = zip(batch.input_ids, batch.loss_mask, batch.seq_lens, strict=True)
+    for ids_T, mask_T, lengths in rows:
         begin = 0
         for length in lengths.tolist():
             first = int(mask_T[begin : begin + length].int().argmax())
@@ -355,5 +333,5 @@ def same_embeddings(draft: PlainDraft, side: TargetSide) -> bool:
 def with_target_embeddings(draft: PlainDraft, side: TargetSide) -> PlainDraft:
     """The draft as an engine serves it that takes the target's embeddings."""
     assert side.embeddings_VE is not None
-    weight: Tensor = side.embeddings_VE.to(draft.dtype)
-    return PlainDraft(draft.config, {**draft.tensors, "embed_tokens.weight": weight})
+    weight_VE = side.embeddings_VE.to(draft.dtype)
+    return PlainDraft(draft.config, {**draft.tensors, "embed_tokens.weight": weight_VE})

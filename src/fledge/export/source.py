@@ -19,7 +19,7 @@ from fledge.target.kinds import model_name
 from fledge.target.layers import default_aux_layer_ids, target_depth
 from fledge.train.runs import checkpoint_state, draft_directory, recipe_of, run_directory
 
-DEFAULT_DRAFT_TOKENS = 5  # where no run says how many it was trained for
+_DRAFT_TOKENS = 5  # where no run says how many it was trained for
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class DraftSource:
     @property
     def estimate(self) -> float | None:
         """Held-out acceptance length as training measured it at this very step, if it did."""
-        last = {} if self.state is None else self.state["last"]
-        return last["tau"] if self.state is not None and last.get("step") == self.step else None
+        last = (self.state or {}).get("last", {})
+        return last["tau"] if last and last.get("step") == self.step else None
 
     @property
     def step(self) -> int | None:
@@ -48,7 +48,7 @@ class DraftSource:
     @property
     def num_draft_tokens(self) -> int:
         """As many as it was trained for."""
-        return DEFAULT_DRAFT_TOKENS if self.recipe is None else self.recipe.objective.depths
+        return _DRAFT_TOKENS if self.recipe is None else self.recipe.objective.depths
 
     def draft(self, target: TargetFacts) -> PlainDraft:
         """Checked, its aux layers known and ascending."""
@@ -85,22 +85,15 @@ def read_source(path: Path) -> DraftSource:
         )
     if "d2t" in tensors and not bool(tensors["t2d"].any()):
         raise BadInput("the draft has no vocabulary mapping (t2d is empty)", where=str(directory))
-    return DraftSource(
-        directory=directory,
-        config=config,
-        tensors=tensors,
-        run=run_directory(directory),
-        recipe=recipe_of(directory),
-        state=checkpoint_state(directory),
-    )
+    run, recipe = run_directory(directory), recipe_of(directory)
+    return DraftSource(directory, config, tensors, run, recipe, checkpoint_state(directory))
 
 
-def target_facts(name: str) -> TargetFacts:
+def facts_of_target(name: str) -> TargetFacts:
     """What the target's configuration says; its weights stay where they are."""
     config = load_config(name)
-    return TargetFacts(
-        name, name_for_engines(name), list(config.architectures or []), target_depth(config)
-    )
+    architectures = list(config.architectures or [])
+    return TargetFacts(name, name_for_engines(name), architectures, target_depth(config))
 
 
 def name_for_engines(name: str) -> str:

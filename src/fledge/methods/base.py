@@ -47,6 +47,9 @@ class Method(ABC):
     draft_defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults for keys of the draft's section that differ from the usual ones."""
 
+    carries_states: ClassVar[bool] = True
+    """Whether its drafts carry a state from depth to depth."""
+
     strategies: ClassVar[tuple[str, ...]]
     """Names of the ways in which its drafts propose (`decode.strategies`), its own first."""
 

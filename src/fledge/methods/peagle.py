@@ -16,6 +16,7 @@ class Peagle(Method):
     name = "peagle"
     title = "P-EAGLE"
     draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 4, "freeze_embeddings": False}
+    carries_states = False
     strategies = ("parallel", "chain", "tree")
     formats: ClassVar[Mapping[str, str]] = {
         "vllm": "plain-vllm",

@@ -24,7 +24,7 @@ from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.commands import serve_command
-from fledge.export.export import export_draft, read_record
+from fledge.export.export import export_draft, read_export_record
 from fledge.measure.replay import Text, replay
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -86,7 +86,7 @@ class Trained:
     def serve(self, export: Path) -> Served:
         """With the very command that `fledge serve` prints."""
         target = str(self.target_directory)
-        command = serve_command(read_record(export), str(export), target=target)
+        command = serve_command(read_export_record(export), str(export), target=target)
         assert command[:2] == ["vllm", "serve"]
         options: dict[str, Any] = {"model": command[2]}
         if "--speculative-config" in command:

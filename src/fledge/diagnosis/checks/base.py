@@ -4,9 +4,11 @@ A check looks for one cause. It answers with findings whose evidence is in numbe
 way out in words and, where the repair is certain, as a function.
 """
 
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,16 +50,15 @@ class Finding:
         }
 
 
-def error(evidence: str, fix: str = "", repair: Repair | None = None) -> Finding:
-    return Finding("error", evidence, fix, repair)
+error = partial(Finding, "error")
+warning = partial(Finding, "warning")
+note = partial(Finding, "note")
 
 
-def warning(evidence: str, fix: str = "", repair: Repair | None = None) -> Finding:
-    return Finding("warning", evidence, fix, repair)
-
-
-def note(evidence: str, fix: str = "") -> Finding:
-    return Finding("note", evidence, fix)
+def wrong_key(key: str, right: Any, evidence: str, *, severity: Severity = "error") -> Finding:
+    """A key of config.json that must be `right`: writing that is the repair."""
+    put = partial(DraftFiles.put, key=key, value=right)
+    return Finding(severity, evidence, f"{key}: {json.dumps(right)}", put)
 
 
 class TargetFiles:
@@ -81,18 +82,16 @@ class TargetFiles:
     @cached_property
     def default_aux(self) -> list[int] | None:
         """The layers that engines take when a draft names none; None when it is too shallow."""
-        try:
+        with suppress(BadInput):
             return default_aux_layer_ids(self.depth)
-        except BadInput:
-            return None
+        return None
 
     @cached_property
     def tokenizer(self) -> Any:
         """None when the target has none."""
-        try:
+        with suppress(BadInput):
             return load_tokenizer(self.name)
-        except BadInput:
-            return None
+        return None
 
     @cached_property
     def tables(self) -> TargetTables:
@@ -101,10 +100,9 @@ class TargetFiles:
     @cached_property
     def draft_config(self) -> Any:
         """The config that we would derive for a draft of this target; None when we would not."""
-        try:
+        with suppress(BadInput):
             return derive_draft_config(self.config)
-        except BadInput:
-            return None
+        return None
 
 
 @dataclass
@@ -116,10 +114,10 @@ class Subject:
     engine: str = ""  # "vllm" or "sglang" turns what that engine cannot load into errors
     probe: "Probe | None" = None  # behavioural checks only
     estimate: float | None = None  # acceptance length that the training claims, if it left a record
-    view: DraftView = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.view = self.files.view
+    @cached_property
+    def view(self) -> DraftView:
+        return self.files.view
 
     @property
     def directory(self) -> Path:
@@ -131,8 +129,8 @@ class Subject:
         head = self.view.state.get("lm_head.weight")
         if head is not None and head.ndim == 2:
             return len(head)
-        given = self.view.get("draft_vocab_size")
-        return given if isinstance(given, int) else None
+        declared: int | None = self.view.get("draft_vocab_size")
+        return declared
 
     @property
     def vocab_size(self) -> int:
@@ -143,11 +141,9 @@ class Subject:
         """The layers the draft reads: those in its files, else what engines assume."""
         return self.view.aux_layer_ids or self.target.default_aux
 
-    def needs(self, engine: str, evidence: str, fix: str, repair: Repair | None = None) -> Finding:
-        """What one engine cannot do with these files: an error for who wants that engine."""
-        if self.engine == engine:
-            return error(evidence, fix, repair)
-        return note(evidence, fix)
+    def only_for(self, engine: str, fault: Finding) -> Finding:
+        """What one engine cannot do with these files: a note for those who do not want it."""
+        return fault if self.engine == engine else note(fault.evidence, fault.fix)
 
 
 @dataclass(frozen=True)
@@ -163,8 +159,4 @@ def check(
     id: str, level: Level, looks_for: str, *, repairs: bool = False
 ) -> Callable[[Callable[[Subject], Iterable[Finding]]], Check]:
     """Make a check of a function; `registry` collects them."""
-
-    def make(run: Callable[[Subject], Iterable[Finding]]) -> Check:
-        return Check(id, level, looks_for, repairs, run)
-
-    return make
+    return partial(Check, id, level, looks_for, repairs)

@@ -1,10 +1,12 @@
 """Checks by decoding: what the files accept, and whether another reading accepts more."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error, note, warning
 from fledge.diagnosis.checks.positions import take_rope, target_rope
 from fledge.diagnosis.checks.probe import DEPTHS, Probe
+from fledge.diagnosis.foreign import DraftFiles
 
 _UNSEEN = (
     "what files do not show: labels or masks shifted, hidden states of another request, truncated "
@@ -18,10 +20,9 @@ def _probe(subject: Subject) -> Probe:
 
 
 def _measured(
-    subject: Subject, name: str, written: str, better: str, fix: str, repair: Repair | None
+    subject: Subject, name: str, written: str, better: str, fix: str, repair: Repair | None = None
 ) -> Iterator[Finding]:
-    step = _probe(subject).steps.get(name)
-    if step is not None:
+    if step := _probe(subject).steps.get(name):
         _, before, _, after = step
         yield error(f"{written}: {before}; {better}: {after}", fix, repair)
 
@@ -29,78 +30,54 @@ def _measured(
 @check("aux-shifted", "behavioural", "aux layers one too low or too high, by replay of both",
        repairs=True)  # fmt: skip
 def aux_shifted(subject: Subject) -> Iterator[Finding]:
-    step = _probe(subject).steps.get("aux-shifted")
-    if step is None:
-        if lean := _probe(subject).leaning("aux-shifted"):
-            yield note(
-                f"the outputs of {list(lean[0].aux_layer_ids)} accept more, but only by "
-                f"{lean[1]:.1f} standard errors",
-                fix="--prompts 32 --max-new-tokens 128 tells",
-            )
-        return
-    before, after = list(step[0].aux_layer_ids), list(step[2].aux_layer_ids)
-    yield from _measured(
-        subject,
-        "aux-shifted",
-        f"listening to the outputs of {before}",
-        f"to {after}",
-        f"it was trained on {after}: the trainer counts layers otherwise than the file",
-        lambda files: files.put_aux(after),
-    )
+    if step := _probe(subject).steps.get("aux-shifted"):
+        before, after = list(step[0].aux_layer_ids), list(step[2].aux_layer_ids)
+        yield error(
+            f"listening to the outputs of {before}: {step[1]}; to {after}: {step[3]}",
+            f"it was trained on {after}: the trainer counts layers otherwise than the file",
+            lambda files: files.put_aux(after),
+        )
+    elif lean := _probe(subject).leaning("aux-shifted"):
+        yield note(
+            f"the outputs of {list(lean[0].aux_layer_ids)} accept more, but only by "
+            f"{lean[1]:.1f} standard errors",
+            fix="--prompts 32 --max-new-tokens 128 tells",
+        )
+
+
+def _measured_flag(subject: Subject, name: str, flag: str) -> Iterator[Finding]:
+    written = getattr(_probe(subject).as_written, flag)
+    before, after = str(written).lower(), str(not written).lower()
+    repair = partial(DraftFiles.put, key=flag, value=not written)
+    return _measured(subject, name, f"{flag} {before}", after, f"{flag}: {after}", repair)
 
 
 @check("norm-output", "behavioural", "norm_output set or unset against the training",
        repairs=True)  # fmt: skip
 def norm_output(subject: Subject) -> Iterator[Finding]:
-    written = _probe(subject).as_written.norm_output
-    yield from _measured(
-        subject,
-        "norm-output",
-        f"norm_output {str(written).lower()}",
-        str(not written).lower(),
-        f"norm_output: {str(not written).lower()}",
-        lambda files: files.put("norm_output", not written),
-    )
+    return _measured_flag(subject, "norm-output", "norm_output")
 
 
 @check("norm-residual", "behavioural", "norm_before_residual set or unset against the training",
        repairs=True)  # fmt: skip
 def norm_residual(subject: Subject) -> Iterator[Finding]:
-    written = _probe(subject).as_written.norm_residual
-    yield from _measured(
-        subject,
-        "norm-residual",
-        f"norm_before_residual {str(written).lower()}",
-        str(not written).lower(),
-        f"norm_before_residual: {str(not written).lower()}",
-        lambda files: files.put("norm_before_residual", not written),
-    )
+    return _measured_flag(subject, "norm-residual", "norm_before_residual")
 
 
 @check("rope-measured", "behavioural", "rotary settings with which it accepts less than with the "
        "target's", repairs=True)  # fmt: skip
 def rope_measured(subject: Subject) -> Iterator[Finding]:
     theirs = target_rope(subject)
-    yield from _measured(
-        subject,
-        "rope-measured",
-        "with the file's rotary settings",
-        "with the target's",
-        "write the target's settings",
-        None if theirs is None else take_rope(theirs),
-    )
+    repair = None if theirs is None else partial(take_rope, rope=theirs)
+    written, fix = "with the file's rotary settings", "write the target's settings"
+    return _measured(subject, "rope-measured", written, "with the target's", fix, repair)
 
 
 @check("capture-measured", "behavioural", "training on the last layer's state after the final norm")
 def capture_measured(subject: Subject) -> Iterator[Finding]:
-    yield from _measured(
-        subject,
-        "capture-measured",
-        "with the last layer's state as engines capture it",
-        "after the final norm",
-        "it was trained on transformers' last hidden state: train on the layer's own output",
-        None,
-    )
+    written = "with the last layer's state as engines capture it"
+    fix = "it was trained on transformers' last hidden state: train on the layer's own output"
+    return _measured(subject, "capture-measured", written, "after the final norm", fix)
 
 
 @check("labels", "behavioural", "a draft that says the token before or behind the one it should")
@@ -129,11 +106,9 @@ def estimate(subject: Subject) -> Iterator[Finding]:
 
 
 @check("acceptance", "behavioural", "a draft that accepts nothing, whatever else is right")
-def acceptance(subject: Subject) -> Iterator[Finding]:
+def accepts_nothing(subject: Subject) -> Iterator[Finding]:
     probe = _probe(subject)
     score, mended = probe.best, " (as mended above)" if probe.steps else ""
-    text = f"{score}, {score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{mended}"
-    if score.first < 0.05:
-        yield error(f"replay of the files: {text}", fix=_UNSEEN)
-    else:
-        yield note(f"replay of the files: {text}")
+    rounds = f"{score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{mended}"
+    evidence = f"replay of the files: {score}, {rounds}"
+    yield error(evidence, fix=_UNSEEN) if score.first < 0.05 else note(evidence)

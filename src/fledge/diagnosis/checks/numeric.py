@@ -5,12 +5,13 @@ start anywhere, so it is judged only where it resembles the target's or an initi
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error
+from fledge.diagnosis.checks.base import Finding, Subject, check, error
 from fledge.diagnosis.checks.tensors import fresh_std
 from fledge.diagnosis.checks.vocabulary import set_map, sound_ids
 from fledge.diagnosis.foreign import DraftFiles
@@ -23,19 +24,19 @@ _PIECE = 8192
 @check("embeddings", "numeric", "embed_tokens that are random, rotated, or another tokenizer's",
        repairs=True)  # fmt: skip
 def embeddings(subject: Subject) -> Iterator[Finding]:
-    own, theirs = _comparable(subject)
-    if own is None or theirs is None:
+    own, theirs = subject.view.state.get("embed_tokens.weight"), subject.target.tables.embedding_VD
+    if own is None or own.shape != theirs.shape or not own.is_floating_point():
         return
     cosine = _mean_cosine(own, theirs)
     spread = f"std {float(own.float().std()):.3f}, the target's {float(theirs.float().std()):.3f}"
     if cosine >= _UNRELATED:
         if not torch.equal(own.float(), theirs.to(own.dtype).float()):
-            yield subject.needs(
-                "sglang",
+            evidence = (
                 f"embed_tokens were trained (mean cosine {cosine:.3f}, {spread}): SGLang serves "
-                "with the target's own",
-                fix="serve with vLLM, or train with frozen embeddings",
+                "with the target's own"
             )
+            fix = "serve with vLLM, or train with frozen embeddings"
+            yield subject.only_for("sglang", error(evidence, fix))
         return
     rows = _sample(len(own))
     nearest, best = _nearest(own[rows], theirs)
@@ -54,14 +55,15 @@ def embeddings(subject: Subject) -> Iterator[Finding]:
             "or serve the unrotated ones",
         )
     else:
-        frozen = not subject.view.parallel
+        frozen, right = not subject.view.parallel, theirs.to(own.dtype)
+        take = partial(DraftFiles.put_tensor, own="embed_tokens.weight", value=right)
         yield error(
             f"embed_tokens look randomly initialised: {spread}, mean cosine to the target's rows "
             f"{cosine:.2f}",
             fix="use the target's embeddings"
             if frozen
             else "P-EAGLE trains its embeddings: export again from the trainer's checkpoint",
-            repair=_take_embeddings(theirs) if frozen else None,
+            repair=take if frozen else None,
         )
 
 
@@ -107,14 +109,6 @@ def head_map(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _comparable(subject: Subject) -> tuple[Tensor | None, Tensor | None]:
-    own = subject.view.state.get("embed_tokens.weight")
-    theirs = subject.target.tables.embedding_VD
-    if own is None or own.shape != theirs.shape or not own.is_floating_point():
-        return None, None
-    return own, theirs
-
-
 def _heads(subject: Subject) -> tuple[Tensor | None, Tensor | None]:
     """The draft's head, and the target's rows of the same tokens where they can be compared."""
     head, table = subject.view.state.get("lm_head.weight"), subject.target.tables.head_VD
@@ -153,11 +147,3 @@ def _same_gram(own_SM: Tensor, theirs_SM: Tensor) -> bool:
     own, theirs = own_SM.double(), theirs_SM.double()
     gap = (own @ own.t() - theirs @ theirs.t()).norm() / (theirs @ theirs.t()).norm()
     return bool(gap < 0.05)
-
-
-def _take_embeddings(theirs: Tensor) -> Repair:
-    def repair(files: DraftFiles) -> None:
-        name = files.view.names["embed_tokens.weight"]
-        files.tensors[name] = theirs.to(files.tensors[name].dtype)
-
-    return repair

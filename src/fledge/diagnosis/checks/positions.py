@@ -1,10 +1,11 @@
 """Checks of rotary positions: a draft that turns them as it did not learn to drifts with length."""
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error, warning
+from fledge.diagnosis.checks.base import Finding, Subject, check, error, warning, wrong_key
 from fledge.diagnosis.foreign import DraftFiles
 from fledge.draft.rotary import rope_parameters
 
@@ -28,17 +29,13 @@ def _plain(rope: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def take_rope(rope: dict[str, Any]) -> Repair:
+def take_rope(files: DraftFiles, rope: dict[str, Any]) -> None:
     """Write these settings in both spellings, as `draft.files` does."""
-
-    def repair(files: DraftFiles) -> None:
-        files.put("rope_parameters", rope)
-        files.put("rope_theta", rope["rope_theta"])
-        files.put("rope_scaling", rope if rope["rope_type"] != "default" else None)
-        if "partial_rotary_factor" not in rope:
-            files.put("partial_rotary_factor", None)
-
-    return repair
+    files.put("rope_parameters", rope)
+    files.put("rope_theta", rope["rope_theta"])
+    files.put("rope_scaling", rope if rope["rope_type"] != "default" else None)
+    if "partial_rotary_factor" not in rope:
+        files.put("partial_rotary_factor", None)
 
 
 @check("rope-conflict", "static", "two rotary bases in one config", repairs=True)
@@ -57,7 +54,7 @@ def rope_conflict(subject: Subject) -> Iterator[Finding]:
     yield error(
         f"{listed}: which one counts depends on the engine's version",
         fix=f"the target's is {right:g}: write it everywhere" if sure else "write one of them",
-        repair=take_rope(rope) if sure else None,
+        repair=partial(take_rope, rope=rope) if sure else None,
     )
 
 
@@ -82,7 +79,7 @@ def rope(subject: Subject) -> Iterator[Finding]:
     evidence = f"{why}: {', '.join(differing)}"
     if subject.view.layout.name == "fledge":
         fix = "a draft of fledge turns as its target does: write the target's settings"
-        yield error(evidence, fix, take_rope(theirs))
+        yield error(evidence, fix, partial(take_rope, rope=theirs))
     else:
         yield warning(evidence, fix="write what it was trained with (rope-measured compares them)")
 
@@ -91,11 +88,9 @@ def rope(subject: Subject) -> Iterator[Finding]:
 def max_position(subject: Subject) -> Iterator[Finding]:
     own = subject.view.get("max_position_embeddings")
     theirs = getattr(subject.target.text, "max_position_embeddings", None)
-    if theirs is None or (isinstance(own, int) and own >= theirs):
-        return
-    yield warning(
-        f"max_position_embeddings is {own}, the target's {theirs}: vLLM's older versions stop "
-        f"turning positions there, and acceptance collapses beyond",
-        fix=f"max_position_embeddings: {theirs}",
-        repair=lambda files: files.put("max_position_embeddings", theirs),
-    )
+    if theirs is not None and (own is None or own < theirs):
+        evidence = (
+            f"max_position_embeddings is {own}, the target's {theirs}: vLLM's older versions stop "
+            "turning positions there, and acceptance collapses beyond"
+        )
+        yield wrong_key("max_position_embeddings", theirs, evidence, severity="warning")

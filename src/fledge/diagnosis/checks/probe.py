@@ -9,7 +9,7 @@ hide each other.
 import copy
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,8 @@ from fledge.core.rows import TokenBatch
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.checks.positions import own_rope, target_rope
 from fledge.draft.base import DraftModel
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.layer import FusedDraftLayer
 from fledge.draft.rotary import Rotary
-from fledge.measure.answers import AnsweredTurn, cached_answers
+from fledge.measure.answers import cached_answers
 from fledge.measure.figures import Acceptance, Sample, acceptance
 from fledge.measure.prompts import read_prompts
 from fledge.measure.replay import Text, replay
@@ -62,7 +60,7 @@ class Reading:
 
     aux_layer_ids: tuple[int, ...]
     norm_output: bool
-    norm_residual: bool = False
+    norm_before_residual: bool
     target_rope: bool = False  # the target's rotary settings instead of the file's
     last_normed: bool = False  # the last layer's state after the final norm
 
@@ -111,27 +109,21 @@ class Answering:
     ) -> None:
         self._watch = watch or (lambda what, done, total: None)
         self._watch("loading the target", 0, 1)
-        depth = target.depth
+        if target.depth < 3:
+            raise BadInput(f"a target of {target.depth} layers has no three to listen to")
         self.first = HFEagle3TargetModel.from_pretrained(
-            target.name, aux_layer_ids=_any_three(depth), dtype=dtype, device=device
+            target.name, aux_layer_ids=[0, 1, 2], dtype=dtype, device=device
         )
         self._backends: dict[tuple[int, ...], HFEagle3TargetModel] = {}
-        asked = read_prompts(["mixed"], limit=prompts)
         answers = cached_answers(
             self.first,
-            asked,
+            read_prompts(["mixed"], limit=prompts),
             max_new_tokens=max_new_tokens,
-            on_answer=lambda done, total: self._watch("the target answers", done, total),
+            on_answer=partial(self._watch, "the target answers"),
         )
-        self.answers: list[AnsweredTurn] = [
-            turn for turn in answers.turns if len(turn.answer_ids) > 2
-        ]
+        self.answers = [turn for turn in answers.turns if len(turn.answer_ids) > 2]
         if not self.answers:
             raise BadInput("the target answers none of the prompts with more than two tokens")
-
-    @property
-    def texts(self) -> list[Text]:
-        return [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers]
 
     def backend(self, layer_ids: Sequence[int]) -> HFEagle3TargetModel:
         """The same model, listening to these layers."""
@@ -143,18 +135,16 @@ class Answering:
         return self._backends[key]
 
     def score(
-        self, draft: LlamaEagle3DraftModel, layer_ids: Sequence[int], *, last_normed: bool = False
+        self, draft: DraftModel, layer_ids: Sequence[int], *, last_normed: bool = False
     ) -> Score:
-        backend: Eagle3TargetBackend = self.backend(layer_ids)
-        if last_normed:
-            backend = _LastNormed(self.backend(layer_ids))
-        total = len(self.answers)
+        inner = self.backend(layer_ids)
+        backend: Eagle3TargetBackend = _LastNormed(inner) if last_normed else inner
         replays = replay(
             backend,
             draft,
-            self.texts,
+            [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers],
             num_draft_tokens=DEPTHS,
-            on_text=lambda done: self._watch("replaying", done, total),
+            on_text=lambda done: self._watch("replaying", done, len(self.answers)),
         )
         accepted, samples = [], []
         for answer, replayed in zip(self.answers, replays, strict=True):
@@ -162,12 +152,6 @@ class Answering:
             accepted += replayed.accepted_T[len(answer.prompt_ids) - 1 : length - 2]
             samples.append(Sample(answer.prompt_ids, answer.answer_ids, replayed.rounds))
         return Score(np.array(accepted), acceptance(samples, DEPTHS))
-
-
-def _any_three(depth: int) -> list[int]:
-    if depth < 3:
-        raise BadInput(f"a target of {depth} layers has no three to listen to")
-    return [0, 1, 2]
 
 
 class _LastNormed(Eagle3TargetBackend):
@@ -196,16 +180,16 @@ class Probe:
     """One draft's files under every reading that differs in one setting."""
 
     def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
-        assert isinstance(draft, LlamaEagle3DraftModel)  # what `import_draft` makes of EAGLE files
-        ids = subject.aux_layer_ids
+        ids, config = subject.aux_layer_ids, draft.config
         assert ids is not None
         model, info = answering.first.model, answering.first.info()
-        self.draft = draft.to(next(model.parameters()).device, info.dtype)
+        # Any: EAGLE's parts (layers, rotary, fc, unroll) are changed and run here one by one
+        self.draft: Any = draft.to(next(model.parameters()).device, info.dtype)
         self.answering, self._subject = answering, subject
         self.as_written = Reading(
-            tuple(ids), bool(draft.config.norm_output), bool(draft.config.norm_before_residual)
+            tuple(ids), bool(config.norm_output), bool(config.norm_before_residual)
         )
-        self._own_rotary = draft.rotary
+        self._own_rotary: Any = self.draft.rotary
         self._scores: dict[Reading, Score] = {}
 
     def score(self, reading: Reading) -> Score:
@@ -218,13 +202,11 @@ class Probe:
         return self._scores[reading]
 
     def _set(self, reading: Reading) -> None:
-        first = self.draft.layers[0]
-        assert isinstance(first, FusedDraftLayer)
         self.draft.config.norm_output = reading.norm_output
-        first.norm_residual = reading.norm_residual
+        self.draft.layers[0].norm_residual = reading.norm_before_residual
         self.draft.rotary = self._rotary(reading)
 
-    def _rotary(self, reading: Reading) -> Rotary:
+    def _rotary(self, reading: Reading) -> Any:
         rope = target_rope(self._subject)
         if not reading.target_rope or rope is None:
             return self._own_rotary
@@ -239,9 +221,10 @@ class Probe:
             ids = tuple(layer + shift for layer in reading.aux_layer_ids)
             if all(0 <= layer < depth for layer in ids):
                 yield "aux-shifted", replace(reading, aux_layer_ids=ids, last_normed=False)
-        if not self.draft.config.parallel_drafting:  # no state is carried from depth to depth
+        if self._subject.view.method.carries_states:
             yield "norm-output", replace(reading, norm_output=not reading.norm_output)
-        yield "norm-residual", replace(reading, norm_residual=not reading.norm_residual)
+        residual = not reading.norm_before_residual
+        yield "norm-residual", replace(reading, norm_before_residual=residual)
         own, theirs = own_rope(self._subject), target_rope(self._subject)
         if theirs is not None and own != theirs and not reading.target_rope:
             yield "rope-measured", replace(reading, target_rope=True)
@@ -292,8 +275,7 @@ class Probe:
         """Share of answer slots t whose first drafted token is token t + offset of the text."""
         hits, slots = dict.fromkeys((1, 2, 3), 0), 0
         backend = self.answering.backend(self.as_written.aux_layer_ids)
-        selected = self.draft.selected_token_ids
-        assert selected is not None
+        selected, device = self.draft.selected_token_ids, self.draft.device
         for answer in self.answering.answers:
             text = torch.tensor([[*answer.prompt_ids, *answer.answer_ids]])
             real, wanted = torch.ones_like(text), torch.zeros_like(text)
@@ -301,7 +283,6 @@ class Probe:
             if not wanted.any():
                 continue
             batch = backend.answer(TokenBatch(text, real, real))
-            device = self.draft.fc.weight.device
             plan = plan_rollout(wanted, real, num_depths=1, device=device)
             aux = plan.on_key_axis(batch.aux_hidden_states.to(device))
             states = self.draft.unroll(aux, plan.on_key_axis(batch.input_ids.to(device)), plan)[0]

@@ -13,20 +13,16 @@ from fledge.diagnosis.checks.base import Check
 
 _MODULES = (tensors, vocabulary, settings, positions, surroundings, numeric, behaviour)
 
-CHECKS: dict[str, Check] = {
-    one.id: one for module in _MODULES for one in vars(module).values() if isinstance(one, Check)
-}
+_VALUES = [value for module in _MODULES for value in vars(module).values()]
+
+CHECKS = {check.id: check for check in _VALUES if isinstance(check, Check)}
 
 
 def table() -> str:
     """Markdown: every check, what it needs, what it looks for, whether it can repair."""
+    needs = {"static": "files, target's config", "numeric": "target's tables"}
     lines = ["| check | needs | looks for | `--fix` |", "|---|---|---|---|"]
-    needs = {
-        "static": "files, target's config",
-        "numeric": "target's tables",
-        "behavioural": "target",
-    }
     for check in CHECKS.values():
-        fix = "yes" if check.repairs else ""
-        lines.append(f"| `{check.id}` | {needs[check.level]} | {check.looks_for} | {fix} |")
+        need, fix = needs.get(check.level, "target"), "yes" if check.repairs else ""
+        lines.append(f"| `{check.id}` | {need} | {check.looks_for} | {fix} |")
     return "\n".join(lines) + "\n"

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
-from fledge.diagnosis.checks.base import Finding, Subject, check, error, warning
-from fledge.diagnosis.checks.sizes import sizes_of
+from fledge.core.errors import BadInput
+from fledge.diagnosis.checks.base import Finding, Subject, check, error, warning, wrong_key
+from fledge.diagnosis.checks.sizes import Sizes, sizes_of
 from fledge.diagnosis.foreign import SPECULATORS_KEY, DraftFiles
+from fledge.draft.mask_token import check_mask_token_id
 
 # What vLLM or SGLang have a class for, under this name or with "Eagle3" put before it.
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -28,40 +30,27 @@ def architecture(subject: Subject) -> Iterator[Finding]:
     known = (*_ARCHITECTURES, *_OWN_CLASSES.get(layout.name, ()))
     wanted = _ARCHITECTURES[0]
     if len(named) != 1 or named[0] not in known:
-        yield error(
-            f"architectures is {named}: no engine loads that as an EAGLE-3 draft",
-            fix=f'architectures: ["{wanted}"]',
-            repair=lambda files: files.put("architectures", [wanted]),
-        )
+        evidence = f"architectures is {named}: no engine loads that as an EAGLE-3 draft"
+        yield wrong_key("architectures", [wanted], evidence)
     elif named[0] != wanted:
-        yield subject.needs(
-            "sglang",
-            f"architectures is {named}: SGLang knows EAGLE-3 drafts as {wanted}",
-            fix=f'architectures: ["{wanted}"]',
-            repair=lambda files: files.put("architectures", [wanted]),
-        )
-    if config.get("model_type") != "llama":
-        yield error(
-            f"model_type is {config.get('model_type')!r}: the draft is a Llama layer whatever the "
-            "target is",
-            fix='model_type: "llama"',
-            repair=lambda files: files.put("model_type", "llama"),
-        )
+        evidence = f"architectures is {named}: SGLang knows EAGLE-3 drafts as {wanted}"
+        yield subject.only_for("sglang", wrong_key("architectures", [wanted], evidence))
+    if (kind := config.get("model_type")) != "llama":
+        evidence = f"model_type is {kind!r}: the draft is a Llama layer whatever the target is"
+        yield wrong_key("model_type", "llama", evidence)
 
 
 @check("num-hidden-layers", "static", "more or fewer layers declared than the file has",
        repairs=True)  # fmt: skip
 def num_hidden_layers(subject: Subject) -> Iterator[Finding]:
     have, count = len(subject.view.layer_numbers), subject.view.get("num_hidden_layers", 1)
-    if not have or count == have:
-        return
-    copied = " (the target's)" if count == subject.target.depth else ""
-    yield error(
-        f"num_hidden_layers is {count}{copied}, the file has {have}: an engine builds {count} and "
-        f"leaves {max(0, count - have)} random",
-        fix=f"num_hidden_layers: {have}",
-        repair=lambda files: files.put("num_hidden_layers", have),
-    )
+    if have and count != have:
+        copied = " (the target's)" if count == subject.target.depth else ""
+        evidence = (
+            f"num_hidden_layers is {count}{copied}, the file has {have}: an engine builds {count} "
+            f"and leaves {max(0, count - have)} random"
+        )
+        yield wrong_key("num_hidden_layers", have, evidence)
 
 
 @check("hidden-size", "static", "widths or heads that are not the tensors'", repairs=True)
@@ -70,23 +59,15 @@ def hidden_size(subject: Subject) -> Iterator[Finding]:
     for key, have, declared in (
         ("hidden_size", sizes.hidden, view.get("hidden_size")),
         ("intermediate_size", sizes.intermediate, view.get("intermediate_size")),
-        (
-            "target_hidden_size",
-            sizes.target_hidden,
-            view.get("target_hidden_size", sizes.hidden),
-        ),
+        ("target_hidden_size", sizes.target_hidden, view.get("target_hidden_size", sizes.hidden)),
     ):
         if have is not None and declared != have:
-            yield error(
-                f"{key} is {declared}, the tensors say {have}",
-                fix=f"{key}: {have}",
-                repair=lambda files, key=key, have=have: files.put(key, have),  # type: ignore[misc]
-            )
-    yield from _heads(subject)
+            yield wrong_key(key, have, f"{key} is {declared}, the tensors say {have}")
+    yield from _heads(subject, sizes)
 
 
-def _heads(subject: Subject) -> Iterator[Finding]:
-    sizes, view = sizes_of(subject), subject.view
+def _heads(subject: Subject, sizes: Sizes) -> Iterator[Finding]:
+    view = subject.view
     heads, hidden = view.get("num_attention_heads"), view.get("hidden_size")
     if sizes.queries is None or sizes.keys is None or not heads or hidden != sizes.hidden:
         return
@@ -95,16 +76,15 @@ def _heads(subject: Subject) -> Iterator[Finding]:
     if (heads * channels, groups * channels) == (sizes.queries, sizes.keys):
         return
     theirs = subject.target.draft_config
-    fitting: dict[str, int] | None = None
-    if theirs is not None and (sizes.queries, sizes.keys) == (
-        theirs.num_attention_heads * theirs.head_dim,
-        theirs.num_key_value_heads * theirs.head_dim,
-    ):
+    fitting: dict[str, int] = {}
+    if theirs is not None:
         keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
         fitting = {key: getattr(theirs, key) for key in keys}
+        rows = [heads * theirs.head_dim for heads in list(fitting.values())[:2]]
+        fitting = fitting if rows == [sizes.queries, sizes.keys] else {}
 
     def repair(files: DraftFiles) -> None:
-        for key, value in (fitting or {}).items():
+        for key, value in fitting.items():
             files.put(key, value)
 
     yield error(
@@ -119,33 +99,29 @@ def _heads(subject: Subject) -> Iterator[Finding]:
        repairs=True)  # fmt: skip
 def tied_embeddings(subject: Subject) -> Iterator[Finding]:
     if subject.view.get("tie_word_embeddings") is True and "lm_head.weight" in subject.view.state:
-        yield error(
+        evidence = (
             "tie_word_embeddings is true: an engine would use the embeddings "
-            f"({subject.vocab_size:,} rows) for the head ({subject.draft_vocab_size:,} rows)",
-            fix="tie_word_embeddings: false",
-            repair=lambda files: files.put("tie_word_embeddings", False),
+            f"({subject.vocab_size:,} rows) for the head ({subject.draft_vocab_size:,} rows)"
         )
+        yield wrong_key("tie_word_embeddings", False, evidence)
 
 
 @check("norm-flags", "static", "norms whose flag and tensors disagree", repairs=True)
 def norm_flags(subject: Subject) -> Iterator[Finding]:
-    state, view = subject.view.state, subject.view
+    view = subject.view
     for flag, present in (
-        ("fc_norm", any(name.startswith("fc_norm.") for name in state)),
-        ("norm_before_fc", "input_norm.weight" in state),
+        ("fc_norm", any(name.startswith("fc_norm.") for name in view.state)),
+        ("norm_before_fc", "input_norm.weight" in view.state),
     ):
         declared = bool(view.get(flag))
         if present and not declared:
-            yield error(
-                f"the file has {flag}'s weights, {flag} is not set: engines leave the norm out",
-                fix=f"{flag}: true",
-                repair=lambda files, flag=flag: files.put(flag, True),  # type: ignore[misc]
+            evidence = (
+                f"the file has {flag}'s weights, {flag} is not set: engines leave the norm out"
             )
+            yield wrong_key(flag, True, evidence)
         elif declared and not present:
-            yield error(
-                f"{flag} is set, its weights are not in the file",
-                fix="export again with the norm's weights",
-            )
+            fix = "export again with the norm's weights"
+            yield error(f"{flag} is set, its weights are not in the file", fix)
     silent = view.layout.nested and view.flat.get("norm_before_residual") is None
     if silent and view.config.get(SPECULATORS_KEY) == "eagle3":
         yield warning(
@@ -154,20 +130,16 @@ def norm_flags(subject: Subject) -> Iterator[Finding]:
             fix="write what it was trained with",
         )
     elif view.norm_before_residual:
-        yield subject.needs(
-            "sglang",
-            "norm_before_residual is true: vLLM does it, SGLang does not",
-            fix="serve with vLLM",
-        )
+        evidence = "norm_before_residual is true: vLLM does it, SGLang does not"
+        yield subject.only_for("sglang", error(evidence, fix="serve with vLLM"))
 
 
 @check("mask-token", "static", "P-EAGLE without a placeholder, or with a real token for it")
 def mask_token(subject: Subject) -> Iterator[Finding]:
-    view = subject.view
-    if not view.parallel:
+    if not subject.view.parallel:
         return
     yield from _mask_hidden(subject)
-    token = view.mask_token_id
+    token = subject.view.mask_token_id
     if type(token) is not int:
         yield error(
             "a P-EAGLE draft without mask_token_id: engines refuse it, or embed token 0",
@@ -179,16 +151,11 @@ def mask_token(subject: Subject) -> Iterator[Finding]:
             fix="the id that the draft was trained with",
         )
     elif subject.target.tokenizer is not None:
-        from fledge.core.errors import BadInput
-        from fledge.draft.mask_token import check_mask_token_id
-
         try:
             check_mask_token_id(token, subject.target.tokenizer, subject.vocab_size)
         except BadInput as refused:
-            yield warning(
-                refused.what + ": real text reads as a placeholder",
-                fix="train with a token that the tokenizer never emits",
-            )
+            fix = "train with a token that the tokenizer never emits"
+            yield warning(refused.what + ": real text reads as a placeholder", fix)
 
 
 def _mask_hidden(subject: Subject) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoTokenizer
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
 from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, warning
 from fledge.diagnosis.foreign import AUX_KEY, AUX_PLACES, DraftFiles
 from fledge.diagnosis.import_draft import own_config
@@ -22,31 +22,25 @@ _ROTATED = re.compile(r"quarot|spinquant|hadamard|rotat", re.IGNORECASE)
 
 @check("aux-layers", "static", "aux layers that are not written, not three, or out of range")
 def aux_layers(subject: Subject) -> Iterator[Finding]:
-    view, depth = subject.view, subject.target.depth
-    count = view.get("num_aux_hidden_states", 3)
-    ids = view.aux_layer_ids
-    if view.stored_aux is None:
-        default = subject.target.default_aux
-        if default is None:
-            yield error(
-                f"no aux layers in config.json, and a target of {depth} layers is too shallow for "
-                "the engines' own",
-                fix=f"write {AUX_KEY}: the layers it was trained on",
-            )
-        else:
-            yield note(f"no aux layers in config.json: engines take the outputs of {default}")
-    elif ids is None or len(ids) != count or len(set(ids)) != count:
+    view, depth, default = subject.view, subject.target.depth, subject.target.default_aux
+    count, ids = view.get("num_aux_hidden_states", 3), view.aux_layer_ids
+    if view.stored_aux is None and default is not None:
+        yield note(f"no aux layers in config.json: engines take the outputs of {default}")
+    elif view.stored_aux is None:
         yield error(
-            f"the aux layers are {view.stored_aux}, expected {count} different numbers",
-            fix="the layers it was trained on",
+            f"no aux layers in config.json, and a target of {depth} layers is too shallow for "
+            "the engines' own",
+            fix=f"write {AUX_KEY}: the layers it was trained on",
         )
+    elif ids is None or len(ids) != count or len(set(ids)) != count:
+        evidence = f"the aux layers are {view.stored_aux}, expected {count} different numbers"
+        yield error(evidence, fix="the layers it was trained on")
     elif not all(0 <= layer < depth for layer in ids):
         yield error(
             f"the aux layers are outputs of {ids}, the target has layers 0..{depth - 1}",
             fix="the layers it was trained on; does the file count from the embedding?",
         )
-    declared = {place.path: view.aux_at(place) for place in AUX_PLACES}
-    given = {path: layers for path, layers in declared.items() if layers is not None}
+    given = {at.path: layers for at in AUX_PLACES if (layers := view.aux_at(at)) is not None}
     if len({tuple(layers) for layers in given.values()}) > 1:
         words = "; ".join(f"{path} means the outputs of {layers}" for path, layers in given.items())
         yield error(words, fix="write the layers it was trained on in all places")
@@ -55,30 +49,27 @@ def aux_layers(subject: Subject) -> Iterator[Finding]:
 @check("aux-order", "static", "aux layers in an order that vLLM would undo", repairs=True)
 def aux_order(subject: Subject) -> Iterator[Finding]:
     ids = subject.view.aux_layer_ids
-    if ids is None or ids == sorted(ids) or len(set(ids)) != len(ids):
-        return
-    yield error(
-        f"the aux layers are {ids}, not ascending: vLLM sorts them, and fc reads each chunk as "
-        "another",
-        fix=f"{sorted(ids)}, and the columns of fc in the same order",
-        repair=_sort_aux,
-    )
+    if ids is not None and ids != sorted(ids) and len(set(ids)) == len(ids):
+        yield error(
+            f"the aux layers are {ids}, not ascending: vLLM sorts them, and fc reads each chunk "
+            "as another",
+            fix=f"{sorted(ids)}, and the columns of fc in the same order",
+            repair=_sort_aux,
+        )
 
 
 def _sort_aux(files: DraftFiles) -> None:
     """The same draft with its chunks in ascending order."""
-    view = files.view
-    ids = view.aux_layer_ids
+    state, ids = files.view.state, files.view.aux_layer_ids
     assert ids is not None
     order = sorted(range(len(ids)), key=lambda place: ids[place])
-    for own in ("fc.weight", "mask_hidden", "input_norm.weight"):
-        if own in view.names:
-            chunks = files.tensors[view.names[own]].chunk(len(ids), dim=-1)
-            files.tensors[view.names[own]] = torch.cat([chunks[place] for place in order], dim=-1)
-    norms = [view.names.get(f"fc_norm.{place}.weight") for place in range(len(ids))]
-    if all(norms):
-        held = [files.tensors[str(name)] for name in norms]
-        files.tensors.update({str(norms[i]): held[place] for i, place in enumerate(order)})
+    for own in {"fc.weight", "mask_hidden", "input_norm.weight"} & state.keys():
+        chunks = state[own].chunk(len(ids), dim=-1)
+        files.put_tensor(own, torch.cat([chunks[place] for place in order], dim=-1))
+    norms = [f"fc_norm.{place}.weight" for place in range(len(ids))]
+    if all(name in state for name in norms):
+        for name, place in zip(norms, order, strict=True):
+            files.put_tensor(name, state[norms[place]])
     files.put_aux(sorted(ids))
 
 
@@ -101,12 +92,10 @@ def tokenizer(subject: Subject) -> Iterator[Finding]:
     try:
         own = AutoTokenizer.from_pretrained(subject.directory).get_vocab()
     except (OSError, ValueError, KeyError) as failed:
-        first = str(failed).splitlines()[0]
-        yield warning(f"the tokenizer beside the draft cannot be read ({first})")
+        yield warning(f"the tokenizer beside the draft cannot be read ({first_line(failed)})")
         return
     vocabulary = theirs.get_vocab()
-    differing = sum(own.get(token) != number for token, number in vocabulary.items())
-    if differing:
+    if differing := sum(own.get(token) != number for token, number in vocabulary.items()):
         yield error(
             f"{differing:,} of the target's {len(vocabulary):,} tokens have another id, or none, "
             "in the tokenizer beside the draft",
@@ -137,12 +126,11 @@ def target_quantised(subject: Subject) -> Iterator[Finding]:
 
 @check("serving", "static", "what each engine needs to be told, and what it cannot take")
 def serving(subject: Subject) -> Iterator[Finding]:
-    view = subject.view
-    method = view.method
+    method = subject.view.method
     speculative = f'vLLM: method "{method.algorithms["vllm"]}"'
     if method.vllm_settings:
         settings = json.dumps(dict(method.vllm_settings)).strip("{}")
-        flags = "" if view.layout.nested else f" and {settings}"
+        flags = "" if subject.view.layout.nested else f" and {settings}"
         yield note(f"{method.title}. {speculative}{flags} in --speculative-config")
     else:
         yield note(
@@ -150,7 +138,7 @@ def serving(subject: Subject) -> Iterator[Finding]:
             "would accept exactly nothing, without a warning)"
         )
     for engine, evidence, fix in _limits(subject):
-        yield subject.needs(engine, evidence, fix)
+        yield subject.only_for(engine, error(evidence, fix))
 
 
 def _limits(subject: Subject) -> Iterator[tuple[str, str, str]]:

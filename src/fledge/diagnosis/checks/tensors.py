@@ -6,11 +6,12 @@ Engines skip what they do not know and leave random what they do not find, mostl
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error, note, warning
+from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, warning
 from fledge.diagnosis.checks.sizes import expected_shapes, fits, required_names, sizes_of
 from fledge.diagnosis.foreign import DraftFiles, own_name
 
@@ -24,10 +25,9 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
     has_fusion = any(name.endswith("hidden_norm.weight") for name in state)
     if not any(name.startswith(("layers.", "fc")) for name in state):
         some = ", ".join(sorted(subject.files.tensors)[:3])
-        yield Finding("error", f"no tensor of a draft among {len(state)} ({some} ...)", last=True)
+        yield error(f"no tensor of a draft among {len(state)} ({some} ...)", last=True)
     elif fc is not None and not has_fusion and fc.ndim == 2 and fc.shape[1] == 2 * fc.shape[0]:
-        yield Finding(
-            "error",
+        yield error(
             f"fc is {list(fc.shape)}: it joins one embedding and one hidden state, "
             "which is EAGLE-1/2; served as EAGLE-3 it accepts nothing",
             fix='vLLM: method "eagle"; SGLang: --speculative-algorithm EAGLE',
@@ -39,12 +39,13 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
 def names(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     if view.clashes:
-        same = [name for name in view.clashes if _same_as_first(subject, name)]
+        first = {name: view.names[own_name(name)] for name in view.clashes}
+        same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in first.items())
         yield error(
-            f"{len(view.clashes)} tensors are there twice, such as {view.clashes[0]} and "
-            f"{view.names[own_name(view.clashes[0])]}",
+            f"{len(first)} tensors are there twice, such as {view.clashes[0]} and "
+            f"{first[view.clashes[0]]}",
             fix="keep one name: midlayer.* or layers.0.*",
-            repair=_drop(same) if len(same) == len(view.clashes) else None,
+            repair=partial(_drop, doomed=view.clashes) if same else None,
         )
         return
     prefix = view.layout.prefix
@@ -53,16 +54,13 @@ def names(subject: Subject) -> Iterator[Finding]:
         yield error(
             f"{len(wrapped)} names carry a wrapper that no engine strips, such as {wrapped[0]}",
             fix=f"rename to {own_name(wrapped[0])}",
-            repair=unwrap,
+            repair=_unwrap,
         )
     elif prefix:
         count = sum(name.startswith(prefix) for name in subject.files.tensors)
-        yield subject.needs(
-            "vllm",
-            f"{count} names begin with '{prefix}': SGLang takes them, vLLM refuses to load",
-            fix="for vLLM: fledge import, then fledge export --engine vllm",
-            repair=unwrap,
-        )
+        evidence = f"{count} names begin with '{prefix}': SGLang takes them, vLLM refuses to load"
+        fix = "for vLLM: fledge import, then fledge export --engine vllm"
+        yield subject.only_for("vllm", error(evidence, fix, _unwrap))
 
 
 def _spellings(own: str, prefix: str) -> tuple[str, ...]:
@@ -76,26 +74,17 @@ def _midlayer(own: str) -> str:
     return own.replace("layers.0.", "midlayer.", 1)
 
 
-def _same_as_first(subject: Subject, name: str) -> bool:
-    view = subject.view
-    return torch.equal(view.tensors[name], view.tensors[view.names[own_name(name)]])
+def _drop(files: DraftFiles, doomed: Iterable[str]) -> None:
+    for name in doomed:
+        files.tensors.pop(name, None)
 
 
-def _drop(doomed: Iterable[str]) -> Repair:
-    def repair(files: DraftFiles) -> None:
-        for name in doomed:
-            files.tensors.pop(name, None)
-
-    return repair
-
-
-def unwrap(files: DraftFiles) -> None:
+def _unwrap(files: DraftFiles) -> None:
     """Plain names; layer 0 keeps the name that the file gives it."""
-    renamed = {}
-    for own, name in files.view.names.items():
-        renamed[_midlayer(own) if ".midlayer." in f".{name}" else own] = files.tensors[name]
-    files.tensors.clear()
-    files.tensors.update(renamed)
+    files.tensors = {
+        _midlayer(own) if ".midlayer." in f".{name}" else own: files.tensors[name]
+        for own, name in files.view.names.items()
+    }
 
 
 @check("missing", "static", "tensors that an engine would leave random")
@@ -103,10 +92,9 @@ def missing(subject: Subject) -> Iterator[Finding]:
     """Of the layers that are there; layers that are not belong to `num-hidden-layers`."""
     view = subject.view
     layers = max(view.layer_numbers, default=0) + 1
-    lost = [name for name in required_names(subject, layers) if name not in view.state]
-    width, full = subject.draft_vocab_size, subject.vocab_size
+    lost = [name for name in required_names(layers) if name not in view.state]
     if "lm_head.weight" not in view.state:
-        if width is not None and width < full:
+        if (subject.draft_vocab_size or subject.vocab_size) < subject.vocab_size:
             lost.append("lm_head.weight")
         else:
             yield note("no lm_head: engines share the target's")
@@ -127,7 +115,7 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
         yield warning(
             f"{len(view.junk)} tensors are not the draft's: {_some(view.junk)}; vLLM refuses them",
             fix="leave them out",
-            repair=_drop(view.junk),
+            repair=partial(_drop, doomed=view.junk),
         )
     known = {*expected_shapes(subject, sizes_of(subject)), "mask_hidden"}
     extra = [view.names[own] for own in view.state if own not in known]
@@ -153,7 +141,7 @@ def shape(subject: Subject) -> Iterator[Finding]:
     if wrong or unreadable:
         evidence = "; ".join(wrong[:4]) or "a tensor without values"
         fix = "export again; was a matrix transposed or cut?"
-        yield Finding("error", evidence, fix, last=unreadable)
+        yield error(evidence, fix, last=unreadable)
 
 
 @check("dtype", "static", "mixed, odd or misdeclared number formats", repairs=True)
@@ -162,9 +150,8 @@ def dtype(subject: Subject) -> Iterator[Finding]:
     counts = Counter(tensor.dtype for tensor in weights.values())
     odd = sorted(str(kind).removeprefix("torch.") for kind in counts if kind not in _FLOATS)
     if odd:
-        yield error(
-            f"weights in {', '.join(odd)}", fix="a draft is served in bf16, fp16 or fp32 weights"
-        )
+        fix = "a draft is served in bf16, fp16 or fp32 weights"
+        yield error(f"weights in {', '.join(odd)}", fix)
         return
     if len(counts) > 1:
         shares = ", ".join(f"{str(k).removeprefix('torch.')} {n}" for k, n in counts.most_common())
@@ -177,19 +164,16 @@ def dtype(subject: Subject) -> Iterator[Finding]:
             yield warning(
                 f"{key} is {declared}, the weights are {stored}: an engine would convert them",
                 fix=f"{key}: {stored}",
-                repair=lambda files, key=key: files.put(key, stored),  # type: ignore[misc]
+                repair=partial(DraftFiles.put, key=key, value=stored),
             )
 
 
 @check("not-finite", "static", "NaN or infinite weights")
 def not_finite(subject: Subject) -> Iterator[Finding]:
     for name, tensor in _floats(subject):
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            yield error(
-                f"{name} has {bad:,} NaN or infinite values of {tensor.numel():,}",
-                fix="take an earlier checkpoint",
-            )
+        if bad := int((~torch.isfinite(tensor)).sum()):
+            evidence = f"{name} has {bad:,} NaN or infinite values of {tensor.numel():,}"
+            yield error(evidence, fix="take an earlier checkpoint")
 
 
 @check("constant", "static", "weights that are one value throughout")
@@ -197,20 +181,20 @@ def constant(subject: Subject) -> Iterator[Finding]:
     """A norm that is 1 throughout has hardly been trained, which is not a fault."""
     for name, tensor in _floats(subject):
         value = float(tensor.flatten()[0])
-        if tensor.numel() > 1 and math.isfinite(value) and bool((tensor == value).all()):
-            if tensor.ndim == 1 and value == 1.0:
-                continue
+        harmless = tensor.numel() == 1 or (tensor.ndim == 1 and value == 1.0)
+        if math.isfinite(value) and not harmless and bool((tensor == value).all()):
             yield error(f"{name} is {value:g} throughout", fix="it was never loaded or never saved")
 
 
 @check("random-weights", "static", "matrices that look freshly initialised")
 def random_weights(subject: Subject) -> Iterator[Finding]:
-    fresh = []
-    for name, tensor in _floats(subject):
-        if tensor.ndim != 2 or name in ("embed_tokens.weight", "lm_head.weight"):
-            continue
-        if (std := fresh_std(tensor, subject)) is not None:
-            fresh.append(f"{name} (std {std:.4f}, no direction stands out)")
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    fresh = [
+        f"{name} (std {std:.4f}, no direction stands out)"
+        for name, tensor in _floats(subject)
+        if tensor.ndim == 2 and name not in tables
+        if (std := fresh_std(tensor, subject)) is not None
+    ]
     if fresh:
         yield warning(
             f"{len(fresh)} matrices look randomly initialised: {_some(fresh)}",
@@ -243,6 +227,5 @@ def _floats(subject: Subject) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _some(items: list[str], most: int = 4) -> str:
-    left = len(items) - most
-    return ", ".join(items[:most]) + (f" and {left} more" if left > 0 else "")
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:4]) + (f" and {len(items) - 4} more" if items[4:] else "")

@@ -5,12 +5,13 @@ The map decides what a drafted id means. Engines read `d2t` only, as offsets (ta
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error, warning
-from fledge.diagnosis.foreign import DraftFiles
+from fledge.diagnosis.checks.base import Finding, Subject, check, error, warning, wrong_key
+from fledge.diagnosis.foreign import DraftFiles, tokens_marked
 
 
 @check("vocab-size", "static", "vocab_size, embeddings or t2d of another size than the target's",
@@ -21,34 +22,22 @@ def vocab_size(subject: Subject) -> Iterator[Finding]:
     wrong = {name: rows for name, rows in shown.items() if rows != full}
     if wrong:
         seen = ", ".join(f"{name} has {rows:,} rows" for name, rows in wrong.items())
-        yield error(
-            f"{seen}; the target knows {full:,} tokens", fix="name the target it was trained for"
-        )
-        return
-    declared = subject.view.get("vocab_size")
-    if declared != full:
-        yield error(
-            f"vocab_size is {declared}, the target's {full:,}: engines size embeddings by it",
-            fix=f"vocab_size: {full}",
-            repair=lambda files: files.put("vocab_size", full),
-        )
+        fix = "name the target it was trained for"
+        yield error(f"{seen}; the target knows {full:,} tokens", fix)
+    elif (declared := subject.view.get("vocab_size")) != full:
+        evidence = f"vocab_size is {declared}, the target's {full:,}: engines size embeddings by it"
+        yield wrong_key("vocab_size", full, evidence)
 
 
 @check("draft-vocab-size", "static", "draft_vocab_size that is not the head's rows", repairs=True)
 def draft_vocab_size(subject: Subject) -> Iterator[Finding]:
     head = subject.view.state.get("lm_head.weight")
     declared = subject.view.get("draft_vocab_size")
-    if head is None or head.ndim != 2:
+    if head is None or head.ndim != 2 or (declared is None and len(head) == subject.vocab_size):
         return
-    rows = len(head)
-    if declared is None and rows == subject.vocab_size:
-        return
-    if declared != rows:
-        yield error(
-            f"draft_vocab_size is {declared}, the head has {rows:,} rows",
-            fix=f"draft_vocab_size: {rows}",
-            repair=lambda files: files.put("draft_vocab_size", rows),
-        )
+    if declared != (rows := len(head)):
+        evidence = f"draft_vocab_size is {declared}, the head has {rows:,} rows"
+        yield wrong_key("draft_vocab_size", rows, evidence)
 
 
 @check("d2t-missing", "static", "no map although the draft vocabulary is smaller", repairs=True)
@@ -58,13 +47,11 @@ def d2t_missing(subject: Subject) -> Iterator[Finding]:
         return
     mask = subject.view.state.get("t2d")
     sure = mask is not None and mask.ndim == 1 and int(mask.bool().sum()) == width
-    yield error(
+    evidence = (
         f"no d2t, and the head has {width:,} rows of {subject.vocab_size:,}: engines then take "
-        f"draft id i for target id i",
-        fix="t2d marks exactly as many ids: the map follows from it" if sure else
-            "take the map that the draft was trained with",
-        repair=_map_from_t2d if sure else None,
-    )  # fmt: skip
+        "draft id i for target id i"
+    )
+    yield _wrong_map(evidence, "t2d marks exactly as many ids: the map follows from it", sure)
 
 
 @check("d2t-type", "static", "maps that are not int64 / bool", repairs=True)
@@ -79,7 +66,7 @@ def d2t_type(subject: Subject) -> Iterator[Finding]:
             f"{name} is {str(held.dtype).removeprefix('torch.')}, engines read "
             f"{str(wanted).removeprefix('torch.')}",
             fix="convert it" if sure else "its values are no whole numbers: take the trainer's map",
-            repair=_replace(name, cast) if sure else None,
+            repair=partial(DraftFiles.put_tensor, own=name, value=cast) if sure else None,
         )
 
 
@@ -88,12 +75,13 @@ def d2t_absolute(subject: Subject) -> Iterator[Finding]:
     d2t = _integral_d2t(subject)
     if d2t is None or not _is_absolute(d2t, subject):
         return
+    offsets = d2t - torch.arange(len(d2t))
     beyond = int((_ids(d2t) >= subject.vocab_size).sum())
     yield error(
         f"d2t holds target ids ({int(d2t[0])}, {int(d2t[1])}, ... {int(d2t[-1])}), not offsets: "
         f"{beyond:,} of {len(d2t):,} drafted ids would lie beyond the vocabulary",
         fix="subtract the draft id from each",
-        repair=_replace("d2t", d2t - torch.arange(len(d2t))),
+        repair=partial(DraftFiles.put_tensor, own="d2t", value=offsets),
     )
 
 
@@ -114,22 +102,17 @@ def d2t_range(subject: Subject) -> Iterator[Finding]:
         # whatever is still sound must agree with the ascending map that t2d implies
         agree = ids == mask.bool().nonzero()[:, 0]
         sure = bool(2 * int(agree.sum()) >= len(ids))
-    yield error(
+    evidence = (
         f"{int(outside.sum()):,} of {len(ids):,} drafted ids fall outside 0..{full - 1}, "
-        f"{repeated:,} repeat another",
-        fix="t2d agrees with the rest: rebuild the map from it" if sure else
-            "take the map that the draft was trained with",
-        repair=_map_from_t2d if sure else None,
-    )  # fmt: skip
+        f"{repeated:,} repeat another"
+    )
+    yield _wrong_map(evidence, "t2d agrees with the rest: rebuild the map from it", sure)
 
 
 @check("d2t-order", "static", "a map that does not ascend", repairs=True)
 def d2t_order(subject: Subject) -> Iterator[Finding]:
     ids = sound_ids(subject)
-    if ids is None:
-        return
-    falls = int((ids.diff() < 0).sum())
-    if falls:
+    if ids is not None and (falls := int((ids.diff() < 0).sum())):
         yield error(
             f"the draft's ids do not follow the target's: {falls:,} of {len(ids) - 1:,} steps fall",
             fix="sort the rows of the head and the map together",
@@ -142,14 +125,13 @@ def t2d_mismatch(subject: Subject) -> Iterator[Finding]:
     ids, mask = sound_ids(subject), subject.view.state.get("t2d")
     if ids is None or mask is None or mask.shape != (subject.vocab_size,):
         return
-    wanted = _marked(ids, subject.vocab_size)
-    differ = int((wanted != mask.bool()).sum())
-    if differ:
+    wanted = tokens_marked(ids, subject.vocab_size)
+    if differ := int((wanted != mask.bool()).sum()):
         yield error(
             f"t2d and d2t disagree on {differ:,} tokens ({int(mask.bool().sum()):,} marked, "
             f"{len(ids):,} mapped): was one of them recomputed for a warm start?",
             fix="engines follow d2t: rebuild t2d from it (head-map checks d2t itself)",
-            repair=_replace("t2d", wanted),
+            repair=partial(DraftFiles.put_tensor, own="t2d", value=wanted),
         )
 
 
@@ -169,9 +151,16 @@ def end_token(subject: Subject) -> Iterator[Finding]:
 # --- maps ----------------------------------------------------------------------------------------
 
 
+def _wrong_map(evidence: str, fix: str, sure: bool) -> Finding:
+    """Without a map that can be trusted; `sure`: t2d implies the right one."""
+    if sure:
+        return error(evidence, fix, _map_from_t2d)
+    return error(evidence, "take the map that the draft was trained with")
+
+
 def _compressed(subject: Subject) -> int | None:
-    width = subject.draft_vocab_size
-    return width if width is not None and width < subject.vocab_size else None
+    width = subject.draft_vocab_size or subject.vocab_size
+    return width if width < subject.vocab_size else None
 
 
 def _integral_d2t(subject: Subject) -> Tensor | None:
@@ -199,9 +188,8 @@ def _is_absolute(d2t: Tensor, subject: Subject) -> bool:
     if not _is_map(_ids(d2t), full):
         return True
     if mask is not None and mask.shape == (full,):
-        return torch.equal(_marked(d2t, full), mask.bool()) and not torch.equal(
-            _marked(_ids(d2t), full), mask.bool()
-        )
+        absolute, relative = tokens_marked(d2t, full), tokens_marked(_ids(d2t), full)
+        return torch.equal(absolute, mask.bool()) and not torch.equal(relative, mask.bool())
     return len(d2t) > 1000 and bool((d2t.diff() > 0).all())
 
 
@@ -213,19 +201,11 @@ def sound_ids(subject: Subject) -> Tensor | None:
     return _ids(d2t)
 
 
-def _marked(ids: Tensor, full: int) -> Tensor:
-    mask = torch.zeros(full, dtype=torch.bool)
-    mask[ids] = True
-    return mask
-
-
 def set_map(files: DraftFiles, ids: Tensor) -> None:
     """d2t, and t2d where the file has one, from [W] target ids in draft order."""
-    names = files.view.names
-    files.tensors[names.get("d2t", "d2t")] = ids - torch.arange(len(ids))
-    if "t2d" in names:
-        full = len(files.tensors[names["t2d"]])
-        files.tensors[names["t2d"]] = _marked(ids, full)
+    files.put_tensor("d2t", ids - torch.arange(len(ids)))
+    if (mask := files.view.state.get("t2d")) is not None:
+        files.put_tensor("t2d", tokens_marked(ids, len(mask)))
 
 
 def _map_from_t2d(files: DraftFiles) -> None:
@@ -235,13 +215,5 @@ def _map_from_t2d(files: DraftFiles) -> None:
 def _sort_by_target(files: DraftFiles) -> None:
     view = files.view
     ids, order = torch.sort(_ids(view.state["d2t"].long()))
-    head = view.names["lm_head.weight"]
-    files.tensors[head] = files.tensors[head][order].contiguous()
+    files.put_tensor("lm_head.weight", view.state["lm_head.weight"][order].contiguous())
     set_map(files, ids)
-
-
-def _replace(name: str, value: Tensor) -> Repair:
-    def repair(files: DraftFiles) -> None:
-        files.tensors[files.view.names[name]] = value
-
-    return repair
