@@ -23,7 +23,6 @@ from fledge.core.rows import TokenBatch
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState
 from fledge.decode.strategies.base import Strategy
-from fledge.decode.strategies.registry import STRATEGIES
 from fledge.decode.strategies.rollouts import Rollouts
 from fledge.draft.base import DraftModel
 from fledge.methods.base import Method, TrainerInputs
@@ -128,7 +127,7 @@ class TwinRollouts(Rollouts):
 
 
 class TwinStrategy(Strategy):
-    name = drafted = "twin"
+    drafted = "twin"
     rollouts = TwinRollouts
     count = DEPTHS
     label = "two tokens at once"
@@ -158,7 +157,7 @@ class TwinSection(ObjectiveSection):
 
 class Twin(Method):
     name, title, section = "twin", "Twin", TwinSection
-    strategies = ("twin",)
+    strategies: ClassVar = {"twin": TwinStrategy}
     formats: ClassVar = {}
     algorithms: ClassVar = {}
 
@@ -202,11 +201,10 @@ class Brier(Loss):
 @pytest.fixture
 def toys():
     """Everything registered for one test."""
-    STRATEGIES.add("twin", TwinStrategy)
     METHODS.add("twin", Twin())
     LOSSES.add("brier", Brier)
     yield
-    for registry, name in ((STRATEGIES, "twin"), (METHODS, "twin"), (LOSSES, "brier")):
+    for registry, name in ((METHODS, "twin"), (LOSSES, "brier")):
         registry.remove(name)
 
 

@@ -7,7 +7,7 @@ import torch
 from test_draft_model import make_config, some_vocabulary
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.draft import base, peagle
+from fledge.draft import base, parallel
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.rollout.parallel_plan import plan_parallel
@@ -104,7 +104,7 @@ def flat_forward(draft, plan, aux, ids, *, shuffle=False):
 
 
 def unrolled(draft, plan, aux, ids, **options):
-    return peagle.unroll_parallel(
+    return parallel.unroll_parallel(
         draft, plan.on_key_axis(aux), plan.on_key_axis(ids), plan, **options
     )
 
@@ -181,13 +181,13 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
     forward = flat_forward if way == "flat" else unrolled
     plain = weigh(draft, forward(draft, plan, aux, ids))
     calls = []
-    original = peagle.checkpoint
+    original = parallel.checkpoint
 
     def counted(*args, **kwargs):
         calls.append(kwargs["use_reentrant"])
         return original(*args, **kwargs)
 
-    for module in (peagle, base):
+    for module in (parallel, base):
         monkeypatch.setattr(module, "checkpoint", counted)
     draft.gradient_checkpointing = True
     segments = len(plan.segments) if way == "plan" else 1
@@ -224,7 +224,7 @@ def test_mask_hidden_is_there_only_for_parallel_drafting(tmp_path):
     assert parallel.mask_hidden.shape == (1, 1, 30)
     for method in (
         plain.masked_projected_hidden,
-        lambda: peagle.unroll_parallel(plain, None, None, None),
+        lambda: parallel.unroll_parallel(plain, None, None, None),
     ):
         with pytest.raises(ValueError, match="parallel_drafting"):
             method()

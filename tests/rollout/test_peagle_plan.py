@@ -331,7 +331,7 @@ def test_a_failed_compilation_is_recorded_and_not_tried_again(monkeypatch, caplo
     for _ in range(2):
         assert torch.equal(peagle_flex_attention(q, k, v, mask, 0.3), expected)
     assert tried == [1]
-    assert "no lowering for this" in peagle_mask.compile_failure()
+    assert "no lowering for this" in peagle_mask._Compiled.failure
     assert "no lowering for this" in caplog.text
 
 
@@ -345,7 +345,7 @@ def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
     monkeypatch.setattr(peagle_mask._Compiled, "function", full)
     with pytest.raises(torch.OutOfMemoryError):
         peagle_flex_attention(q, k, v, mask, 0.3)
-    assert peagle_mask.compile_failure() is None
+    assert peagle_mask._Compiled.failure is None
 
 
 def test_compiled_only_where_inductor_can():

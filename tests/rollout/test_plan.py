@@ -74,7 +74,7 @@ def test_elements_are_those_of_the_rule(documents, pad, num_depths, compact):
         for k in range(num_depths)
     ]
     assert plan.step_valid_K.tolist() == valid
-    assert plan.supervised_E.sum() == len(expected)
+    assert plan.supervised_P.sum() == len(expected)
 
 
 @settings(max_examples=100, deadline=None)

@@ -85,8 +85,8 @@ def target_distribution_from_hidden(
 ) -> tuple[Tensor, Tensor]:
     """The same from last hidden states; logits exist for `chunk_rows` rows at a time."""
     parts = [
-        target_distribution(head.logits(rows_CD), selected_token_ids, selected_token_mask)
-        for rows_CD in torch.split(hidden_ND, chunk_rows)
+        target_distribution(head.logits(rows_JD), selected_token_ids, selected_token_mask)
+        for rows_JD in torch.split(hidden_ND, chunk_rows)
     ]
     if not parts:
         return (

@@ -210,6 +210,6 @@ def _only(head: nn.Module, place_B1: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def take(values_BND: Tensor, index_BK: Tensor) -> Tensor:
-    """[B, K, D]: entries of each row by index."""
-    return values_BND.gather(1, index_BK[..., None].expand(-1, -1, values_BND.shape[-1]))
+def take(values_BND: Tensor, index_BQ: Tensor) -> Tensor:
+    """[B, Q, D]: entries of each row by index."""
+    return values_BND.gather(1, index_BQ[..., None].expand(-1, -1, values_BND.shape[-1]))

@@ -38,7 +38,7 @@ class LlamaEagle3DraftModel(DraftModel):
 
     `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
     `num_aux_hidden_states`, `fc_norm`, `norm_output`, and for P-EAGLE `parallel_drafting` and
-    `mask_token_id` (all optional, see `check_draft_config`; P-EAGLE's side is in `peagle.py`).
+    `mask_token_id` (all optional, see `check_draft_config`; P-EAGLE's rollout is in `parallel.py`).
     """
 
     architecture = "LlamaForCausalLMEagle3"
@@ -99,16 +99,12 @@ class LlamaEagle3DraftModel(DraftModel):
         layers = cast(Iterable[DraftLayer], self.layers)
         return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
 
-    # --- P-EAGLE by hand: training goes through `peagle.unroll_parallel` ------------------------
+    # --- P-EAGLE by hand: training goes through `parallel.py` --------------------------------
 
     def masked_projected_hidden(self) -> Tensor:
         """[1, E]: the placeholder through fc_norm and fc, as real aux states go."""
         self.check_parallel()
         return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
-
-    def _check_parallel(self) -> None:
-        if not self.config.parallel_drafting:
-            raise ValueError("parallel_drafting: the draft was built without it")
 
     def build_peagle_block_mask(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.peagle import unroll_parallel
+from fledge.draft.parallel import unroll_parallel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of

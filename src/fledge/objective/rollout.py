@@ -202,8 +202,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         sums_2L = torch.zeros(2, self._num_losses, dtype=torch.float64, device=device)
         with _no_autocast(device.type) as asked_dtype:
             for batch in ready:
-                hidden_EE = self._hidden(batch, asked_dtype)
-                sums_2L += head_acceptance(hidden_EE, head_WE, self._head_task(batch))
+                hidden_PE = self._hidden(batch, asked_dtype)
+                sums_2L += head_acceptance(hidden_PE, head_WE, self._head_task(batch))
         return mean_acceptance(world.sum_(sums_2L))
 
     def score(
@@ -220,13 +220,13 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         """
         plan, count_K = ready.plan, ready.charged_K if normalizer is None else normalizer
         with _no_autocast(self.selected_token_ids.device.type) as asked_dtype:
-            hidden_EE = self._hidden(ready, asked_dtype)
+            hidden_PE = self._hidden(ready, asked_dtype)
             task = self._head_task(ready)
             scored = head_loss(
-                hidden_EE,
+                hidden_PE,
                 self.draft_model.lm_head.weight,
                 task,
-                coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
+                coefficient_N=self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N],
                 acceptance_L=acceptance,
             )
             loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
@@ -285,12 +285,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     def _output(
         self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
     ) -> RolloutOutput:
-        correct_E = torch.zeros_like(plan.supervised_E)
-        correct_E[plan.head.element_N] = correct_N
+        correct_P = torch.zeros_like(plan.supervised_P)
+        correct_P[plan.head.element_N] = correct_N
         hits, reached = [], []
-        alive = torch.ones_like(plan.by_depth(correct_E)[0])
+        alive = torch.ones_like(plan.by_depth(correct_P)[0])
         for correct, supervised in zip(
-            plan.by_depth(correct_E), plan.by_depth(plan.supervised_E), strict=True
+            plan.by_depth(correct_P), plan.by_depth(plan.supervised_P), strict=True
         ):
             alive = alive[: len(correct)] & supervised
             reached.append(alive.sum())

@@ -90,14 +90,14 @@ class RolloutPlan:
     counts: tuple[int, ...]  # rows per depth
     target_M: Tensor  # flattened position of every slot that holds a target
     head: HeadElements
-    supervised_E: Tensor  # bool, over all depths' rows laid end to end
+    supervised_P: Tensor  # bool, over all depths' rows laid end to end
     step_valid_K: Tensor  # int64: slots supervised at all depths <= k
     # bool, only when rollouts were left out: the elements (target, depth) that the rest stands for
     asked_MK: Tensor | None = None
 
-    def by_depth(self, values_E: Tensor) -> tuple[Tensor, ...]:
+    def by_depth(self, values_P: Tensor) -> tuple[Tensor, ...]:
         """Split per-element values laid end to end into one tensor per depth."""
-        return torch.split(values_E, list(self.counts))
+        return torch.split(values_P, list(self.counts))
 
     def on_key_axis(self, values_BT: Tensor) -> Tensor:
         """The rows [T, ...] of a batch tensor [B, T, ...] that sit on the key axis."""
@@ -290,9 +290,9 @@ def lay_out(
     row_first = key_first[row_key]
     orders = [np.argsort(row_key[:count], kind="stable") for count in counts]
     head = _head_elements(slots, supervised_SK, rows, counts)
-    supervised_E = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
+    supervised_P = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
     arrays = [keep, axis.position, key_first, row_key, row_first, *orders]
-    arrays += [np.flatnonzero(slots.target), *head, supervised_E.astype(np.int64)]
+    arrays += [np.flatnonzero(slots.target), *head, supervised_P.astype(np.int64)]
     arrays += [np.logical_and.accumulate(supervised_SK, axis=1).sum(axis=0)]
 
     it = iter(to_device(arrays, device))
@@ -317,7 +317,7 @@ def lay_out(
         counts=counts,
         target_M=next(it),
         head=HeadElements(next(it), next(it), next(it), head[2]),
-        supervised_E=next(it).bool(),
+        supervised_P=next(it).bool(),
         step_valid_K=next(it),
     )
 

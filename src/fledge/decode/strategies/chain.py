@@ -18,13 +18,8 @@ class ChainRollouts(Rollouts):
 
 
 class Chain(DrafterStrategy):
-    name = "chain"
     drafted = "chain"
     rollouts = ChainRollouts
-
-    @property
-    def count(self) -> int:
-        return self.shape.num_draft_tokens
 
     @property
     def label(self) -> str:

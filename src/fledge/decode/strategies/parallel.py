@@ -14,7 +14,7 @@ from fledge.decode.state import RoundState
 from fledge.decode.strategies.drafter import DrafterStrategy, eagle_draft
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
 from fledge.draft.base import DraftModel
-from fledge.draft.peagle import unroll_parallel
+from fledge.draft.parallel import unroll_parallel
 from fledge.rollout.parallel_plan import ParallelPlan, lay_out_parallel
 from fledge.rollout.plan import RolloutPlan, flatten_slots
 
@@ -42,19 +42,12 @@ class ParallelRollouts(Rollouts):
 
 
 class Parallel(DrafterStrategy):
-    name = "parallel"
     drafted = "tokens in parallel"
     rollouts = ParallelRollouts
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        config = draft.config
-        placeholder = config.parallel_drafting and config.mask_token_id is not None
-        return super().fits(draft) and placeholder
-
-    @property
-    def count(self) -> int:
-        return self.shape.num_draft_tokens
+        return super().fits(draft) and draft.config.mask_token_id is not None
 
     @property
     def label(self) -> str:

@@ -25,8 +25,8 @@ class KLDivergence(Loss):
         return soft_cross_entropy(logits_NW, probs_NW) + probs_NW.xlogy(probs_NW).sum(-1)
 
     def rows(
-        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+        self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
     ) -> "tuple[Tensor, Tensor]":
-        loss_C, q_CW, mass_C = cross_entropy_rows(logits_CW, probs_CW)
-        loss_C = loss_C + probs_CW.xlogy(probs_CW).sum(-1)
-        return loss_C, cross_entropy_gradient(q_CW, probs_CW, mass_C)
+        loss_J, q_JW, mass_J = cross_entropy_rows(logits_JW, probs_JW)
+        loss_J = loss_J + probs_JW.xlogy(probs_JW).sum(-1)
+        return loss_J, cross_entropy_gradient(q_JW, probs_JW, mass_J)

@@ -5,7 +5,7 @@ flattened by the caller, one flex-attention mask. `unroll_parallel` is what trai
 on a plan (`rollout.parallel_plan`), through the attention primitive that EAGLE-3 shares, and
 computes nothing that no loss needs. Tests hold them equal.
 
-Shapes: T key axis, X flat axis of a segment, M its chain rows (depths >= 1), E draft hidden.
+Shapes: T key axis, Q flat axis of a segment, M its chain rows (depths >= 1), E draft hidden.
 """
 
 import torch
@@ -104,8 +104,8 @@ class _ParallelStep:
         earlier: list[tuple[KeysValues, ...]],
     ) -> tuple[Tensor, list[KeysValues]]:
         slots = slice(segment.begin, segment.end)
-        position_X = torch.cat([self.plan.position_T[slots], segment.chain_position_M])
-        turn = self.model.rotary(position_X, self.dtype)
+        position_Q = torch.cat([self.plan.position_T[slots], segment.chain_position_M])
+        turn = self.model.rotary(position_Q, self.dtype)
         own = []
         for index, layer in enumerate(self.layers):
             state, keys, values = self.model._run_draft_layer(
