@@ -100,7 +100,10 @@ class TwinObjective(nn.Module):
             wanted.append(ahead(probs_BTW, depth))
         return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
 
-    def score(self, ready: TwinReady, normalizer: Tensor) -> RolloutOutput:
+    def acceptance(self, ready, world) -> None:
+        """The loss does not weigh by it."""
+
+    def score(self, ready: TwinReady, normalizer: Tensor, acceptance: None) -> RolloutOutput:
         answer = ready.answer
         states = self.draft_model.states(answer.aux_hidden_states, answer.input_ids)
         logits_KBTW = self.draft_model.lm_head(torch.stack(states))

@@ -22,13 +22,13 @@ from fledge.draft.layer import (
     DeepDraftLayer,
     DraftLayer,
     FusedDraftLayer,
-    KeysValues,
     LayerWeights,
     forget_mlp,
     linear,
     rms_norm,
 )
 from fledge.draft.rotary import Rotary, rotate
+from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.reference import AttentionKind, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
 
@@ -107,11 +107,7 @@ class LlamaEagle3DraftModel(DraftModel):
         return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
 
     def build_peagle_block_mask(
-        self,
-        anchor_pos: Tensor,
-        depth: Tensor,
-        lengths: Tensor | Sequence[int],
-        total_seq_len: int,
+        self, anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
     ) -> BlockMask:
         """The mask of one row's elements, in the order in which they are given."""
         return peagle_block_mask(anchor_pos, depth, lengths, total_seq_len)

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.layer import KeysValues, LayerWeights, forget_mlp, rms_norm
+from fledge.draft.layer import LayerWeights, forget_mlp, rms_norm
 from fledge.draft.rotary import rotate
+from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.parallel import parallel_attention
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.parallel_plan import ParallelPlan, Segment
@@ -80,11 +81,7 @@ class _ParallelStep:
         self.norm = model.norm.weight.to(dtype)
 
     def segment(
-        self,
-        segment: Segment,
-        state: Tensor,
-        token: Tensor,
-        earlier: list[tuple[KeysValues, ...]],
+        self, segment: Segment, state: Tensor, token: Tensor, earlier: list[tuple[KeysValues, ...]]
     ) -> tuple[Tensor, list[KeysValues]]:
         """Last-layer rows after the final norm, and each layer's own depth-0 keys and values."""
         state, token = (torch.cat([x[segment.begin : segment.end], x[-1:]]) for x in (state, token))

@@ -26,10 +26,7 @@ class Peagle(Eagle3):
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
         "strategy", PARALLEL | CHAIN | TREE
     )
-    formats: ClassVar[Mapping[str, str]] = {
-        **Eagle3.formats,
-        "speculators": "speculators-peagle",
-    }
+    formats: ClassVar[Mapping[str, str]] = {**Eagle3.formats, "speculators": "speculators-peagle"}
     vllm_settings: ClassVar[Mapping[str, object]] = {"parallel_drafting": True}
 
     @property

@@ -208,11 +208,7 @@ def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
 
 
 def _score(
-    logits_JW: Tensor,
-    target: _Targets,
-    loss: Loss,
-    coefficient_J: Tensor,
-    weight_J: Tensor | None,
+    logits_JW: Tensor, target: _Targets, loss: Loss, coefficient_J: Tensor, weight_J: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses [J], hits [J], and coefficient * gradient [J, W]; the logits are used up."""
     if loss.kernel is not None and kernel_runs(logits_JW, what="head loss"):

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from fledge.core.transfer import send
-from fledge.rollout.cod import sample_depths
+from fledge.rollout.cod import Ints, sample_depths
 from fledge.rollout.plan import (
-    Ints,
     KeyAxis,
     QueryRows,
     RolloutPlan,
+    RowMasks,
     Slots,
     flatten_slots,
     key_axis,
@@ -59,8 +59,7 @@ class ParallelPlan(RolloutPlan):
 
 
 def plan_parallel(
-    loss_mask: Tensor,  # [B, T], shifted
-    attention_mask: Tensor,  # [B, T]
+    masks: RowMasks,
     *,
     num_depths: int,
     ratio: float,
@@ -68,36 +67,25 @@ def plan_parallel(
     seed: int,
     max_anchors: int | None = None,
     partitions: int = 1,
-    position_ids: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    doc_remaining: Tensor | None = None,
     device: torch.device | None = None,
 ) -> ParallelPlan:
     """Sample the rollouts of a batch and lay them out; one host sync, as `plan_rollout`."""
-    slots = flatten_slots(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
-    index = np.arange(len(slots.start), dtype=np.int64)
+    slots = flatten_slots(masks)
     deepest_S = sample_depths(
-        slots.target,
-        document=slots.ordinal(),
-        place=index - slots.start,
+        slots.documents,
         num_depths=num_depths,
         ratio=ratio,
         ratio_min=ratio_min,
         seed=seed,
-        row=index // max(1, loss_mask.shape[1]),
+        row=np.arange(len(slots.start)) // max(1, masks.loss_mask.shape[1]),
         max_anchors=max_anchors,
     )
-    return lay_out_parallel(
-        slots,
-        deepest_S,
-        num_depths=num_depths,
-        partitions=partitions,
-        device=device or loss_mask.device,
-    )
+    device = device or masks.loss_mask.device
+    return lay_out_parallel(slots, deepest_S, num_depths, partitions=partitions, device=device)
 
 
 def lay_out_parallel(
-    slots: Slots, deepest_S: Ints, *, num_depths: int, partitions: int, device: torch.device
+    slots: Slots, deepest_S: Ints, num_depths: int, *, partitions: int = 1, device: torch.device
 ) -> ParallelPlan:
     """The plan of a given draw: the deepest depth of each slot's rollout."""
     supervised_SK = np.zeros((len(deepest_S), num_depths), dtype=np.bool_)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
 from fledge.draft.base import DraftModel
-from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.plan import RolloutPlan, RowMasks, plan_rollout
 
 
 def drafting_slots(tokens: TokenBatch) -> Tensor:
@@ -49,15 +49,8 @@ class Rollouts(ABC):
 
     def plan(self, tokens: TokenBatch) -> RolloutPlan:
         """Every drafting slot starts a rollout that goes as far as its answer."""
-        return plan_rollout(
-            drafting_slots(tokens),
-            tokens.attention_mask,
-            num_depths=self.depths,
-            position_ids=tokens.position_ids,
-            seq_lens=tokens.seq_lens,
-            doc_remaining=tokens.doc_remaining,
-            device=self.draft.device,
-        )
+        masks = RowMasks.of(tokens, drafting_slots(tokens))
+        return plan_rollout(masks, num_depths=self.depths, device=self.draft.device)
 
     def head_inputs(self, batch: Eagle3TargetBatch, plan: RolloutPlan) -> Sequence[Tensor]:
         """[N, E] per depth, in the plan's order of rows."""

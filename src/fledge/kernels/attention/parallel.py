@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.attention.blocked import (
+    KeysValues,
     chain_backward,
     kernel_runs,
     merge_chain,
@@ -30,8 +31,8 @@ from fledge.rollout.plan import QueryRows
 
 def parallel_attention(
     q_QHC: Tensor,
-    prefix: tuple[Tensor, Tensor],  # depth-0 keys and values [T, G, C]
-    chain: tuple[Tensor, Tensor],  # the chain rows' own [M, G, C]
+    prefix: KeysValues,  # depth-0 keys and values [T, G, C]
+    chain: KeysValues,  # the chain rows' own [M, G, C]
     rows: QueryRows,
     counts: Sequence[int],  # chain rows at depths 1, 2, ...: nested, see `parallel_plan.py`
     *,
@@ -44,7 +45,7 @@ def parallel_attention(
         from fledge.kernels.attention.triton_parallel import fused_parallel
 
         return fused_parallel(q_QHC, prefix, chain, rows, counts)
-    out: Tensor = _ParallelAttention.apply(q_QHC, *prefix, *chain, rows, tuple(counts))  # type: ignore[no-untyped-call]
+    out: Tensor = _ParallelAttention.apply(rows, tuple(counts), q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -61,11 +62,7 @@ def parallel_visible(rows: QueryRows, counts: Sequence[int], num_keys: int) -> T
 
 
 def reference_parallel(
-    q_QHC: Tensor,
-    prefix: tuple[Tensor, Tensor],
-    chain: tuple[Tensor, Tensor],
-    rows: QueryRows,
-    counts: Sequence[int],
+    q_QHC: Tensor, prefix: KeysValues, chain: KeysValues, rows: QueryRows, counts: Sequence[int]
 ) -> Tensor:
     """The definition: every query against every key, one softmax in fp32."""
     wide = torch.promote_types(q_QHC.dtype, torch.float32)
@@ -95,16 +92,8 @@ def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, l
 
 class _ParallelAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_QHC: Tensor,
-        k_TGC: Tensor,
-        v_TGC: Tensor,
-        keys_MGC: Tensor,
-        values_MGC: Tensor,
-        rows: QueryRows,
-        counts: tuple[int, ...],
-    ) -> Tensor:
+    def forward(ctx: Any, rows: QueryRows, counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC = tensors
         out_QHC, lse_QH = prefix_forward(q_QHC, k_TGC, v_TGC, rows)
         for part, own in _own_chains(len(rows), counts):
             out_QHC[part], lse_QH[part] = merge_chain(
@@ -116,7 +105,7 @@ class _ParallelAttention(torch.autograd.Function):
             )
         out_QHC = out_QHC.to(q_QHC.dtype)
         ctx.rows, ctx.counts = rows, counts
-        ctx.save_for_backward(q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_QHC, lse_QH)
+        ctx.save_for_backward(*tensors, out_QHC, lse_QH)
         return out_QHC
 
     @staticmethod
@@ -137,4 +126,4 @@ class _ParallelAttention(torch.autograd.Function):
                 dkeys_MGC[at] += dk
                 dvalues_MGC[at] += dv
         wide = (dq_QHC, dk_TGC, dv_TGC, dkeys_MGC, dvalues_MGC)
-        return (*(grad.to(q_QHC.dtype) for grad in wide), None, None)
+        return (None, None, *(grad.to(q_QHC.dtype) for grad in wide))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fledge.kernels.attention import triton_keys as key_kernels
 from fledge.kernels.attention import triton_queries as kernels
+from fledge.kernels.attention.blocked import KeysValues, apply_chain
 from fledge.kernels.gate import on_device_of
 from fledge.rollout.plan import QueryRows
 
@@ -48,17 +49,10 @@ def tile_for(kernel: str, channels: int, dtype: torch.dtype) -> Tile:
 
 
 def fused_attention(
-    q_NHC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    rows: QueryRows,
-    chain: Sequence[tuple[Tensor, Tensor]],
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
     """Attend; the chain's tensors may have more rows than q, which are ignored."""
-    keys = [keys for keys, _ in chain]
-    values = [values for _, values in chain]
-    out: Tensor = _FusedAttention.apply(q_NHC, k_TGC, v_TGC, rows, *keys, *values)  # type: ignore[no-untyped-call]
-    return out
+    return apply_chain(_FusedAttention, q_NHC, k_TGC, v_TGC, rows, chain)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -12,16 +12,13 @@ import triton
 from torch import Tensor
 
 from fledge.kernels.attention import triton_keys as key_kernels
+from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.triton import CHAIN_ROWS, Chain, Job, Nested
 from fledge.rollout.plan import QueryRows
 
 
 def fused_parallel(
-    q_QHC: Tensor,
-    prefix: tuple[Tensor, Tensor],
-    chain: tuple[Tensor, Tensor],
-    rows: QueryRows,
-    counts: Sequence[int],
+    q_QHC: Tensor, prefix: KeysValues, chain: KeysValues, rows: QueryRows, counts: Sequence[int]
 ) -> Tensor:
     """`parallel.parallel_attention`: chain rows last, `counts` of them at depths 1, 2, ..."""
     present = [count for count in counts if count]
@@ -29,23 +26,15 @@ def fused_parallel(
     # not blocking: a tensor this small is copied before the call returns
     starts_K = starts.to(q_QHC.device, non_blocking=True)
     nested = Nested(starts_K, len(present), max(present, default=0))
-    out: Tensor = _FusedParallel.apply(q_QHC, *prefix, *chain, rows, nested)  # type: ignore[no-untyped-call]
+    out: Tensor = _FusedParallel.apply(rows, nested, q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out
 
 
 class _FusedParallel(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_QHC: Tensor,
-        k_TGC: Tensor,
-        v_TGC: Tensor,
-        keys_MGC: Tensor,
-        values_MGC: Tensor,
-        rows: QueryRows,
-        nested: Nested,
-    ) -> Tensor:
-        job = Job(q_QHC, k_TGC, v_TGC, rows, Chain.of((keys_MGC, values_MGC), nested))
+    def forward(ctx: Any, rows: QueryRows, nested: Nested, *tensors: Tensor) -> Tensor:
+        q_QHC, k_TGC, v_TGC, *chain = tensors
+        job = Job(q_QHC, k_TGC, v_TGC, rows, Chain.of(chain, nested))
         out_QHC, lse_QH = job.attend()
         ctx.rows, ctx.nested = rows, nested
         ctx.save_for_backward(job.q, job.k, job.v, *job.chain.tensors, out_QHC, lse_QH)
@@ -53,13 +42,13 @@ class _FusedParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_QHC, lse_QH = ctx.saved_tensors
+        q_QHC, k_TGC, v_TGC, *chain, out_QHC, lse_QH = ctx.saved_tensors
         dout_QHC = grads[0].contiguous()
-        job = Job(q_QHC, k_TGC, v_TGC, ctx.rows, Chain.of((keys_MGC, values_MGC), ctx.nested))
+        job = Job(q_QHC, k_TGC, v_TGC, ctx.rows, Chain.of(chain, ctx.nested))
         dq_QHC, delta_QH = job.query_grad(out_QHC, dout_QHC, lse_QH)
         dk_TGC, dv_TGC = job.key_grad(dout_QHC, lse_QH, delta_QH)
         chain_grads = _chain_grad(job, ctx.nested, dout_QHC, lse_QH, delta_QH)
-        return (dq_QHC, dk_TGC, dv_TGC, *chain_grads, None, None)
+        return None, None, dq_QHC, dk_TGC, dv_TGC, *chain_grads
 
 
 def _chain_grad(

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fledge.objective.losses.base import Loss
-from fledge.objective.losses.cross_entropy import cross_entropy_gradient, cross_entropy_rows
+from fledge.objective.losses.cross_entropy import CrossEntropy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class HardCrossEntropy(Loss):
+class HardCrossEntropy(CrossEntropy):
     """Cross entropy with the target's top token."""
 
     kind = "hard"
@@ -26,5 +25,4 @@ class HardCrossEntropy(Loss):
     ) -> "tuple[Tensor, Tensor]":
         top_J1 = probs_JW.argmax(-1, keepdim=True)
         one_hot_JW = probs_JW.new_zeros(probs_JW.shape).scatter_(-1, top_J1, 1.0)
-        loss_J, q_JW, mass_J = cross_entropy_rows(logits_JW, one_hot_JW)
-        return loss_J, cross_entropy_gradient(q_JW, one_hot_JW, mass_J)
+        return super().rows(logits_JW, one_hot_JW)
