@@ -103,7 +103,7 @@ class TwinObjective(nn.Module):
     def acceptance(self, ready, world) -> None:
         """The loss does not weigh by it."""
 
-    def score(self, ready: TwinReady, normalizer: Tensor, acceptance: None) -> RolloutOutput:
+    def score(self, ready: TwinReady, normalizer: Tensor, acceptance: None = None) -> RolloutOutput:
         answer = ready.answer
         states = self.draft_model.states(answer.aux_hidden_states, answer.input_ids)
         logits_KBTW = self.draft_model.lm_head(torch.stack(states))

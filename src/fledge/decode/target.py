@@ -4,7 +4,7 @@
 tensor code, so that it can be recorded (`recorded`): the lengths of the rows are a tensor, and the
 mask, sliding windows and trees included, is made from them.
 
-Shapes: B rows, N new tokens of a row, U cache places looked at, D target hidden, V vocabulary.
+Shapes: N new tokens of a row.
 """
 
 from collections.abc import Iterator, Sequence

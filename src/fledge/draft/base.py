@@ -96,14 +96,12 @@ class DraftModel(nn.Module):
         """
         ids, mask = selected_token_ids, selected_token_mask.bool()
         width, full = self.config.draft_vocab_size, self.config.vocab_size
-        if ids.shape != (width,):
-            raise ValueError(
-                f"selected_token_ids: expected shape ({width},), got {tuple(ids.shape)}"
-            )
-        if mask.shape != (full,):
-            raise ValueError(
-                f"selected_token_mask: expected shape ({full},), got {tuple(mask.shape)}"
-            )
+        for name, tensor, size in (
+            ("selected_token_ids", ids, width),
+            ("selected_token_mask", mask, full),
+        ):
+            if tensor.shape != (size,):
+                raise ValueError(f"{name}: expected shape ({size},), got {tuple(tensor.shape)}")
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"selected_token_ids: must be integers, got {ids.dtype}")
         marked = mask.nonzero()[:, 0].to(ids.device)

@@ -3,8 +3,7 @@
 `unroll` is the whole EAGLE-3 forward: features of the target in, one state per (anchor, depth)
 element out. `objective` scores the states.
 
-Shapes: T key axis, N rows of a depth (see `rollout.plan`), D target hidden, E draft hidden,
-H / G query / key heads, C channels, V / W target / draft vocabulary.
+Shapes: N rows of a depth (see `rollout.plan`).
 """
 
 from collections.abc import Iterable, Sequence

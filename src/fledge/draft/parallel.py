@@ -5,7 +5,7 @@ flattened by the caller, one flex-attention mask. `unroll_parallel` is what trai
 on a plan (`rollout.parallel_plan`), through the attention primitive that EAGLE-3 shares, and
 computes nothing that no loss needs. Tests hold them equal.
 
-Shapes: T key axis, Q flat axis of a segment, M its chain rows (depths >= 1), E draft hidden.
+Shapes: Q flat axis of a segment, M its chain rows (depths >= 1).
 """
 
 import torch

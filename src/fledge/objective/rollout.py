@@ -314,7 +314,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
                 "supervision: give exactly one of target_logits, target_probs with position_mask, "
                 "target_last_hidden_states"
             )
-        vocabulary = VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
+        vocabulary = self._vocabulary
         if target_logits is not None:
             return LogitsSupervision(target_logits.flatten(0, 1), plan.target_M, vocabulary)
         if target_probs is not None and position_mask is not None:
@@ -326,6 +326,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         head, draft_head = self._heads(hidden_SD.device)
         return HiddenSupervision(hidden_SD, plan.target_M, head, draft_head, vocabulary)
 
+    @property
+    def _vocabulary(self) -> VocabularyTensors:
+        return VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
+
     def _heads(self, device: torch.device) -> tuple[TargetHead, TargetHead]:
         """The target's head on the batch's device, and its rows of the draft vocabulary."""
         if self.target_head is None:
@@ -333,6 +337,5 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         if self.target_head.weight_VD.device != device:
             self.target_head, self._draft_head = self.target_head.to(device), None
         if self._draft_head is None:
-            vocabulary = VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
-            self._draft_head = head_rows(self.target_head, vocabulary)
+            self._draft_head = head_rows(self.target_head, self._vocabulary)
         return self.target_head, self._draft_head

@@ -40,12 +40,9 @@ class LogitsSupervision:
     slot_M: Tensor
     vocabulary: VocabularyTensors
 
-    def _distribution(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        rows_JV = self.logits_SV.index_select(0, self.slot_M[begin:end])
-        return target_distribution(rows_JV, self.vocabulary.ids_W, self.vocabulary.member_V)
-
     def probs(self, begin: int, end: int) -> Tensor:
-        return self._distribution(begin, end)[0]
+        rows_JV = self.logits_SV.index_select(0, self.slot_M[begin:end])
+        return target_distribution(rows_JV, self.vocabulary.ids_W, self.vocabulary.member_V)[0]
 
     def coverage(self) -> Tensor:
         top = [

@@ -254,8 +254,7 @@ def _per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
     return reduced
 
 
-@dataclass(frozen=True)
-class KeyAxis:
+class KeyAxis(NamedTuple):
     """The slots that some row attends to, and the rows on them, on the host."""
 
     slot: Ints  # [T] position in the flattened batch
@@ -284,9 +283,7 @@ def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
 def lay_out(
     slots: Slots, supervised_SK: Bools, axis: KeyAxis, *, device: torch.device
 ) -> RolloutPlan:
-    keep, key_first, rows, row_key, counts = (
-        axis.slot, axis.first, axis.row_slot, axis.row_key, axis.counts,
-    )  # fmt: skip
+    keep, key_first, _, rows, row_key, counts = axis
     row_first = key_first[row_key]
     orders = [np.argsort(row_key[:count], kind="stable") for count in counts]
     head = _head_elements(slots, supervised_SK, rows, counts)

@@ -169,6 +169,8 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
 class DrafterStrategy(Strategy):
     """What the strategies of EAGLE-3's kind of draft share: they draft with a `Drafter`."""
 
+    draft: LlamaEagle3DraftModel
+
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
         return isinstance(draft, LlamaEagle3DraftModel)
@@ -184,7 +186,7 @@ class DrafterStrategy(Strategy):
 
     @cached_property
     def drafter(self) -> Drafter:
-        return Drafter(eagle_draft(self.draft), dtype=self.dtype, passes=self.passes)
+        return Drafter(self.draft, dtype=self.dtype, passes=self.passes)
 
     def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
         self.drafter.start(len(prompts))
@@ -195,9 +197,3 @@ class DrafterStrategy(Strategy):
 
     def select(self, rows: Sequence[int]) -> None:
         self.drafter.select(rows)
-
-
-def eagle_draft(draft: DraftModel) -> LlamaEagle3DraftModel:
-    """The draft as the class that `DrafterStrategy.fits` has found it to be."""
-    assert isinstance(draft, LlamaEagle3DraftModel)
-    return draft

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fledge.core.rows import TokenBatch
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState
-from fledge.decode.strategies.drafter import DrafterStrategy, eagle_draft
+from fledge.decode.strategies.drafter import DrafterStrategy
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
 from fledge.draft.base import DraftModel
 from fledge.draft.parallel import unroll_parallel
@@ -28,8 +28,7 @@ class ParallelRollouts(Rollouts):
 
     def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
         assert isinstance(plan, ParallelPlan)
-        draft = eagle_draft(self.draft)
-        states = unroll_parallel(draft, aux_TD, ids_T, plan, compute_dtype=self.dtype)
+        states = unroll_parallel(self.draft, aux_TD, ids_T, plan, compute_dtype=self.dtype)
         return plan.by_depth(states)
 
 

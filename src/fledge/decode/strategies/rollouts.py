@@ -7,12 +7,13 @@ the first token of an answer comes from the prompt's pass.
     token            p p p a a a a p p        p prompt, a answer
     slot drafts      . . a a a . . . .        (tokens 4, 5, 6)
 
-Shapes: B packs, T tokens of a pack, N rollout elements, E draft hidden, W draft vocabulary.
+Shapes: N rollout elements.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
-from fledge.draft.base import DraftModel
 from fledge.rollout.plan import RolloutPlan, RowMasks, plan_rollout
 
 
@@ -35,14 +35,14 @@ def drafting_slots(tokens: TokenBatch) -> Tensor:
 class Rollouts(ABC):
     """The draft from every slot at once, `depths` tokens far."""
 
-    draft: DraftModel
+    draft: Any  # of the strategy's kind
     depths: int
     dtype: torch.dtype | None = None
 
     @property
     def selected_token_ids(self) -> Tensor:
         """Target ids of the draft's tokens."""
-        selected = self.draft.selected_token_ids
+        selected: Tensor | None = self.draft.selected_token_ids
         if selected is None:
             raise ValueError("d2t: the draft has no vocabulary mapping")
         return selected

@@ -4,8 +4,6 @@ A row at depth k with its anchor at slot t sees the depth-0 keys of its own docu
 the keys that its own rollout left at depths 1..k. `reference_attention` is the definition, short
 and dense; `blocked.py` computes the same without a [rows, keys] matrix, and on a GPU the kernels
 behind `triton.py` do. Rotary positions are applied before.
-
-Shapes: N rows, T key axis, H query heads, G key/value heads (H a multiple of G), C channels.
 """
 
 from collections.abc import Sequence

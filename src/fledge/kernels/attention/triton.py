@@ -144,22 +144,10 @@ class Job:
         self.ck = (*chain.keys, *[self.k] * unused)
         self.cv = (*chain.values, *[self.v] * unused)
         self.device = on_device_of(q_NHC)
-
-    @property
-    def order(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.rows.order_N, self.rows.slot_N, self.rows.first_N
-
-    @property
-    def chain_strides(self) -> tuple[int, ...]:
-        return (*self.ck[0].stride()[:2], *self.cv[0].stride()[:2])
-
-    @property
-    def qkv_strides(self) -> tuple[int, ...]:
-        return (*self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2])
-
-    @property
-    def chain_kind(self) -> dict[str, Any]:
-        return {"MAX_CHAIN": self.max_chain, "NESTED": self.chain.nested is not None}
+        self.order = (rows.order_N, rows.slot_N, rows.first_N)
+        self.chain_strides = (*self.ck[0].stride()[:2], *self.cv[0].stride()[:2])
+        self.qkv_strides = [step for x in (self.q, self.k, self.v) for step in x.stride()[:2]]
+        self.chain_kind = {"MAX_CHAIN": self.max_chain, "NESTED": chain.nested is not None}
 
     def shape(self) -> dict[str, Any]:
         return {
