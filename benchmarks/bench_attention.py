@@ -27,7 +27,7 @@ from fledge.kernels.attention import triton as triton_attention
 from fledge.kernels.attention.blocked import blocked_attention
 from fledge.kernels.attention.reference import reference_attention
 from fledge.kernels.attention.triton import Tile, fused_attention
-from fledge.rollout.plan import QueryRows, RolloutPlan, plan_rollout
+from fledge.rollout.plan import QueryRows, RolloutPlan, RowMasks, plan_rollout
 
 DEPTHS = 7
 SUPERVISED = 0.6
@@ -66,15 +66,14 @@ SHAPES = [
 def plan_of(shape: Shape) -> RolloutPlan:
     loss = [(torch.arange(n) >= round(n * (1 - SUPERVISED))).long() for n in shape.lengths]
     loss_BT = torch.cat(loss)[None]
-    return plan_rollout(
+    masks = RowMasks(
         loss_BT,
         torch.ones_like(loss_BT),
-        num_depths=DEPTHS,
         position_ids=torch.cat([torch.arange(n) for n in shape.lengths])[None],
         seq_lens=torch.tensor([shape.lengths]),
         doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in shape.lengths])[None],
-        device=torch.device("cuda"),
     )
+    return plan_rollout(masks, num_depths=DEPTHS, device=torch.device("cuda"))
 
 
 def inputs_of(shape: Shape, plan: RolloutPlan, depth: int) -> list[Tensor]:

@@ -23,7 +23,6 @@ from fledge.core.rows import TokenBatch
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState
 from fledge.decode.strategies.base import Strategy
-from fledge.decode.strategies.registry import STRATEGIES
 from fledge.decode.strategies.rollouts import Rollouts
 from fledge.draft.base import DraftModel
 from fledge.methods.base import Method, TrainerInputs
@@ -105,10 +104,10 @@ class TwinObjective(nn.Module):
             wanted.append(ahead(probs_BTW, depth))
         return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
 
-    def acceptance(self, ready, world):
-        return None  # the loss does not weigh by it
+    def acceptance(self, ready, world) -> None:
+        """The loss does not weigh by it."""
 
-    def score(self, ready: TwinReady, normalizer: Tensor, acceptance=None) -> RolloutOutput:
+    def score(self, ready: TwinReady, normalizer: Tensor, acceptance: None = None) -> RolloutOutput:
         answer = ready.answer
         states = self.draft_model.states(answer.aux_hidden_states, answer.input_ids)
         logits_KBTW = self.draft_model.lm_head(torch.stack(states))
@@ -135,7 +134,7 @@ class TwinRollouts(Rollouts):
 
 
 class TwinStrategy(Strategy):
-    name = drafted = "twin"
+    drafted = "twin"
     rollouts = TwinRollouts
     count = DEPTHS
     label = "two tokens at once"
@@ -165,7 +164,7 @@ class TwinSection(ObjectiveSection):
 
 class Twin(Method):
     name, title, section = "twin", "Twin", TwinSection
-    strategies = ("twin",)
+    strategies: ClassVar = {"twin": TwinStrategy}
     formats: ClassVar = {}
     algorithms: ClassVar = {}
 
@@ -251,12 +250,10 @@ class MixedKind(TargetKind[MixedTarget]):
 @pytest.fixture
 def toys():
     """Everything registered for one test."""
-    STRATEGIES.add("twin", TwinStrategy)
     METHODS.add("twin", Twin())
     LOSSES.add("brier", Brier)
     TARGET_KINDS.add("mixed", MixedKind())
     yield
-    STRATEGIES.remove("twin")
     METHODS.remove("twin")
     LOSSES.remove("brier")
     TARGET_KINDS.remove("mixed")

@@ -11,7 +11,7 @@ from fledge.decode.proposal import Chooser
 from fledge.decode.strategies.drafter import Drafter
 from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.decode.strategies.tree import Tree, tree_layout
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RowMasks, plan_rollout
 from fledge.target.hf.model import HFEagle3TargetModel
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -118,7 +118,7 @@ def test_the_cached_draft_computes_the_rollout_of_training(target, options):
     ids = torch.randint(0, 40, (1, 9))
     ones = torch.ones_like(ids)
     batch = HFEagle3TargetModel(target, AUX).generate_batch(ids, ones, ones)
-    plan = plan_rollout(batch.loss_mask, ones, num_depths=3, compact=False)
+    plan = plan_rollout(RowMasks(batch.loss_mask, ones), num_depths=3, compact=False)
     with torch.no_grad():
         by_depth = draft.unroll(batch.aux_hidden_states[0], batch.input_ids[0], plan)
         drafter = Drafter(draft)

@@ -38,7 +38,7 @@ def decoder(target, draft=None, **options):
 def addresses(decoder):
     held = [x for layer in decoder.target._cache.layers for x in (layer.keys, layer.values)]
     if decoder.strategy is not None:
-        held.append(decoder.strategy.drafter._cache_LKBUGC)
+        held.append(decoder.strategy.drafter._cache)
     return [None if x is None else x.data_ptr() for x in held]
 
 
@@ -150,7 +150,7 @@ def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, target,
     for layer in ours.target._cache.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
-    ours.strategy.drafter._cache_LKBUGC.fill_(float("nan"))
+    ours.strategy.drafter._cache.fill_(float("nan"))
     assert said(ours.generate(asked[:3], STOPS)) == want
 
 

@@ -15,8 +15,11 @@ from fledge.decode import speculative
 from fledge.decode.proposal import Proposal
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.strategies.base import Strategy
-from fledge.decode.strategies.registry import STRATEGIES, choose, rollouts_of
+from fledge.decode.strategies.chain import Chain
+from fledge.decode.strategies.parallel import Parallel
+from fledge.decode.strategies.registry import choose, rollouts_of
 from fledge.decode.strategies.rollouts import Rollouts
+from fledge.decode.strategies.tree import Tree
 from fledge.draft.base import DraftModel
 from fledge.measure.replay import Text, replay
 from fledge.methods.eagle3 import Eagle3
@@ -51,7 +54,7 @@ class PairRollouts(Rollouts):
 
 
 class Pair(Strategy):
-    name, drafted, label, count = "pair", "pair", "a pair of tokens", 2
+    drafted, label, count = "pair", "a pair of tokens", 2
     rollouts = PairRollouts
 
     def propose(self, state, chooser):
@@ -62,7 +65,7 @@ class Pair(Strategy):
 
 
 class PairMethod(Eagle3):
-    name, title, strategies = "pair", "Pair", ("pair",)
+    name, title, strategies = "pair", "Pair", {"pair": Pair}
 
     def owns(self, config):
         return getattr(config, "pair", False)
@@ -77,10 +80,8 @@ class PairMethod(Eagle3):
 @pytest.fixture(autouse=True)
 def outside():
     METHODS.add("pair", PairMethod())
-    STRATEGIES.add("pair", Pair)
     yield
     METHODS.remove("pair")
-    STRATEGIES.remove("pair")
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +144,11 @@ def test_its_replay_is_its_live_rounds(target, backend, asked):
 def test_a_draft_has_the_strategies_of_its_method(target, drafts, asked):
     pair = make_pair(target, 1, asked[:4])
     assert choose(pair) is Pair
-    assert choose(drafts["trained"]).name == "chain"
-    assert choose(drafts["parallel"]).name == "parallel"
-    assert choose(drafts["parallel"], "tree").name == "tree"
+    assert choose(drafts["trained"]) is Chain
+    assert choose(drafts["parallel"]) is Parallel
+    assert choose(drafts["parallel"], "tree") is Tree
+    with pytest.raises(BadInput, match="no drafting method 'pairs'; did you mean 'pair'"):
+        choose(pair, "pairs")
     with pytest.raises(BadInput, match="not trained for chain drafting; use pair"):
         choose(pair, "chain")
     with pytest.raises(BadInput, match="not trained for pair drafting; use chain or tree"):

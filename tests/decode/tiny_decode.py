@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fledge.decode.state import RoundTable, RowState
+from fledge.decode.state import RoundState, columns, send_rows
 from fledge.decode.stops import Stops
 from fledge.decode.target import CachedTarget
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
@@ -104,11 +104,12 @@ def plain_greedy(model, prompt, stops: Stops):
 def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):
     """Verified slots by plain numbers, with room for `ahead` more entries behind them."""
     rows = [
-        RowState(begin + n, tokens[:n], range(n))
+        (begin + n, tokens[:n], range(n))
         for begin, n, tokens in zip(start, count, token_BQ.tolist(), strict=True)
     ]
-    table = RoundTable.to_device(rows, drafter.device, width=token_BQ.shape[1])
-    return table.with_states(aux_BQD, drafter.room(max(start) + token_BQ.shape[1] + ahead))
+    table_BX = send_rows(rows, drafter.device, width=token_BQ.shape[1])
+    used = drafter.room(max(start) + token_BQ.shape[1] + ahead)
+    return RoundState(*columns(table_BX), aux_BQD, used)
 
 
 class NumberedTarget(CachedTarget):

@@ -7,11 +7,12 @@ import torch
 from test_draft_model import make_config, some_vocabulary
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.draft import base, peagle
+from fledge.draft import base
+from fledge.draft import parallel as parallel_draft
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.rollout.parallel_plan import plan_parallel
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RowMasks, plan_rollout
 
 MASK_ID = 21
 LENGTHS, WIDTH = [5, 9, 2], 18  # two slots of padding
@@ -51,7 +52,7 @@ def make_batch(seed=2):
 
 def make_plan(batch, *, num_depths=4, **options):
     return plan_parallel(
-        **batch, num_depths=num_depths, ratio=0.9, ratio_min=0.5, seed=1, **options
+        RowMasks(**batch), num_depths=num_depths, ratio=0.9, ratio_min=0.5, seed=1, **options
     )
 
 
@@ -104,7 +105,7 @@ def flat_forward(draft, plan, aux, ids, *, shuffle=False):
 
 
 def unrolled(draft, plan, aux, ids, **options):
-    return peagle.unroll_parallel(
+    return parallel_draft.unroll_parallel(
         draft, plan.on_key_axis(aux), plan.on_key_axis(ids), plan, **options
     )
 
@@ -140,7 +141,7 @@ def test_one_depth_is_the_first_step_of_eagle3(layers):
     draft = make_parallel(layers=layers)
     batch, aux, ids = make_batch()
     parallel = make_plan(batch, num_depths=1)
-    plan = plan_rollout(**batch, num_depths=1)
+    plan = plan_rollout(RowMasks(**batch), num_depths=1)
     assert torch.equal(parallel.slot_T, plan.slot_T)
     (step,) = draft.unroll(plan.on_key_axis(aux), plan.on_key_axis(ids), plan)
     torch.testing.assert_close(unrolled(draft, parallel, aux, ids), step, rtol=1e-12, atol=1e-12)
@@ -181,13 +182,13 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
     forward = flat_forward if way == "flat" else unrolled
     plain = weigh(draft, forward(draft, plan, aux, ids))
     calls = []
-    original = peagle.checkpoint
+    original = parallel_draft.checkpoint
 
     def counted(*args, **kwargs):
         calls.append(kwargs["use_reentrant"])
         return original(*args, **kwargs)
 
-    for module in (peagle, base):
+    for module in (parallel_draft, base):
         monkeypatch.setattr(module, "checkpoint", counted)
     draft.gradient_checkpointing = True
     segments = len(plan.segments) if way == "plan" else 1
@@ -224,7 +225,7 @@ def test_mask_hidden_is_there_only_for_parallel_drafting(tmp_path):
     assert parallel.mask_hidden.shape == (1, 1, 30)
     for method in (
         plain.masked_projected_hidden,
-        lambda: peagle.unroll_parallel(plain, None, None, None),
+        lambda: parallel_draft.unroll_parallel(plain, None, None, None),
     ):
         with pytest.raises(ValueError, match="parallel_drafting"):
             method()
@@ -325,7 +326,7 @@ def test_a_start_from_eagle3_carries_everything_over():
     assert new["mask_hidden"].std() > 0.5
     assert torch.equal(draft.selected_token_ids, some_vocabulary()[0])
     batch, aux, ids = make_batch()
-    plan, parallel = plan_rollout(**batch, num_depths=1), make_plan(batch)
+    plan, parallel = plan_rollout(RowMasks(**batch), num_depths=1), make_plan(batch)
     (before,) = eagle3.unroll(plan.on_key_axis(aux), plan.on_key_axis(ids), plan)
     slots = parallel.slot_T[parallel.depths[0].slot_N].tolist()
     rows = [slots.index(slot) for slot in plan.slot_T[plan.depths[0].slot_N].tolist()]

@@ -10,7 +10,7 @@ from export.export_cases import KINDS, make_draft, rewrite, tensors_of
 from fledge import export_draft
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.self_check import CheckOptions
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RowMasks, plan_rollout
 
 pytestmark = pytest.mark.engine
 
@@ -71,7 +71,7 @@ def check_logits(model, draft, inputs):
         document_ids=torch.zeros(1, T, dtype=torch.long), position_ids=torch.arange(T)[None],
     )  # fmt: skip
     ones = torch.ones(1, T, dtype=torch.long)
-    plan = plan_rollout(ones, ones, num_depths=DEPTHS)
+    plan = plan_rollout(RowMasks(ones, ones), num_depths=DEPTHS)
     with torch.no_grad():
         states = draft.eval().unroll(
             plan.on_key_axis(aux_TD[None]), plan.on_key_axis(ids_T[None]), plan

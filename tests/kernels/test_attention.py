@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fledge.kernels.attention.reference import rollout_attention
 from fledge.rollout import plan as plan_module
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RowMasks, plan_rollout
 
 
 def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):
@@ -17,14 +17,14 @@ def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):
     loss = (torch.rand(1, width, generator=generator) < supervised).long()
     position = torch.cat([torch.arange(n) for n in lengths])[None]
     remaining = torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None]
-    return plan_rollout(
+    masks = RowMasks(
         loss,
         torch.ones(1, width),
-        num_depths=num_depths,
         position_ids=position,
         seq_lens=torch.tensor([lengths]),
         doc_remaining=remaining,
     )
+    return plan_rollout(masks, num_depths=num_depths)
 
 
 def make_inputs(plan, depth, *, heads=4, groups=2, channels=6, dtype=torch.float64, seed=1):

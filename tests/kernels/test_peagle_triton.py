@@ -11,6 +11,7 @@ import interpreted_triton  # before the kernels
 from fledge.kernels.attention import parallel
 from fledge.kernels.attention.parallel import parallel_attention
 from fledge.rollout.parallel_plan import plan_parallel
+from fledge.rollout.plan import RowMasks
 
 DEVICE = interpreted_triton.DEVICE
 
@@ -19,17 +20,20 @@ DEVICE = interpreted_triton.DEVICE
 @pytest.mark.parametrize("lengths", [[70], [5, 1, 40, 3]])
 def test_kernels_serve_all_depths_at_once(monkeypatch, lengths, partitions):
     ones = torch.ones(1, sum(lengths))
+    masks = RowMasks(
+        ones,
+        ones,
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        seq_lens=torch.tensor([lengths]),
+        doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
+    )
     plan = plan_parallel(
-        ones,
-        ones,
+        masks,
         num_depths=4,
         ratio=0.7,
         ratio_min=0.2,
         seed=1,
         partitions=partitions,
-        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
-        seq_lens=torch.tensor([lengths]),
-        doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
         device=torch.device(DEVICE),
     )
     monkeypatch.setattr(parallel, "kernel_runs", lambda *tensors: True)

@@ -42,8 +42,8 @@ def by_torch(logits, targets, kind, coefficient, ce_weight):
 def by_kernel(logits, targets, kind, coefficient, ce_weight):
     grads = logits.clone()
     loss, correct = fused_rows(
-        grads, targets.slots_MW, targets.slot_C, targets.top_C, kind=LOSSES[kind].kernel,
-        coefficient_C=coefficient, ce_weight_C=ce_weight,
+        grads, targets.slots_MW, targets.slot_J, targets.top_J, kind=LOSSES[kind].kernel,
+        coefficient_J=coefficient, ce_weight_J=ce_weight,
     )  # fmt: skip
     return loss, correct, grads
 
@@ -86,7 +86,7 @@ def test_wide_vocabulary(kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_error_is_within_twice_that_of_torch(kind, dtype):
     logits, targets, coefficient, ce_weight = make_rows(6, 700, dtype=dtype)
-    exact = _Targets(targets.slots_MW.double(), targets.slot_C, targets.top_C)
+    exact = _Targets(targets.slots_MW.double(), targets.slot_J, targets.top_J)
     truth = by_torch(logits.double(), exact, kind, coefficient.double(), ce_weight.double())
     found = by_kernel(logits, targets, kind, coefficient, ce_weight)
     theirs = by_torch(logits, targets, kind, coefficient, ce_weight)
@@ -102,7 +102,7 @@ def test_the_first_of_equal_logits_is_the_top(monkeypatch, block):
     logits, targets, coefficient, ce_weight = make_rows(3, 40)
     logits[:] = torch.arange(40, device=DEVICE) // 10
     for top in (30, 31):
-        tied = _Targets(targets.slots_MW, targets.slot_C, torch.full_like(targets.top_C, top))
+        tied = _Targets(targets.slots_MW, targets.slot_J, torch.full_like(targets.top_J, top))
         assert by_kernel(logits, tied, "ce", coefficient, ce_weight)[1].tolist() == [top == 30] * 3
 
 
@@ -122,7 +122,7 @@ def test_no_acceptance_has_no_direction():
 def test_without_coefficients_the_logits_stay():
     logits, targets, _, _ = make_rows(3, 30)
     before = logits.clone()
-    loss, _ = fused_rows(logits, targets.slots_MW, targets.slot_C, targets.top_C, kind="acceptance")
+    loss, _ = fused_rows(logits, targets.slots_MW, targets.slot_J, targets.top_J, kind="acceptance")
     assert torch.equal(logits, before)
     torch.testing.assert_close(loss, _alpha(logits, targets), rtol=1e-5, atol=1e-6)
 

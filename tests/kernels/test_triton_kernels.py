@@ -14,7 +14,7 @@ from fledge.kernels.attention import blocked
 from fledge.kernels.attention import triton as triton_attention
 from fledge.kernels.attention.reference import reference_attention, rollout_attention
 from fledge.kernels.attention.triton import GRANULE, Chain, Job, Tile, fused_attention
-from fledge.rollout.plan import QueryRows, plan_rollout
+from fledge.rollout.plan import QueryRows, RowMasks, plan_rollout
 
 DEVICE = interpreted_triton.DEVICE
 
@@ -23,15 +23,14 @@ def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):
     """Documents packed into one row, a random share of slots supervised."""
     generator = torch.Generator().manual_seed(seed)
     loss = (torch.rand(1, sum(lengths), generator=generator) < supervised).long()
-    return plan_rollout(
+    masks = RowMasks(
         loss,
         torch.ones_like(loss),
-        num_depths=num_depths,
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
         seq_lens=torch.tensor([lengths]),
         doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
-        device=torch.device(DEVICE),
     )
+    return plan_rollout(masks, num_depths=num_depths, device=torch.device(DEVICE))
 
 
 def make_inputs(plan, depth, *, heads, groups, channels, dtype=torch.float32, seed=1):

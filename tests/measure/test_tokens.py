@@ -74,12 +74,12 @@ def test_the_drafts_probability_is_that_of_its_own_distribution(target, drafts):
     ids = (one.prompt_ids + one.token_ids)[: first.context]
     ones = torch.ones(1, len(ids), dtype=torch.long)
     batch = backend.generate_batch(torch.tensor([ids]), ones, ones)
-    from fledge.rollout.plan import plan_rollout
+    from fledge.rollout.plan import RowMasks, plan_rollout
 
     with torch.no_grad():
         mask = torch.zeros(1, len(ids), dtype=torch.long)
         mask[0, len(ids) - 2] = 1
-        plan = plan_rollout(mask, ones, num_depths=1)
+        plan = plan_rollout(RowMasks(mask, ones), num_depths=1)
         [state] = draft.unroll(batch.aux_hidden_states[0][: len(ids) - 1],
                                batch.input_ids[0][: len(ids) - 1], plan)  # fmt: skip
         probs = torch.softmax(draft.lm_head(state)[0].float(), -1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fledge.core.head import target_distribution
 from fledge.objective.losses.base import reference_loss
 from fledge.objective.losses.kl import KLDivergence
-from fledge.rollout.cod import sample_depths
+from fledge.rollout.cod import Documents, sample_depths
 
 MASK_ID = 30
 
@@ -29,10 +29,13 @@ def sampled_depths(documents, *, num_depths, ratio, ratio_min, seed):
     """Deepest depth per anchor of each document, from the sampler under its documented contract."""
     lengths = torch.tensor([len(d.ids) for d in documents])
     supervised = torch.cat([F.pad(d.loss[1:], (0, 1)) for d in documents]).bool()
-    deepest = sample_depths(
+    slots = Documents(
         supervised.numpy(),
-        document=torch.repeat_interleave(torch.arange(len(documents)), lengths).numpy(),
+        ordinal=torch.repeat_interleave(torch.arange(len(documents)), lengths).numpy(),
         place=torch.cat([torch.arange(n) for n in lengths]).numpy(),
+    )
+    deepest = sample_depths(
+        slots,
         num_depths=num_depths,
         ratio=ratio,
         ratio_min=ratio_min,

@@ -16,7 +16,8 @@ from naive_eagle3 import (
 
 from fledge import Eagle3TrainerModule
 from fledge.rollout import plan as plans
-from fledge.rollout.cod import surviving_depths
+from fledge.rollout.cod import Documents, surviving_depths
+from fledge.rollout.plan import RowMasks
 
 STEPS, KEEP = 4, 0.6
 LENGTHS = [9, 1, 6, 13, 2]
@@ -53,7 +54,7 @@ def test_the_expected_gradient_is_that_of_the_full_unroll(monkeypatch, changes, 
     for deepest in range(STEPS):
         chance = KEEP**deepest - (KEEP ** (deepest + 1) if deepest < STEPS - 1 else 0)
         monkeypatch.setattr(
-            plans, "surviving_depths", lambda target, d=deepest, **_: np.full(len(target), d)
+            plans, "surviving_depths", lambda slots, d=deepest, **_: np.full(len(slots.place), d)
         )
         out, grads = gradients(thinned, batch)
         assert out.charged.tolist()[: deepest + 1] == full.charged.tolist()[: deepest + 1]
@@ -71,8 +72,9 @@ def test_rollouts_left_out_do_not_change_the_others():
     draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
     full = module_of(draft)
     thinned = module_of(draft, depth_keep=KEEP)
-    plan = thinned.plan(batch["loss_mask"], batch["attention_mask"], seed=5)
-    assert 0 < len(plan.head) < len(full.plan(batch["loss_mask"], batch["attention_mask"]).head)
+    masks = RowMasks(batch["loss_mask"], batch["attention_mask"])
+    plan = thinned.plan(masks, seed=5)
+    assert 0 < len(plan.head) < len(full.plan(masks).head)
     prepared = thinned.prepare_inputs(**batch, plan=plan)
     assert prepared.charged_K.tolist() == full.prepare_inputs(**batch).charged_K.tolist()
 
@@ -107,19 +109,16 @@ def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
 def test_survivors_are_nested_and_inside_the_depths(seed, keep, lengths):
     document = np.repeat(np.arange(len(lengths)), lengths)
     place = np.concatenate([np.arange(n) for n in lengths])
-    deepest = surviving_depths(
-        place % 3 > 0, document=document, place=place, num_depths=7, keep=keep, seed=seed
-    )
+    slots = Documents(place % 3 > 0, document, place)
+    deepest = surviving_depths(slots, num_depths=7, keep=keep, seed=seed)
     assert deepest.shape == place.shape
     assert ((deepest >= 0) & (deepest < 7)).all()
 
 
 def test_depths_are_reached_as_often_as_promised():
     place = np.arange(200_000)
-    deepest = surviving_depths(
-        np.ones(len(place), dtype=bool), document=np.zeros_like(place), place=place,
-        num_depths=7, keep=0.7, seed=1,
-    )  # fmt: skip
+    slots = Documents(np.ones(len(place), dtype=bool), np.zeros_like(place), place)
+    deepest = surviving_depths(slots, num_depths=7, keep=0.7, seed=1)
     for depth in range(7):
         chance = 0.7**depth
         deviation = (chance * (1 - chance) / len(place)) ** 0.5

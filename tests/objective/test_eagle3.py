@@ -30,6 +30,7 @@ from fledge.objective.losses.hard import HardCrossEntropy
 from fledge.objective.losses.kl import KLDivergence
 from fledge.objective.losses.lk_alpha import LkAlpha
 from fledge.objective.losses.lk_lambda import LkLambda
+from fledge.rollout.plan import RowMasks
 
 STEPS = 4
 LENGTHS = [9, 1, 6, 13, 2]
@@ -275,7 +276,7 @@ def test_a_plan_made_beforehand_is_the_same_plan():
     module = make_module()
     batch = packed_batch([make_documents(LENGTHS)], 40)
     fields = ("loss_mask", "attention_mask", "position_ids", "seq_lens", "doc_remaining")
-    plan = module.plan(**{name: batch[name] for name in fields})
+    plan = module.plan(RowMasks(**{name: batch[name] for name in fields}))
     ahead = backward(module, module.score(module.prepare_inputs(**batch, plan=plan)))
     assert_same(run(module, batch), ahead, tolerance=0)
 

@@ -25,6 +25,7 @@ from fledge import (
     simulated_accept_length,
 )
 from fledge.objective.losses import registry
+from fledge.rollout.plan import RowMasks
 
 DEPTHS, SEED = 4, 11
 LENGTHS = [9, 1, 6, 13, 2, 21]
@@ -329,8 +330,8 @@ def test_all_rollouts_are_those_of_eagle3():
     eagle3 = Eagle3TrainerModule(
         make_draft(), selected_token_ids=ids, selected_token_mask=mask, ttt_steps=DEPTHS
     )
-    theirs = eagle3.plan(batch["loss_mask"], batch["attention_mask"])
-    ours = module.plan(batch["loss_mask"], batch["attention_mask"], seed=0)
+    theirs = eagle3.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]))
+    ours = module.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]), seed=0)
     assert ours.step_valid_K.tolist() == theirs.step_valid_K.tolist()
 
 
@@ -379,7 +380,7 @@ def test_seeds_decide_what_is_sampled():
     assert_same(run(module, batch, seed=1), run(module, batch, seed=1), tolerance=0)
     assert run(module, batch, seed=1)[0].loss != run(module, batch, seed=2)[0].loss
     assert run(module, batch, seed=-1)[0].loss == run(module, batch, seed=2**64 - 1)[0].loss
-    ahead = module.plan(batch["loss_mask"], batch["attention_mask"], seed=2)
+    ahead = module.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]), seed=2)
     ready = module.prepare_inputs(**batch, plan=ahead)
     assert_same(run(module, batch, seed=2), backward(module, module.score(ready)))
 

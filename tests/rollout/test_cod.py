@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge import generate_cod_sample_indices
-from fledge.rollout.cod import draw_seed, sample_depths
+from fledge.rollout.cod import Documents, draw_seed, sample_depths
 
 DOCUMENTS = st.lists(st.lists(st.booleans(), min_size=1, max_size=14), min_size=1, max_size=4)
 RATIOS = st.sampled_from([(0.7, 0.2), (0.5, 0.0), (1.0, 1.0), (0.3, 0.9), (0.01, 0.0)])
@@ -17,10 +17,13 @@ def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **more):
     lengths = [len(d) for d in documents]
     if not documents:
         return []
-    deepest = sample_depths(
+    slots = Documents(
         np.array([flag for d in documents for flag in d]),
-        document=np.repeat(np.arange(len(lengths)), lengths),
+        ordinal=np.repeat(np.arange(len(lengths)), lengths),
         place=np.concatenate([np.arange(n) for n in lengths]),
+    )
+    deepest = sample_depths(
+        slots,
         num_depths=num_depths,
         ratio=ratios[0],
         ratio_min=ratios[1],

@@ -15,7 +15,7 @@ from fledge.compat.flex_peagle import peagle_block_mask, peagle_flex_attention
 from fledge.kernels.attention.parallel import parallel_attention, parallel_visible
 from fledge.rollout import plan as plan_module
 from fledge.rollout.parallel_plan import lay_out_parallel, plan_parallel
-from fledge.rollout.plan import Slots
+from fledge.rollout.plan import RowMasks, Slots
 
 CPU = torch.device("cpu")
 
@@ -172,9 +172,9 @@ def test_slots_that_nobody_asks_about_are_not_on_the_axis():
 
 def test_a_cap_counts_per_row():
     options = {"num_depths": 3, "ratio": 1.0, "ratio_min": 1.0, "seed": 1}
-    plan = plan_parallel(torch.ones(2, 9), torch.ones(2, 9), max_anchors=3, **options)
+    plan = plan_parallel(RowMasks(torch.ones(2, 9), torch.ones(2, 9)), max_anchors=3, **options)
     assert plan.counts[1] == 6
-    assert plan_parallel(torch.ones(2, 9), torch.ones(2, 9), **options).counts[1] == 16
+    assert plan_parallel(RowMasks(torch.ones(2, 9), torch.ones(2, 9)), **options).counts[1] == 16
 
 
 # --- attention ---------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_gradients_numerically():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
 def test_low_precision_keeps_its_dtype(dtype, tolerance):
     ones = torch.ones(1, 80)
-    plan = plan_parallel(ones, ones, num_depths=5, ratio=0.7, ratio_min=0.2, seed=0)
+    plan = plan_parallel(RowMasks(ones, ones), num_depths=5, ratio=0.7, ratio_min=0.2, seed=0)
     (segment,) = plan.segments
     inputs = make_inputs(plan, segment, segment.every, dtype=dtype)
     out = [
@@ -331,7 +331,7 @@ def test_a_failed_compilation_is_recorded_and_not_tried_again(monkeypatch, caplo
     for _ in range(2):
         assert torch.equal(peagle_flex_attention(q, k, v, mask, 0.3), expected)
     assert tried == [1]
-    assert "no lowering for this" in peagle_mask.compile_failure()
+    assert "no lowering for this" in peagle_mask._Compiled.failure
     assert "no lowering for this" in caplog.text
 
 
@@ -345,7 +345,7 @@ def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
     monkeypatch.setattr(peagle_mask._Compiled, "function", full)
     with pytest.raises(torch.OutOfMemoryError):
         peagle_flex_attention(q, k, v, mask, 0.3)
-    assert peagle_mask.compile_failure() is None
+    assert peagle_mask._Compiled.failure is None
 
 
 def test_compiled_only_where_inductor_can():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.rollout import plan as plan_module
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RowMasks, plan_rollout
 
 DOCUMENTS = st.lists(
     st.lists(st.booleans(), min_size=1, max_size=7), min_size=1, max_size=4
@@ -28,13 +28,8 @@ def packed(documents, width):
         remaining += range(len(document) - 1, -1, -1)
     pad = width - len(tokens)
     position += range(len(documents[-1]), len(documents[-1]) + pad)
-    return {
-        "loss_mask": loss,
-        "attention_mask": attention,
-        "seq_lens": seq_lens,
-        "position_ids": torch.tensor([position]),
-        "doc_remaining": torch.tensor([remaining + [0] * pad]),
-    }
+    doc_remaining = torch.tensor([remaining + [0] * pad])
+    return RowMasks(loss, attention, torch.tensor([position]), seq_lens, doc_remaining)
 
 
 def expected_elements(documents, num_depths):
@@ -65,7 +60,7 @@ def plan_elements(plan):
 )
 def test_elements_are_those_of_the_rule(documents, pad, num_depths, compact):
     width = sum(map(len, documents)) + pad
-    plan = plan_rollout(**packed(documents, width), num_depths=num_depths, compact=compact)
+    plan = plan_rollout(packed(documents, width), num_depths=num_depths, compact=compact)
     expected = expected_elements(documents, num_depths)
     assert plan_elements(plan) == expected
     assert (np.diff(plan.head.target_host) >= 0).all()
@@ -74,14 +69,14 @@ def test_elements_are_those_of_the_rule(documents, pad, num_depths, compact):
         for k in range(num_depths)
     ]
     assert plan.step_valid_K.tolist() == valid
-    assert plan.supervised_E.sum() == len(expected)
+    assert plan.supervised_P.sum() == len(expected)
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents=DOCUMENTS, num_depths=st.integers(1, 5), compact=st.booleans())
 def test_rows_are_nested_and_as_few_as_can_be(documents, num_depths, compact):
     width = sum(map(len, documents)) + 2
-    plan = plan_rollout(**packed(documents, width), num_depths=num_depths, compact=compact)
+    plan = plan_rollout(packed(documents, width), num_depths=num_depths, compact=compact)
     expected = expected_elements(documents, num_depths)
     starts = np.cumsum([0] + [len(d) for d in documents])
     for k, rows in enumerate(plan.depths):
@@ -109,7 +104,7 @@ def test_blocks_cover_every_row_and_every_key_it_sees(documents, num_depths, lim
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "BLOCK_ROWS", rows_limit)
         patch.setattr(plan_module, "BLOCK_SCORES", scores_limit)
-        plan = plan_rollout(**packed(documents, sum(map(len, documents))), num_depths=num_depths)
+        plan = plan_rollout(packed(documents, sum(map(len, documents))), num_depths=num_depths)
     for rows in (*plan.depths, plan.every):
         covered = [i for b in rows.blocks for i in range(b.row_start, b.row_end)]
         assert covered == list(range(len(rows)))
@@ -124,7 +119,7 @@ def test_blocks_cover_every_row_and_every_key_it_sees(documents, num_depths, lim
 
 def test_blocks_end_with_documents_where_that_is_cheap():
     documents = [[True] * 40 for _ in range(20)]
-    plan = plan_rollout(**packed(documents, 800), num_depths=1)
+    plan = plan_rollout(packed(documents, 800), num_depths=1)
     blocks = plan.depths[0].blocks
     assert len(blocks) == 4  # 39 rows a document: six documents fit 256 rows
     assert [block.key_end - block.key_start for block in blocks] == [6 * 39, 6 * 39, 6 * 39, 2 * 39]
@@ -147,7 +142,7 @@ def test_a_gpu_gets_larger_blocks():
 def test_padded_rows_are_documents_of_their_own():
     loss = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
     attention = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
-    plan = plan_rollout(loss, attention, num_depths=2)
+    plan = plan_rollout(RowMasks(loss, attention), num_depths=2)
     assert plan.slot_T.tolist() == [0, 1, 2, 5]
     assert plan.position_T.tolist() == [0, 1, 2, 0]
     assert plan_elements(plan) == {(0, 1): 1, (1, 0): 1, (1, 1): 2, (2, 0): 2, (5, 0): 5}
@@ -156,7 +151,9 @@ def test_padded_rows_are_documents_of_their_own():
 
 
 def test_the_example_of_the_module_docstring():
-    plan = plan_rollout(torch.tensor([[0, 0, 1, 1, 0, 0]]), torch.ones(1, 6), num_depths=3)
+    plan = plan_rollout(
+        RowMasks(torch.tensor([[0, 0, 1, 1, 0, 0]]), torch.ones(1, 6)), num_depths=3
+    )
     assert plan.slot_T.tolist() == [0, 1, 2, 3]
     assert plan.depths[0].slot_N.tolist() == [0, 1, 2, 3]
     assert plan.counts == (4, 3, 2)
@@ -164,7 +161,7 @@ def test_the_example_of_the_module_docstring():
 
 def test_an_unpadded_slot_is_charged_by_its_mask_alone():
     """Callers may hand over masks of their own making: slot T - 1 counts if its mask says so."""
-    plan = plan_rollout(torch.ones(1, 3), torch.ones(1, 3), num_depths=3)
+    plan = plan_rollout(RowMasks(torch.ones(1, 3), torch.ones(1, 3)), num_depths=3)
     assert plan.step_valid_K.tolist() == [3, 2, 1]
     assert plan.span == (0, 3)
 
@@ -172,8 +169,8 @@ def test_an_unpadded_slot_is_charged_by_its_mask_alone():
 def test_bad_metadata_names_the_field():
     good = packed([[True, True, True], [True, True]], 6)
     with pytest.raises(ValueError, match="seq_lens"):
-        plan_rollout(**(good | {"seq_lens": torch.tensor([[3, 2]])}), num_depths=2)
+        plan_rollout(good._replace(seq_lens=torch.tensor([[3, 2]])), num_depths=2)
     with pytest.raises(ValueError, match="position_ids"):
-        plan_rollout(**(good | {"position_ids": torch.tensor([[0, 1, 2, 3, 5, 6]])}), num_depths=2)
+        plan_rollout(good._replace(position_ids=torch.tensor([[0, 1, 2, 3, 5, 6]])), num_depths=2)
     with pytest.raises(ValueError, match="attention_mask"):
-        plan_rollout(torch.ones(1, 4), torch.tensor([[1, 0, 1, 1]]), num_depths=1)
+        plan_rollout(RowMasks(torch.ones(1, 4), torch.tensor([[1, 0, 1, 1]])), num_depths=1)

@@ -157,10 +157,10 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
         out.print(f"stopped after step {state.step}; the same command continues the run")
         return
     if state.last:
-        from fledge.decode.strategies.registry import own_strategy
         from fledge.methods.registry import METHODS
 
-        drafted = own_strategy(METHODS[recipe.objective.kind]).drafted
+        method = METHODS[recipe.objective.kind]
+        drafted = method.strategies[method.own_strategy].drafted
         out.print(acceptance_table(state.first, state.last, drafted))
     out.print(predicted.table(truth))
     out.print(f"best checkpoint (a loadable draft): {directory}/best", soft_wrap=True)

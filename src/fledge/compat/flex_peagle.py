@@ -50,12 +50,12 @@ def create_peagle_mask_mod(
 
 def _documents(anchor_N: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int) -> Tensor:
     """[N] the document of each anchor, -1 for padding (and for anchors outside the row)."""
-    lengths_D = torch.as_tensor(lengths, device=anchor_N.device).reshape(-1)
-    end_D = torch.cumsum(lengths_D, dim=0)
-    if len(end_D) and int(end_D[-1]) > total_seq_len:
-        raise ValueError(f"lengths: sum to {int(end_D[-1])}, more than {total_seq_len}")
-    document_N = torch.searchsorted(end_D, anchor_N, right=True)
-    inside_N = (anchor_N >= 0) & (document_N < len(end_D))
+    lengths_J = torch.as_tensor(lengths, device=anchor_N.device).reshape(-1)
+    end_J = torch.cumsum(lengths_J, dim=0)
+    if len(end_J) and int(end_J[-1]) > total_seq_len:
+        raise ValueError(f"lengths: sum to {int(end_J[-1])}, more than {total_seq_len}")
+    document_N = torch.searchsorted(end_J, anchor_N, right=True)
+    inside_N = (anchor_N >= 0) & (document_N < len(end_J))
     return torch.where(inside_N, document_N, -1)
 
 
@@ -73,11 +73,6 @@ class _Compiled:
 
     function: Callable[..., Any] | None = None
     failure: str | None = None
-
-
-def compile_failure() -> str | None:
-    """Why compiled flex attention was given up in this process; None while it was not."""
-    return _Compiled.failure
 
 
 def compile_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:

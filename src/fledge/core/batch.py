@@ -27,8 +27,6 @@ and is asked for p(. | x<=t+1+k); it is supervised iff the loss mask of x[t+1+k]
 
 The mask is keyed on the token that is *read*: x2, the first answer token, is never asked for, and
 what comes after x5 is. Values at padding slots mean nothing and are never charged.
-
-Shapes: B row, T position, A aux layers, D target hidden, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -92,12 +90,9 @@ class Eagle3TargetBatch:
         cls,
         rows: TokenBatch,
         *,
-        aux_hidden_states: Tensor,  # [B, T, A * D]
-        logits: Tensor | None = None,  # [B, T, V]
-        last_hidden_states: Tensor | None = None,  # [B, T, D]
-        target_probs: Tensor | None = None,  # [B, T, W]
-        position_mask: Tensor | None = None,  # [B, T, 1]
+        aux_hidden_states: Tensor,
         shifted: bool = False,
+        **supervision: Tensor | None,
     ) -> "Eagle3TargetBatch":
         """The answer about `rows`, where the states lie: the one place where a batch is shifted.
 
@@ -106,32 +101,24 @@ class Eagle3TargetBatch:
         or sent has.
         """
         rows = rows.to(aux_hidden_states.device)
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return tensor if tensor is None or shifted else shift_left(tensor)
-
+        if not shifted:
+            supervision = {n: t if t is None else shift_left(t) for n, t in supervision.items()}
         return cls(
             aux_hidden_states=aux_hidden_states,
             input_ids=shift_left(rows.input_ids),
             attention_mask=rows.attention_mask,
             loss_mask=shift_left(rows.loss_mask),
-            logits=moved(logits),
-            target_probs=moved(target_probs),
-            position_mask=moved(position_mask),
             position_ids=rows.position_ids,
             seq_lens=rows.seq_lens,
             doc_remaining=rows.doc_remaining,
-            last_hidden_states=moved(last_hidden_states),
+            **supervision,
         )
 
     def _check_one_encoding(self) -> None:
         if (self.target_probs is None) != (self.position_mask is None):
             raise ValueError("target_probs and position_mask belong together: give both or neither")
-        given = [
-            name
-            for name in ("logits", "target_probs", "last_hidden_states")
-            if getattr(self, name) is not None
-        ]
+        encodings = ("logits", "target_probs", "last_hidden_states")
+        given = [name for name in encodings if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
                 "exactly one supervision encoding is needed, one of logits, target_probs (with "
@@ -147,20 +134,8 @@ class Eagle3TargetBatch:
 
     def to_trainer_inputs(self) -> dict[str, Tensor]:
         """Keyword arguments of the trainer modules; packing keys only when the batch is packed."""
-        inputs = {
-            "aux_hidden_states": self.aux_hidden_states,
-            "input_ids": self.input_ids,
-            "attention_mask": self.attention_mask,
-            "loss_mask": self.loss_mask,
-            "target_logits": self.logits,
-            "target_probs": self.target_probs,
-            "position_mask": self.position_mask,
-            "target_last_hidden_states": self.last_hidden_states,
-            "position_ids": self.position_ids,
-            "seq_lens": self.seq_lens,
-            "doc_remaining": self.doc_remaining,
-        }
-        return {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        renamed = {name: f"target_{name}" for name in ("logits", "last_hidden_states")}
+        return {renamed.get(name, name): tensor for name, tensor in self.tensors()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The fields that are present, by name."""
@@ -182,17 +157,13 @@ class Eagle3TargetBatch:
     ) -> "Eagle3TargetBatch":
         """Move every field; `dtype` recasts states and logits, never probabilities (fp32)."""
         cast = {"aux_hidden_states", "logits", "last_hidden_states"} if dtype is not None else set()
-        return replace(
-            self,
-            **{
-                name: tensor.to(
-                    device=device,
-                    dtype=dtype if name in cast else None,
-                    non_blocking=non_blocking,
-                )
-                for name, tensor in self.tensors()
-            },
-        )
+        moved = {
+            name: tensor.to(
+                device, dtype=dtype if name in cast else None, non_blocking=non_blocking
+            )
+            for name, tensor in self.tensors()
+        }
+        return replace(self, **moved)
 
     def rows(self, index: slice | Sequence[int] | Tensor) -> "Eagle3TargetBatch":
         """Some of the rows, as a batch of their own (a slice gives views)."""
@@ -245,17 +216,12 @@ class Eagle3TargetBatch:
         if self.target_probs is not None:
             raise ValueError("target_probs is already there, made for one draft vocabulary")
         supervised_BT = self.loss_mask.bool()
+        vocabulary = (selected_token_ids, selected_token_mask)
         if self.logits is not None:
-            probs_NW, sayable_N = target_distribution(
-                self.logits[supervised_BT], selected_token_ids, selected_token_mask
-            )
+            probs_NW, sayable_N = target_distribution(self.logits[supervised_BT], *vocabulary)
         elif head is not None and self.last_hidden_states is not None:
             probs_NW, sayable_N = target_distribution_from_hidden(
-                self.last_hidden_states[supervised_BT],
-                head,
-                selected_token_ids,
-                selected_token_mask,
-                chunk_rows=chunk_rows,
+                self.last_hidden_states[supervised_BT], head, *vocabulary, chunk_rows=chunk_rows
             )
         else:
             raise ValueError("head is needed to turn last_hidden_states into probabilities")
@@ -265,12 +231,9 @@ class Eagle3TargetBatch:
         position_BT1 = torch.zeros((*rows_BT, 1), dtype=torch.bool, device=probs_BTW.device)
         position_BT1[supervised_BT] = sayable_N[:, None]
         return replace(
-            self,
-            logits=None,
-            last_hidden_states=None,
-            target_probs=probs_BTW,
-            position_mask=position_BT1,
-        )
+            self, logits=None, last_hidden_states=None,
+            target_probs=probs_BTW, position_mask=position_BT1,
+        )  # fmt: skip
 
 
 def _check_states(name: str, tensor: Tensor, rows_BT: tuple[int, ...]) -> None:

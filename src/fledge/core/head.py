@@ -3,7 +3,7 @@
 The trainer, the offline cache and the remote server all derive supervision here, so the three
 encodings (logits, draft-vocabulary probabilities, last hidden states) cannot drift apart.
 
-Shapes: N rows (any flattened positions), D target hidden, V target vocabulary, W draft vocabulary.
+Shapes: N any flattened positions.
 """
 
 from dataclasses import dataclass, replace
@@ -85,12 +85,7 @@ def target_distribution_from_hidden(
 ) -> tuple[Tensor, Tensor]:
     """The same from last hidden states; logits exist for `chunk_rows` rows at a time."""
     parts = [
-        target_distribution(head.logits(rows_CD), selected_token_ids, selected_token_mask)
-        for rows_CD in torch.split(hidden_ND, chunk_rows)
+        target_distribution(head.logits(rows_JD), selected_token_ids, selected_token_mask)
+        for rows_JD in torch.split(hidden_ND, chunk_rows)
     ]
-    if not parts:
-        return (
-            hidden_ND.new_zeros((0, len(selected_token_ids)), dtype=torch.float32),
-            torch.zeros(0, dtype=torch.bool, device=hidden_ND.device),
-        )
     return torch.cat([probs for probs, _ in parts]), torch.cat([covered for _, covered in parts])

@@ -111,8 +111,7 @@ class Tagged:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            self.validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(self.dump),
+            self.validate, serialization=core_schema.plain_serializer_function_ser_schema(self.dump)
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ with probability min(1, p(x) / q(x)); the first rejected one is replaced by a dr
 max(p - q, 0), normalised. Every emitted token is then distributed as p, exactly. Tokens outside
 the draft vocabulary have q = 0.
 
-Shapes: B rows, N proposed tokens, V / W target / draft vocabulary.
+Shapes: N proposed tokens of a row.
 """
 
 from collections.abc import Sequence

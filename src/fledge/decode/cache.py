@@ -5,7 +5,7 @@ rejected is overwritten by the next pass, so taking tokens back costs nothing. M
 is while it suffices (recorded passes rely on it): fewer rows use the first ones, more places or
 rows get new memory.
 
-Shapes: B rows, N new tokens of a row, U places, G key heads, C channels of a head.
+Shapes: N new tokens of a row.
 """
 
 from dataclasses import dataclass

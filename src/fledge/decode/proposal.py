@@ -1,6 +1,6 @@
 """What a strategy hands to the target in one round, and how tokens are picked from logits.
 
-Shapes: B rows, N proposed tokens of a row, V / W target / draft vocabulary.
+Shapes: N proposed tokens of a row.
 """
 
 from dataclasses import dataclass

@@ -72,7 +72,7 @@ class Passes:
         """`run(**tensors, **constants)`; `rehearse(**tensors)`: tensors to record with instead."""
         if not self.fixed:
             return run(**tensors, **constants)
-        shapes = ((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
         key = (run, tuple(constants.items()), *shapes)
         if key not in self._held:
             rehearsal = tensors if rehearse is None else rehearse(**tensors)

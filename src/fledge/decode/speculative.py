@@ -8,6 +8,7 @@ are drafted is the strategy's matter (`strategies`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from fledge.decode.clock import RoundClock
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.recorded import Passes
 from fledge.decode.rounds import Round
-from fledge.decode.state import RoundState, RoundTable, RowState
+from fledge.decode.state import RoundState, columns, send_rows
 from fledge.decode.stops import Finish, Stops
 from fledge.decode.strategies.base import Strategy
 from fledge.decode.strategies.registry import choose
@@ -157,12 +158,11 @@ class SpeculativeDecoder:
         return self._go_on(rows, [[] for _ in rows], aux_BND)
 
     def _propose(self, now: "_Now", chooser: Chooser) -> Proposal:
-        state = now.state
         if self.strategy is None:
-            return Proposal(state.token_BQ[:, :0])
-        tensors = {"packed_BC": state.packed_BC, "aux_BQD": state.aux_BQD}
+            return Proposal(now.table_BX[:, :0])
+        tensors = {"table_BX": now.table_BX, "aux_BQD": now.aux_BQD}
         return self.passes(
-            propose, tensors, strategy=self.strategy, used=state.used, chooser=chooser
+            propose, tensors, strategy=self.strategy, used=now.draft_used, chooser=chooser
         )
 
     def _verify(
@@ -170,7 +170,7 @@ class SpeculativeDecoder:
     ) -> tuple[list[Verdict], Tensor]:
         count, used = proposal.token_BN.shape[1], now.target_used
         ends = {row.known + count for row in now.rows}
-        tensors = {"packed_BC": now.state.packed_BC, "token_BN": proposal.token_BN}
+        tensors = {"table_BX": now.table_BX, "token_BN": proposal.token_BN}
         if proposal.parent_BN is not None:
             tensors["parent_BN"] = proposal.parent_BN
         verified = self.passes(
@@ -183,8 +183,8 @@ class SpeculativeDecoder:
             drawn=proposal.probs_BNW is not None,
             chooser=chooser,
         )
-        if verified.picks_BK is not None:
-            return judge(verified.picks_BK.tolist(), count), verified.aux_BND
+        if verified.picks_BX is not None:
+            return judge(verified.picks_BX.tolist(), count), verified.aux_BND
         assert verified.logits_BNV is not None
         assert self.strategy is not None
         selected_W = self.strategy.selected_W
@@ -207,39 +207,39 @@ class SpeculativeDecoder:
         alive = [index for index, row in enumerate(rows) if row.finish is None]
         if not alive:
             return None
-        kept = [
+        places = [
             [0, *(node + 1 for node in path)] if row.finish is None else [0]
             for row, path in zip(rows, paths, strict=True)
         ]
         if len(alive) < len(rows) and not (self.passes.fixed and 2 * len(alive) > len(rows)):
             self.target.select(alive)
-            rows, kept = [rows[i] for i in alive], [kept[i] for i in alive]
+            rows, places = [rows[i] for i in alive], [places[i] for i in alive]
             aux_BND = aux_BND[torch.tensor(alive, device=aux_BND.device)]
             if self.strategy is not None:
                 self.strategy.select(alive)
         known = [
-            RowState(row.known - 1, row.token_ids[-len(places) :], places)
-            for row, places in zip(rows, kept, strict=True)
+            (row.known - 1, row.token_ids[-len(stood) :], stood)
+            for row, stood in zip(rows, places, strict=True)
         ]
-        width = self._most_kept if self.passes.fixed else max(map(len, kept))
-        table = RoundTable.to_device(known, self.target.device, width=width)
-        end = max(row.length for row in known)
+        width = self._most_kept if self.passes.fixed else max(map(len, places))
+        table_BX = send_rows(known, self.target.device, width=width)
+        end = max(length for length, _, _ in known)
         target_used = self.target.room(end + 1 + self._count)
         if self.strategy is None:
-            return _Now(rows, table.with_states(aux_BND, 0), target_used)
+            return _Now(rows, table_BX, aux_BND, 0, target_used)
         used = self.strategy.reserve(end)
-        in_place = all(places == [*range(len(places))] for places in kept)
-        aux_BQD = self.strategy.settle(self.target, table, aux_BND, in_place=in_place)
-        return _Now(rows, table.with_states(aux_BQD, used), target_used)
+        aux_BQD = self.strategy.settle(self.target, table_BX, aux_BND, places)
+        return _Now(rows, table_BX, aux_BQD, used, target_used)
 
 
-@dataclass(frozen=True)
-class _Now:
+class _Now(NamedTuple):
     """Between two rounds: the rows, and what is true since the last pass of the target."""
 
     rows: list[Generation]
-    state: RoundState
-    target_used: int  # how far the next round looks in the target's cache
+    table_BX: Tensor  # of `decode.state`
+    aux_BQD: Tensor
+    draft_used: int  # how far the next round looks in the strategy's cache
+    target_used: int  # and in the target's
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Verified:
     """What the target made of a proposal."""
 
     aux_BND: Tensor
-    picks_BK: Tensor | None = None  # for `judge`
+    picks_BX: Tensor | None = None  # for `judge`
     logits_BNV: Tensor | None = None  # for `judge_drawn`
 
 
@@ -255,13 +255,13 @@ class Verified:
 
 
 def propose(
-    packed_BC: Tensor, aux_BQD: Tensor, *, strategy: Strategy, used: int, chooser: Chooser
+    table_BX: Tensor, aux_BQD: Tensor, *, strategy: Strategy, used: int, chooser: Chooser
 ) -> Proposal:
-    return strategy.propose(RoundTable.unpack(packed_BC).with_states(aux_BQD, used), chooser)
+    return strategy.propose(RoundState(*columns(table_BX), aux_BQD, used), chooser)
 
 
 def verify(
-    packed_BC: Tensor,
+    table_BX: Tensor,
     token_BN: Tensor,
     parent_BN: Tensor | None = None,
     *,
@@ -273,15 +273,15 @@ def verify(
     chooser: Chooser,
 ) -> Verified:
     """The target over the newest known token and the proposed ones; `drawn`: judged by chance."""
-    table = RoundTable.unpack(packed_BC)
-    last_B1 = table.token_BQ.gather(1, table.count_B[:, None] - 1)
+    length_B, count_B, token_BQ, _ = columns(table_BX)
+    last_B1 = token_BQ.gather(1, count_B[:, None] - 1)
     read_BN = torch.cat([last_B1, token_BN], dim=1)
     layout = None if strategy is None else strategy.layout(parent_BN)
-    output = target.read(read_BN, table.length_B, used=used, layout=layout, level=level)
+    output = target.read(read_BN, length_B, used=used, layout=layout, level=level)
     if drawn:
         return Verified(output.aux_BND, logits_BNV=output.logits_BNV)
-    picks_BK = pack_picks(Proposal(token_BN, parent_BN), output.logits_BNV, chooser)
-    return Verified(output.aux_BND, picks_BK=picks_BK)
+    picks_BX = pack_picks(Proposal(token_BN, parent_BN), output.logits_BNV, chooser)
+    return Verified(output.aux_BND, picks_BX=picks_BX)
 
 
 def _aux_layer_ids(model: nn.Module, draft: DraftModel, wanted: Sequence[int] | None) -> list[int]:

@@ -3,11 +3,12 @@
 Slot t is the target's aux states at token t together with token t + 1. A round that accepts n
 tokens makes n + 1 slots true: that of the token it started from, and those of the accepted ones.
 
-Shapes: B rows, Q slots, left-aligned (as many as the longest row has, or ever can have where
-shapes stay fixed), D aux states side by side, C = 2 + 2Q columns.
+What the host tells the device in a round travels as one table, a row of X = 2 + 2Q numbers for each
+text: one copy, one input of a pass. Q slots stand left-aligned, as many as the longest row has, or
+ever can have where shapes stay fixed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,50 +18,13 @@ from fledge.core.transfer import send
 
 
 @dataclass(frozen=True)
-class RowState:
-    """One row between two rounds, as the host knows it."""
+class RoundState:
+    """What a strategy drafts from: everything that was verified since it drafted last."""
 
-    length: int
-    tokens: Sequence[int]
-    places: Sequence[int]
-
-
-@dataclass(frozen=True)
-class RoundTable:
-    """All that the host tells the device in a round, by name."""
-
-    packed_BC: Tensor  # the others, side by side: one copy to the device, one input of a pass
     length_B: Tensor  # tokens in the target's cache: all that are known but the newest
     count_B: Tensor  # how many of the Q slots are real
     token_BQ: Tensor  # the token behind each slot's own; the last real one is the newest of all
     place_BQ: Tensor  # where each slot's own token stood among those of the target's last pass
-
-    @classmethod
-    def to_device(
-        cls, rows: Sequence[RowState], device: torch.device, *, width: int
-    ) -> "RoundTable":
-        """Send rows of up to `width` slots, in one copy."""
-        packed = []
-        for row in rows:
-            count = len(row.tokens)
-            padding = [0] * (width - count)
-            places = [*row.places, *range(count, width)]
-            packed.append([row.length, count, *row.tokens, *padding, *places])
-        return cls.unpack(send(torch.tensor(packed), device))
-
-    @classmethod
-    def unpack(cls, packed_BC: Tensor) -> "RoundTable":
-        token_BQ, place_BQ = packed_BC[:, 2:].chunk(2, dim=1)
-        return cls(packed_BC, packed_BC[:, 0], packed_BC[:, 1], token_BQ, place_BQ)
-
-    def with_states(self, aux_BQD: Tensor, used: int) -> "RoundState":
-        return RoundState(**vars(self), aux_BQD=aux_BQD, used=used)
-
-
-@dataclass(frozen=True)
-class RoundState(RoundTable):
-    """What a strategy drafts from: everything that was verified since it drafted last."""
-
     aux_BQD: Tensor  # the target's states of the slots' own tokens
     used: int  # how far to look in the strategy's cache: what its `reserve` returned
 
@@ -73,3 +37,21 @@ class RoundState(RoundTable):
     def anchor_B(self) -> Tensor:  # noqa: N802
         """Each row's last slot: where its rollout starts."""
         return self.length_B - 1
+
+
+def send_rows(
+    rows: Iterable[tuple[int, Sequence[int], Sequence[int]]], device: torch.device, *, width: int
+) -> Tensor:
+    """The table of rows (length, tokens, places) with up to `width` slots, in one copy."""
+    table = []
+    for length, tokens, places in rows:
+        count = len(tokens)
+        padding = [0] * (width - count)
+        table.append([length, count, *tokens, *padding, *places, *range(count, width)])
+    return send(torch.tensor(table), device)
+
+
+def columns(table_BX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lengths, counts, tokens and places: the first four fields of a `RoundState`."""
+    token_BQ, place_BQ = table_BX[:, 2:].chunk(2, dim=1)
+    return table_BX[:, 0], table_BX[:, 1], token_BQ, place_BQ

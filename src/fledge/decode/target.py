@@ -4,7 +4,7 @@
 tensor code, so that it can be recorded (`recorded`): the lengths of the rows are a tensor, and the
 mask, sliding windows and trees included, is made from them.
 
-Shapes: B rows, N new tokens of a row, U cache places looked at, D target hidden, V vocabulary.
+Shapes: N new tokens of a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -210,6 +210,6 @@ def _only(head: nn.Module, place_B1: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def take(values_BND: Tensor, index_BK: Tensor) -> Tensor:
-    """[B, K, D]: entries of each row by index."""
-    return values_BND.gather(1, index_BK[..., None].expand(-1, -1, values_BND.shape[-1]))
+def take(values_BND: Tensor, index_BQ: Tensor) -> Tensor:
+    """[B, Q, D]: entries of each row by index."""
+    return values_BND.gather(1, index_BQ[..., None].expand(-1, -1, values_BND.shape[-1]))

@@ -3,13 +3,11 @@
 A method's own draft model (`eagle3.py`) adds what it computes. Its `config` is a Llama-style
 transformers config with at least `vocab_size`, `draft_vocab_size`, `hidden_size`,
 `target_hidden_size`, `num_hidden_layers` and `num_aux_hidden_states`.
-
-Shapes: E draft hidden, V / W target / draft vocabulary, D target hidden.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.core.files import atomic_directory
 from fledge.draft.files import check_tensors, read_draft, write_draft_files
-
-
-class HasWeight(Protocol):
-    """Anything with an embedding table: a module, or what a remote target hands over."""
-
-    @property
-    def weight(self) -> Tensor: ...
+from fledge.target.base import HasWeight
 
 
 class DraftModel(nn.Module):
@@ -104,14 +96,12 @@ class DraftModel(nn.Module):
         """
         ids, mask = selected_token_ids, selected_token_mask.bool()
         width, full = self.config.draft_vocab_size, self.config.vocab_size
-        if ids.shape != (width,):
-            raise ValueError(
-                f"selected_token_ids: expected shape ({width},), got {tuple(ids.shape)}"
-            )
-        if mask.shape != (full,):
-            raise ValueError(
-                f"selected_token_mask: expected shape ({full},), got {tuple(mask.shape)}"
-            )
+        for name, tensor, size in (
+            ("selected_token_ids", ids, width),
+            ("selected_token_mask", mask, full),
+        ):
+            if tensor.shape != (size,):
+                raise ValueError(f"{name}: expected shape ({size},), got {tuple(tensor.shape)}")
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"selected_token_ids: must be integers, got {ids.dtype}")
         marked = mask.nonzero()[:, 0].to(ids.device)

@@ -17,15 +17,13 @@ _FLAGS = {
 
 def check_draft_config(config: Any) -> None:
     """Fill in what is absent, refuse what a draft cannot be."""
-    for name, absent in _FLAGS.items():
-        if getattr(config, name, None) is None:
-            setattr(config, name, absent)
-    for name, absent in (
-        ("target_hidden_size", config.hidden_size),
-        ("draft_vocab_size", config.vocab_size),
-        ("head_dim", config.hidden_size // config.num_attention_heads),
-        ("num_key_value_heads", config.num_attention_heads),
-    ):
+    derived = {
+        "target_hidden_size": config.hidden_size,
+        "draft_vocab_size": config.vocab_size,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "num_key_value_heads": config.num_attention_heads,
+    }
+    for name, absent in (_FLAGS | derived).items():
         if getattr(config, name, None) is None:
             setattr(config, name, absent)
     if not 0 < config.draft_vocab_size <= config.vocab_size:

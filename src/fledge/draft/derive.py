@@ -13,7 +13,6 @@ from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
 from fledge.draft.config import check_draft_config
-from fledge.draft.families import TargetFamily, family_of
 from fledge.draft.rotary import STATIC_ROPE_TYPES, Rotary, rope_parameters
 
 # Rotary settings that a Llama-style draft carries over as they stand.
@@ -22,6 +21,13 @@ _ROPE_KEYS = {
     "high_freq_factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "truncate",
 }  # fmt: skip
+
+# Whose rotary a draft takes when layer types differ: the global layers', for it attends to
+# everything too. Other architectures need nothing said: the config speaks for itself.
+ROPE_LAYERS = {
+    "Gemma3ForCausalLM": "full_attention",
+    "Gemma3ForConditionalGeneration": "full_attention",
+}
 
 
 def derive_draft_config(
@@ -43,7 +49,7 @@ def derive_draft_config(
     text = getattr(target_config, "text_config", None) or target_config
     named = architecture or (getattr(target_config, "architectures", None) or [None])[0]
     name = named or type(target_config).__name__
-    rope = _draft_rope(text, family_of(named), name)
+    rope = _draft_rope(text, ROPE_LAYERS.get(named or ""), name)
     _check_fields(text, name)
     config = LlamaConfig(
         vocab_size=text.vocab_size,
@@ -87,7 +93,7 @@ def _or(config: Any, name: str, absent: Any) -> Any:
     return absent if value is None else value
 
 
-def _draft_rope(text: Any, family: TargetFamily, name: str) -> dict[str, Any]:
+def _draft_rope(text: Any, rope_layers: str | None, name: str) -> dict[str, Any]:
     """The target's rotary settings, if a Llama-style draft can turn positions the same way."""
 
     def refuse(why: str) -> BadInput:
@@ -100,8 +106,8 @@ def _draft_rope(text: Any, family: TargetFamily, name: str) -> dict[str, Any]:
         raise refuse("it has no rotary positions (absolute or learned ones)")
     local_theta = getattr(text, "rope_local_base_freq", None)  # transformers 4's Gemma-3
     if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
-        rope = dict(_chosen_layers(parameters, family, refuse))
-    elif local_theta is not None and family.rope_layers is None:
+        rope = dict(_chosen_layers(parameters, rope_layers, refuse))
+    elif local_theta is not None and rope_layers is None:
         raise refuse("its layers rotate differently and the registry does not say whose to take")
     else:
         rope = rope_parameters(text)
@@ -121,10 +127,10 @@ def _draft_rope(text: Any, family: TargetFamily, name: str) -> dict[str, Any]:
     return rope
 
 
-def _chosen_layers(parameters: Mapping[str, Any], family: TargetFamily, refuse: Any) -> Any:
+def _chosen_layers(parameters: Mapping[str, Any], rope_layers: str | None, refuse: Any) -> Any:
     """One layer type's settings, when they differ by layer type."""
-    if family.rope_layers is not None and family.rope_layers in parameters:
-        return parameters[family.rope_layers]
+    if rope_layers in parameters:
+        return parameters[rope_layers]
     first, *others = parameters.values()
     if any(other != first for other in others):
         raise refuse(
@@ -150,7 +156,7 @@ def verify_rotary(
     steps = torch.linspace(0, last, 257).round().long()
     position_T = torch.unique(torch.cat([torch.arange(min(last + 1, 64)), steps]))
     own = Rotary(draft_config)
-    theirs = _target_cos_sin(rotary, position_T, family_of(type(target).__name__))
+    theirs = _target_cos_sin(rotary, position_T, ROPE_LAYERS.get(type(target).__name__))
     angle = position_T[:, None].double() * torch.cat([own.inv_freq, own.inv_freq]).double()
     allowed = 1e-5 + angle * 2**-22
     gap = 0.0
@@ -194,13 +200,13 @@ def _rotary_module(target: nn.Module) -> tuple[str, nn.Module]:
 
 @torch.no_grad()
 def _target_cos_sin(
-    rotary: nn.Module, position_T: Tensor, family: TargetFamily
+    rotary: nn.Module, position_T: Tensor, rope_layers: str | None
 ) -> tuple[Tensor, Tensor]:
     buffer = next(rotary.buffers())
     x = torch.zeros(1, dtype=torch.float32, device=buffer.device)
     args: tuple[Any, ...] = (x, position_T[None].to(buffer.device))
     kinds = getattr(rotary, "rope_type", None)
     if isinstance(kinds, dict):  # one set of frequencies a layer type
-        args += (family.rope_layers or next(iter(kinds)),)
+        args += (rope_layers or next(iter(kinds)),)
     cos, sin = rotary(*args)
     return cos[0].cpu(), sin[0].cpu()

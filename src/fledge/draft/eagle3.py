@@ -3,8 +3,7 @@
 `unroll` is the whole EAGLE-3 forward: features of the target in, one state per (anchor, depth)
 element out. `objective` scores the states.
 
-Shapes: T key axis, N rows of a depth (see `rollout.plan`), D target hidden, E draft hidden,
-H / G query / key heads, C channels, V / W target / draft vocabulary.
+Shapes: N rows of a depth (see `rollout.plan`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +21,13 @@ from fledge.draft.layer import (
     DeepDraftLayer,
     DraftLayer,
     FusedDraftLayer,
-    KeysValues,
     LayerWeights,
     forget_mlp,
     linear,
     rms_norm,
 )
 from fledge.draft.rotary import Rotary, rotate
+from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.reference import AttentionKind, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
 
@@ -38,7 +37,7 @@ class LlamaEagle3DraftModel(DraftModel):
 
     `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
     `num_aux_hidden_states`, `fc_norm`, `norm_output`, and for P-EAGLE `parallel_drafting` and
-    `mask_token_id` (all optional, see `check_draft_config`; P-EAGLE's side is in `peagle.py`).
+    `mask_token_id` (all optional, see `check_draft_config`; P-EAGLE's rollout is in `parallel.py`).
     """
 
     architecture = "LlamaForCausalLMEagle3"
@@ -99,23 +98,15 @@ class LlamaEagle3DraftModel(DraftModel):
         layers = cast(Iterable[DraftLayer], self.layers)
         return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
 
-    # --- P-EAGLE by hand: training goes through `peagle.unroll_parallel` ------------------------
+    # --- P-EAGLE by hand: training goes through `parallel.py` --------------------------------
 
     def masked_projected_hidden(self) -> Tensor:
         """[1, E]: the placeholder through fc_norm and fc, as real aux states go."""
         self.check_parallel()
         return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
 
-    def _check_parallel(self) -> None:
-        if not self.config.parallel_drafting:
-            raise ValueError("parallel_drafting: the draft was built without it")
-
     def build_peagle_block_mask(
-        self,
-        anchor_pos: Tensor,
-        depth: Tensor,
-        lengths: Tensor | Sequence[int],
-        total_seq_len: int,
+        self, anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
     ) -> BlockMask:
         """The mask of one row's elements, in the order in which they are given."""
         return peagle_block_mask(anchor_pos, depth, lengths, total_seq_len)

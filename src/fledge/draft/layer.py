@@ -22,8 +22,6 @@ from fledge.compat.flex_peagle import peagle_flex_attention
 from fledge.draft.rotary import Rotary, rotate
 from fledge.kernels.gate import kernel_runs
 
-KeysValues = tuple[Tensor, Tensor]
-
 
 def linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False)

@@ -213,7 +213,7 @@ class _Job:
         return {
             "fledge_version": __version__,
             "kind": self.method.version(self.draft.config),
-            "method": self.method.strategies[0],
+            "method": self.method.own_strategy,
             "format": self.layout.name,
             "engine": self.engine.name,
             "engine_title": self.engine.title,

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Row losses of a chunk of draft logits and their gradients, on a GPU in one kernel.
 
-Same results as the losses' torch lines (`Loss.rows`), which read and write [C, W] in fp32 some
+Same results as the losses' torch lines (`Loss.rows`), which read and write [J, W] in fp32 some
 twenty times. Here one program owns a row: it reads the logits as they are for the sums, and reads
 them again, from the cache, to replace them by their gradient. The target's probabilities stay one
 row a slot, however many elements share the slot.
@@ -110,30 +110,30 @@ def score_rows(
 
 
 def fused_rows(
-    logits_CW: Tensor,
+    logits_JW: Tensor,
     probs_MW: Tensor,
-    slot_C: Tensor,  # which row of `probs_MW` is an element's target
-    top_C: Tensor,  # the target's top token
+    slot_J: Tensor,  # which row of `probs_MW` is an element's target
+    top_J: Tensor,  # the target's top token
     *,
     kind: str,
-    coefficient_C: Tensor | None = None,
-    ce_weight_C: Tensor | None = None,
+    coefficient_J: Tensor | None = None,
+    ce_weight_J: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Row losses [C] fp32 and whether the draft's top token is the target's.
+    """Row losses [J] fp32 and whether the draft's top token is the target's.
 
     With coefficients, the logits are replaced by coefficient * gradient of the row loss.
     """
-    assert logits_CW.is_contiguous()
-    count, width = logits_CW.shape
-    loss_C = logits_CW.new_empty(count, dtype=torch.float32)
-    correct_C = logits_CW.new_empty(count, dtype=torch.bool)
-    with on_device_of(logits_CW):
+    assert logits_JW.is_contiguous()
+    count, width = logits_JW.shape
+    loss_J = logits_JW.new_empty(count, dtype=torch.float32)
+    correct_J = logits_JW.new_empty(count, dtype=torch.bool)
+    with on_device_of(logits_JW):
         score_rows[(count,)](
-            logits_CW, probs_MW.contiguous(), slot_C, top_C,
-            loss_C if coefficient_C is None else coefficient_C,
-            loss_C if ce_weight_C is None else ce_weight_C,
-            loss_C, correct_C, width,
-            KIND=kind, WRITE=coefficient_C is not None,
+            logits_JW, probs_MW.contiguous(), slot_J, top_J,
+            loss_J if coefficient_J is None else coefficient_J,
+            loss_J if ce_weight_J is None else ce_weight_J,
+            loss_J, correct_J, width,
+            KIND=kind, WRITE=coefficient_J is not None,
             BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=8,
         )  # fmt: skip
-    return loss_C, correct_C
+    return loss_J, correct_J

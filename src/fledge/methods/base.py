@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fledge.core.head import HeadLike
+    from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
     from fledge.methods.section import ObjectiveSection
     from fledge.objective.base import Objective
@@ -50,8 +51,8 @@ class Method(ABC):
     carries_states: ClassVar[bool] = True
     """Whether its drafts carry a state from depth to depth."""
 
-    strategies: ClassVar[tuple[str, ...]]
-    """Names of the ways in which its drafts propose (`decode.strategies`), its own first."""
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]]
+    """The ways in which its drafts propose (`decode.strategies`) by name, its own first."""
 
     formats: ClassVar[Mapping[str, str]]
     """Engine -> the layout in which its drafts are written for it (`export.formats`)."""
@@ -61,6 +62,11 @@ class Method(ABC):
 
     vllm_settings: ClassVar[Mapping[str, object]] = {}
     """What vLLM's speculative config must say besides."""
+
+    @property
+    def own_strategy(self) -> str:
+        """The way of drafting that it trains for."""
+        return next(iter(self.strategies))
 
     # --- its recipe -----------------------------------------------------------------------------
 

@@ -3,20 +3,23 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fledge.core.registry import Registry
 from fledge.methods.base import Method, TrainerInputs
 
 if TYPE_CHECKING:
-    from fledge.draft.base import DraftModel
-    from fledge.methods.eagle3_section import Eagle3Section
+    from fledge.decode.strategies.base import Strategy
+    from fledge.draft.eagle3 import LlamaEagle3DraftModel
+    from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
 
-AUX_LAYERS = 3  # low, middle, high
+CHAIN = {"chain": "fledge.decode.strategies.chain:Chain"}
+TREE = {"tree": "fledge.decode.strategies.tree:Tree"}
 
 
 class Eagle3(Method):
     name = "eagle3"
     title = "EAGLE-3"
-    strategies = ("chain", "tree")
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", CHAIN | TREE)
     formats: ClassVar[Mapping[str, str]] = {
         "vllm": "plain-vllm",
         "sglang": "plain-sglang",
@@ -25,7 +28,7 @@ class Eagle3(Method):
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
     @property
-    def section(self) -> "type[Eagle3Section]":
+    def section(self) -> "type[LossSection]":
         from fledge.methods.eagle3_section import Eagle3Section
 
         return Eagle3Section
@@ -33,26 +36,22 @@ class Eagle3(Method):
     def owns(self, config: Any) -> bool:
         return True  # the default: no other method claims the config
 
-    def draft_type(self) -> "type[DraftModel]":
+    def draft_type(self) -> "type[LlamaEagle3DraftModel]":
         from fledge.draft.eagle3 import LlamaEagle3DraftModel
 
         return LlamaEagle3DraftModel
 
     def aux_layers(self, section: Any = None) -> int:
-        return AUX_LAYERS
+        return 3  # low, middle, high
 
     def default_aux_layer_ids(self, depth: int, count: int) -> list[int]:
         from fledge.target.layers import default_aux_layer_ids
 
         return default_aux_layer_ids(depth)
 
-    def objective(
-        self, draft: "DraftModel", given: TrainerInputs, **options: Any
-    ) -> "Objective[Any]":
-        from fledge.draft.eagle3 import LlamaEagle3DraftModel
+    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
         from fledge.objective.eagle3 import Eagle3TrainerModule
 
-        assert isinstance(draft, LlamaEagle3DraftModel)
         return Eagle3TrainerModule(draft, **given.arguments(), **options)
 
     def bench_options(

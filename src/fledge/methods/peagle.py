@@ -1,50 +1,43 @@
-"""P-EAGLE: all tokens of a round in one pass, from a learned placeholder."""
+"""P-EAGLE: all tokens of a round in one pass, from a learned placeholder.
+
+Its draft is EAGLE-3's with a placeholder; what is not here is as there.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fledge.methods.base import Method, TrainerInputs
-from fledge.methods.eagle3 import AUX_LAYERS, EAGLE3
+from fledge.core.registry import Registry
+from fledge.methods.base import TrainerInputs
+from fledge.methods.eagle3 import CHAIN, TREE, Eagle3
 
 if TYPE_CHECKING:
+    from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
-    from fledge.methods.peagle_section import PeagleSection
+    from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
 
+PARALLEL = {"parallel": "fledge.decode.strategies.parallel:Parallel"}
 
-class Peagle(Method):
+
+class Peagle(Eagle3):
     name = "peagle"
     title = "P-EAGLE"
     draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 4, "freeze_embeddings": False}
     carries_states = False
-    strategies = ("parallel", "chain", "tree")
-    formats: ClassVar[Mapping[str, str]] = {
-        "vllm": "plain-vllm",
-        "sglang": "plain-sglang",
-        "speculators": "speculators-peagle",
-    }
-    algorithms = EAGLE3.algorithms
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
+        "strategy", PARALLEL | CHAIN | TREE
+    )
+    formats: ClassVar[Mapping[str, str]] = {**Eagle3.formats, "speculators": "speculators-peagle"}
     vllm_settings: ClassVar[Mapping[str, object]] = {"parallel_drafting": True}
 
     @property
-    def section(self) -> "type[PeagleSection]":
+    def section(self) -> "type[LossSection]":
         from fledge.methods.peagle_section import PeagleSection
 
         return PeagleSection
 
     def owns(self, config: Any) -> bool:
         return bool(config.parallel_drafting)
-
-    def draft_type(self) -> "type[DraftModel]":
-        from fledge.draft.eagle3 import LlamaEagle3DraftModel
-
-        return LlamaEagle3DraftModel  # one class: its config says what it has
-
-    def aux_layers(self, section: Any = None) -> int:
-        return AUX_LAYERS
-
-    def default_aux_layer_ids(self, depth: int, count: int) -> list[int]:
-        return EAGLE3.default_aux_layer_ids(depth, count)
 
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
@@ -56,20 +49,15 @@ class Peagle(Method):
         return {"parallel_drafting": True, "mask_token_id": mask_token_id}
 
     def grow(self, draft: "DraftModel", config: Any) -> "DraftModel | None":
-        from fledge.draft.eagle3 import LlamaEagle3DraftModel
         from fledge.draft.warm_start import peagle_from_eagle3
 
-        if not isinstance(draft, LlamaEagle3DraftModel):
+        if not isinstance(draft, self.draft_type()):
             return None  # nothing of it means the same here
         return peagle_from_eagle3(draft, config)
 
-    def objective(
-        self, draft: "DraftModel", given: TrainerInputs, **options: Any
-    ) -> "Objective[Any]":
-        from fledge.draft.eagle3 import LlamaEagle3DraftModel
+    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
         from fledge.objective.peagle import PEagleTrainerModule
 
-        assert isinstance(draft, LlamaEagle3DraftModel)
         return PEagleTrainerModule(draft, **given.arguments(), **options)
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
@@ -77,6 +65,9 @@ class Peagle(Method):
 
     def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
         return {"parallel_drafting": True, "mask_token_id": vocab_size - 1}
+
+    def version(self, config: Any) -> str:
+        return self.title
 
 
 PEAGLE = Peagle()

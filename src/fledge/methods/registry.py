@@ -39,7 +39,7 @@ def method_of(config: Any) -> Method:
 def method_that_drafts(strategy: str) -> Method:
     """The method whose own way of drafting this is, as an export's record names it."""
     for method in METHODS.values():
-        if method.strategies[0] == strategy:
+        if method.own_strategy == strategy:
             return method
     raise BadInput(f"no method drafts by '{strategy}'", fix=f"known: {', '.join(METHODS)}")
 

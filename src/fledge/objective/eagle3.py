@@ -17,7 +17,7 @@ from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import RolloutTrainerModule
 from fledge.rollout.cod import draw_seed
-from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.plan import RolloutPlan, RowMasks, plan_rollout
 
 Eagle3Output = RolloutOutput
 
@@ -58,44 +58,25 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             raise ValueError(f"ttt_steps: must be a positive int, got {ttt_steps!r}")
         if not 0 < depth_keep <= 1:
             raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
-        super().__init__(
-            draft_model,
-            selected_token_ids=selected_token_ids,
-            selected_token_mask=selected_token_mask,
-            loss=loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
-            target_head=target_head,
-            compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows,
-            attention=attention,
-        )
-        self.ttt_steps, self.step_decay, self.compact = ttt_steps, step_decay, compact
-        self.depth_keep = depth_keep
+        vocabulary = (selected_token_ids, selected_token_mask)
+        chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
+        options = (target_head, compute_dtype, chunk_rows, attention)
+        super().__init__(draft_model, vocabulary, chosen, *options)
+        self.ttt_steps, self.step_decay = ttt_steps, step_decay
+        self.depth_keep, self.compact = depth_keep, compact
 
     @property
     def depths(self) -> int:
         return self.ttt_steps
 
-    def plan(
-        self,
-        loss_mask: Tensor,
-        attention_mask: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-        seed: int | None = None,
-    ) -> RolloutPlan:
+    def plan(self, masks: RowMasks, seed: int | None = None) -> RolloutPlan:
         """Every supervised element; with `depth_keep` a sample of them, drawn from `seed` (None:
         from torch's generator)."""
         if seed is None:
             seed = draw_seed() if self._keep < 1 else 0
         return plan_rollout(
-            loss_mask,
-            attention_mask,
+            masks,
             num_depths=self.ttt_steps,
-            position_ids=position_ids,
-            seq_lens=seq_lens,
-            doc_remaining=doc_remaining,
             compact=self.compact,
             keep=self._keep,
             seed=seed,

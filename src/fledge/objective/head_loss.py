@@ -50,14 +50,14 @@ class HeadTask:
 
 
 def head_loss(
-    hidden_EE: Tensor,
+    hidden_PE: Tensor,
     head_WE: Tensor,
     task: HeadTask,
     *,
     coefficient_N: Tensor,  # what a charged row's loss counts
     acceptance_L: Tensor | None = None,
 ) -> HeadLoss:
-    """Score all elements. `hidden_EE` [all depths' rows, E] after the final norm.
+    """Score all elements. `hidden_PE` [all depths' rows, E] after the final norm.
 
     `acceptance_L` is the mean acceptance of each loss, for a loss that needs it; None: the mean
     over the elements of this call.
@@ -67,28 +67,28 @@ def head_loss(
     weight_N = None
     if task.loss.needs_acceptance:
         if acceptance_L is None:
-            acceptance_L = mean_acceptance(head_acceptance(hidden_EE, head_WE, task))
-        weight_N = task.loss.weight(acceptance_L.to(_wide(hidden_EE)))[task.which_loss()]
+            acceptance_L = mean_acceptance(head_acceptance(hidden_PE, head_WE, task))
+        weight_N = task.loss.weight(acceptance_L.to(_wide(hidden_PE)))[task.which_loss()]
     coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
     return HeadLoss(
         *_HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_EE, head_WE, task, coefficient_N, weight_N, torch.is_grad_enabled()
+            hidden_PE, head_WE, task, coefficient_N, weight_N, torch.is_grad_enabled()
         )
     )
 
 
 @torch.no_grad()
-def head_acceptance(hidden_EE: Tensor, head_WE: Tensor, task: HeadTask) -> Tensor:
+def head_acceptance(hidden_PE: Tensor, head_WE: Tensor, task: HeadTask) -> Tensor:
     """[2, L] float64: per loss the acceptance of its charged elements, summed, and their count.
 
     A pass of its own over the logits: a third of the head's work, against two thirds for keeping
     the gradients of both terms of a weighed loss apart.
     """
-    head = head_WE.to(hidden_EE.dtype)
-    alpha_N = hidden_EE.new_zeros(len(task.elements), dtype=torch.float64)
-    for part, element_C, target in _chunks(task, hidden_EE, head):
-        logits_CW = F.linear(hidden_EE.index_select(0, element_C), head)
-        alpha_N[part] = _alpha(logits_CW, target).double()
+    head = head_WE.to(hidden_PE.dtype)
+    alpha_N = hidden_PE.new_zeros(len(task.elements), dtype=torch.float64)
+    for part, element_J, target in _chunks(task, hidden_PE, head):
+        logits_JW = F.linear(hidden_PE.index_select(0, element_J), head)
+        alpha_N[part] = _alpha(logits_JW, target).double()
     values_2N = torch.stack([alpha_N, torch.ones_like(alpha_N)]) * task.charged_N
     return values_2N.new_zeros(2, task.num_losses).index_add_(1, task.which_loss(), values_2N)
 
@@ -98,14 +98,14 @@ def mean_acceptance(sums_2L: Tensor) -> Tensor:
     return sums_2L[0] / sums_2L[1].clamp_min(1)
 
 
-def _wide(hidden_EE: Tensor) -> torch.dtype:
+def _wide(hidden_PE: Tensor) -> torch.dtype:
     """What losses are computed in: at least fp32."""
-    return torch.promote_types(hidden_EE.dtype, torch.float32)
+    return torch.promote_types(hidden_PE.dtype, torch.float32)
 
 
-def _chunk_rows(hidden_EE: Tensor, width: int, loss: Loss) -> int:
+def _chunk_rows(hidden_PE: Tensor, width: int, loss: Loss) -> int:
     """As many as fit the memory of a chunk: the kernel has no fp32 copies of the logits."""
-    fused = loss.kernel is not None and kernel_runs(hidden_EE, what="head loss")
+    fused = loss.kernel is not None and kernel_runs(hidden_PE, what="head loss")
     copies_spared = 4 if fused else 1
     return max(1, copies_spared * CHUNK_SCORES // width)
 
@@ -114,32 +114,32 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_EE: Tensor,
+        hidden_PE: Tensor,
         head_WE: Tensor,
         task: HeadTask,
         coefficient_N: Tensor,
         weight_N: Tensor | None,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, head = _wide(hidden_EE), head_WE.to(hidden_EE.dtype)
+        wide, head = _wide(hidden_PE), head_WE.to(hidden_PE.dtype)
         want_hidden, want_head = (with_grad and need for need in ctx.needs_input_grad[:2])
-        dhidden_EE = torch.zeros_like(hidden_EE) if want_hidden else None
+        dhidden_PE = torch.zeros_like(hidden_PE) if want_hidden else None
         dhead_WE = torch.zeros_like(head_WE, dtype=wide) if want_head else None
-        row_loss_N = hidden_EE.new_zeros(len(task.elements), dtype=wide)
+        row_loss_N = hidden_PE.new_zeros(len(task.elements), dtype=wide)
         correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
-        for part, element_C, target in _chunks(task, hidden_EE, head):
-            x_CE = hidden_EE.index_select(0, element_C)
-            logits_CW = F.linear(x_CE, head)
-            weight_C = None if weight_N is None else weight_N[part]
-            row_loss_N[part], correct_N[part], dlogits_CW = _score(
-                logits_CW, target, task.loss, coefficient_N[part], weight_C
+        for part, element_J, target in _chunks(task, hidden_PE, head):
+            x_JE = hidden_PE.index_select(0, element_J)
+            logits_JW = F.linear(x_JE, head)
+            weight_J = None if weight_N is None else weight_N[part]
+            row_loss_N[part], correct_N[part], dlogits_JW = _score(
+                logits_JW, target, task.loss, coefficient_N[part], weight_J
             )
-            if dhidden_EE is not None:
-                dhidden_EE.index_copy_(0, element_C, dlogits_CW @ head)
+            if dhidden_PE is not None:
+                dhidden_PE.index_copy_(0, element_J, dlogits_JW @ head)
             if dhead_WE is not None:
-                _add_product(dhead_WE, dlogits_CW, x_CE)
+                _add_product(dhead_WE, dlogits_JW, x_JE)
         loss = (row_loss_N * coefficient_N).sum()
-        ctx.save_for_backward(dhidden_EE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
+        ctx.save_for_backward(dhidden_PE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
         ctx.mark_non_differentiable(row_loss_N, correct_N)
         return loss, row_loss_N, correct_N
 
@@ -149,20 +149,20 @@ class _HeadLoss(torch.autograd.Function):
         scaled = (
             torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
         )
-        dhidden_EE, dhead_WE = (
+        dhidden_PE, dhead_WE = (
             None if grad is None else scaled(grad, grads[0].to(grad.dtype))
             for grad in ctx.saved_tensors
         )
-        return dhidden_EE, dhead_WE, None, None, None, None
+        return dhidden_PE, dhead_WE, None, None, None, None
 
 
-def _add_product(into_WE: Tensor, dlogits_CW: Tensor, x_CE: Tensor) -> None:
+def _add_product(into_WE: Tensor, dlogits_JW: Tensor, x_JE: Tensor) -> None:
     """into += dlogits.T @ x, summed in `into`'s fp32 by the product itself where a GPU can."""
-    if into_WE.is_cuda and into_WE.dtype == torch.float32 != x_CE.dtype:
-        left_WC = dlogits_CW.t()
-        torch.addmm(into_WE, left_WC, x_CE, out_dtype=torch.float32, out=into_WE)
+    if into_WE.is_cuda and into_WE.dtype == torch.float32 != x_JE.dtype:
+        left_WJ = dlogits_JW.t()
+        torch.addmm(into_WE, left_WJ, x_JE, out_dtype=torch.float32, out=into_WE)
     else:
-        into_WE += dlogits_CW.t() @ x_CE
+        into_WE += dlogits_JW.t() @ x_JE
 
 
 @dataclass(frozen=True)
@@ -170,60 +170,56 @@ class _Targets:
     """What a chunk's elements are scored against; slots are shared between depths."""
 
     slots_MW: Tensor  # the target's probabilities
-    slot_C: Tensor  # each element's row of them
-    top_C: Tensor  # the target's top token
+    slot_J: Tensor  # each element's row of them
+    top_J: Tensor  # the target's top token
 
     def per_element(self) -> Tensor:
-        """The probabilities [C, W] that each element is scored against."""
-        return self.slots_MW.index_select(0, self.slot_C)
+        """The probabilities [J, W] that each element is scored against."""
+        return self.slots_MW.index_select(0, self.slot_J)
 
 
 def _chunks(
-    task: HeadTask, hidden_EE: Tensor, head: Tensor
+    task: HeadTask, hidden_PE: Tensor, head: Tensor
 ) -> Iterator[tuple[slice, Tensor, _Targets]]:
     """Chunk by chunk: which elements, their rows among the states, what the target says.
 
     A slot that two chunks share is derived in both; all depths of it in one chunk share one.
     """
     elements = task.elements
-    rows = task.chunk_rows or _chunk_rows(hidden_EE, len(head), task.loss)
+    rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head), task.loss)
     for begin in range(0, len(elements), rows):
         part = slice(begin, min(begin + rows, len(elements)))
         first = int(elements.target_host[part.start])
         last = int(elements.target_host[part.stop - 1])
-        slots_MW = task.supervision.probs(first, last + 1).to(_wide(hidden_EE))
-        slot_C = elements.target_N[part] - first
-        top_C = slots_MW.argmax(-1)[slot_C]
-        yield part, elements.element_N[part], _Targets(slots_MW, slot_C, top_C)
+        slots_MW = task.supervision.probs(first, last + 1).to(_wide(hidden_PE))
+        slot_J = elements.target_N[part] - first
+        top_J = slots_MW.argmax(-1)[slot_J]
+        yield part, elements.element_N[part], _Targets(slots_MW, slot_J, top_J)
 
 
-def _alpha(logits_CW: Tensor, target: _Targets) -> Tensor:
-    """The chance [C] that speculative sampling accepts the draft's token."""
-    if kernel_runs(logits_CW, what="head loss"):
+def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
+    """The chance [J] that speculative sampling accepts the draft's token."""
+    if kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
-        slots = (target.slots_MW, target.slot_C, target.top_C)
-        return fused_rows(logits_CW, *slots, kind="acceptance")[0]
-    return acceptance(logits_CW.to(target.slots_MW.dtype), target.per_element())
+        slots = (target.slots_MW, target.slot_J, target.top_J)
+        return fused_rows(logits_JW, *slots, kind="acceptance")[0]
+    return acceptance(logits_JW.to(target.slots_MW.dtype), target.per_element())
 
 
 def _score(
-    logits_CW: Tensor,
-    target: _Targets,
-    loss: Loss,
-    coefficient_C: Tensor,
-    weight_C: Tensor | None,
+    logits_JW: Tensor, target: _Targets, loss: Loss, coefficient_J: Tensor, weight_J: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row losses [C], hits [C], and coefficient * gradient [C, W]; the logits are used up."""
-    if loss.kernel is not None and kernel_runs(logits_CW, what="head loss"):
+    """Row losses [J], hits [J], and coefficient * gradient [J, W]; the logits are used up."""
+    if loss.kernel is not None and kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
-        loss_C, correct_C = fused_rows(
-            logits_CW, target.slots_MW, target.slot_C, target.top_C, kind=loss.kernel,
-            coefficient_C=coefficient_C, ce_weight_C=weight_C,
+        loss_J, correct_J = fused_rows(
+            logits_JW, target.slots_MW, target.slot_J, target.top_J, kind=loss.kernel,
+            coefficient_J=coefficient_J, ce_weight_J=weight_J,
         )  # fmt: skip
-        return loss_C, correct_C, logits_CW
-    wide_CW = logits_CW.to(target.slots_MW.dtype)
-    correct_C = wide_CW.argmax(-1) == target.top_C
-    loss_C, dlogits_CW = loss.rows(wide_CW, target.per_element(), weight_C)
-    return loss_C, correct_C, dlogits_CW.mul_(coefficient_C[:, None]).to(logits_CW.dtype)
+        return loss_J, correct_J, logits_JW
+    wide_JW = logits_JW.to(target.slots_MW.dtype)
+    correct_J = wide_JW.argmax(-1) == target.top_J
+    loss_J, dlogits_JW = loss.rows(wide_JW, target.per_element(), weight_J)
+    return loss_J, correct_J, dlogits_JW.mul_(coefficient_J[:, None]).to(logits_JW.dtype)

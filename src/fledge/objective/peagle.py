@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.peagle import unroll_parallel
+from fledge.draft.parallel import unroll_parallel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import RolloutTrainerModule
 from fledge.rollout.cod import check_cod_options, draw_seed
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
+from fledge.rollout.plan import RowMasks
 
 EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is the draft
 
@@ -67,23 +68,14 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: must be a positive int, got {value!r}")
         _settle_mask_token(draft_model, mask_token_id)
-        super().__init__(
-            draft_model,
-            selected_token_ids=selected_token_ids,
-            selected_token_mask=selected_token_mask,
-            loss=loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay),
-            target_head=target_head,
-            compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows,
-            attention=attention,
-        )
-        self.num_depths = num_depths
-        self.down_sample_ratio, self.down_sample_ratio_min = (
-            down_sample_ratio,
-            down_sample_ratio_min,
-        )
+        vocabulary = (selected_token_ids, selected_token_mask)
+        chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
+        options = (target_head, compute_dtype, chunk_rows, attention)
+        super().__init__(draft_model, vocabulary, chosen, *options)
+        self.num_depths, self.balance_depths = num_depths, balance_depths
+        self.down_sample_ratio = down_sample_ratio
+        self.down_sample_ratio_min = down_sample_ratio_min
         self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
-        self.balance_depths = balance_depths
 
     @property
     def depths(self) -> int:
@@ -93,30 +85,17 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     def _num_losses(self) -> int:
         return self.num_depths if self.balance_depths else 1
 
-    def plan(
-        self,
-        loss_mask: Tensor,
-        attention_mask: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-        seed: int | None = None,
-    ) -> ParallelPlan:
+    def plan(self, masks: RowMasks, seed: int | None = None) -> ParallelPlan:
         if seed is None:
             seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
         return plan_parallel(
-            loss_mask,
-            attention_mask,
+            masks,
             num_depths=self.num_depths,
             ratio=self.down_sample_ratio,
             ratio_min=self.down_sample_ratio_min,
             seed=seed,
             max_anchors=self.max_anchors,
             partitions=self.sequence_partitions,
-            position_ids=position_ids,
-            seq_lens=seq_lens,
-            doc_remaining=doc_remaining,
             device=self.selected_token_ids.device,
         )
 

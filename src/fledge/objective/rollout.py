@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
 from fledge.core.head import HeadLike, TargetHead
-from fledge.core.rows import TokenBatch, shift_left
+from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.draft.base import DraftModel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.base import RolloutOutput
@@ -33,9 +33,8 @@ from fledge.objective.supervision import (
     VocabularyTensors,
     head_rows,
 )
-from fledge.rollout.plan import RolloutPlan
+from fledge.rollout.plan import RolloutPlan, RowMasks
 
-_PACKING = ("position_ids", "seq_lens", "doc_remaining")
 Plan = TypeVar("Plan", bound=RolloutPlan)
 
 
@@ -73,9 +72,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     def __init__(
         self,
         draft_model: DraftModel,
-        *,
-        selected_token_ids: Tensor,
-        selected_token_mask: Tensor,
+        vocabulary: tuple[Tensor, Tensor],  # selected_token_ids [W], selected_token_mask [V]
         loss: Loss,
         target_head: HeadLike | None,
         compute_dtype: torch.dtype | None,
@@ -85,10 +82,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         super().__init__()
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows: must be positive, got {chunk_rows!r}")
-        draft_model.set_vocab_mapping(selected_token_ids, selected_token_mask)
+        draft_model.set_vocab_mapping(*vocabulary)
         self.draft_model = draft_model
-        device = draft_model.device
-        ids_W, member_V = selected_token_ids.to(device), selected_token_mask.bool().to(device)
+        ids_W, member_V = (x.to(draft_model.device) for x in vocabulary)
+        member_V = member_V.bool()
         self.register_buffer("selected_token_ids", ids_W, persistent=False)
         self.register_buffer("selected_token_mask", member_V, persistent=False)
         self.loss = loss
@@ -115,18 +112,9 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         return self.depths
 
     @abstractmethod
-    def plan(
-        self,
-        loss_mask: Tensor,
-        attention_mask: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-        seed: int | None = None,
-    ) -> Plan:
-        """Lay out the rollout of shifted rows on the draft's device; reading masks that are on
-        the host costs no sync. `seed` fixes what is sampled, where something is."""
+    def plan(self, masks: RowMasks, seed: int | None = None) -> Plan:
+        """Lay out the rollout on the draft's device; reading masks that are on the host costs no
+        sync. `seed` fixes what is sampled, where something is."""
 
     @abstractmethod
     def _states(
@@ -148,14 +136,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     def plan_rows(self, rows: TokenBatch, seed: int) -> Plan:
         """Lay out the rollout from rows on the host, which are not shifted: the loss mask moves
         with its tokens (slot t reads token t + 1), as everything in the target's answer does."""
-        return self.plan(
-            shift_left(rows.loss_mask),
-            rows.attention_mask,
-            position_ids=rows.position_ids,
-            seq_lens=rows.seq_lens,
-            doc_remaining=rows.doc_remaining,
-            seed=seed,
-        )
+        return self.plan(RowMasks.of(rows, shift_left(rows.loss_mask)), seed)
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> ReadyBatch[Plan]:
         """Plan a batch and count what it will be charged for: [K] of this count, summed over the
@@ -166,21 +147,23 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
 
     def prepare_inputs(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        aux_hidden_states: Tensor,
+        input_ids: Tensor,  # [B, T], shifted, as all that follows except aux and attention mask
+        attention_mask: Tensor,  # [B, T]
+        loss_mask: Tensor,  # [B, T]
+        aux_hidden_states: Tensor,  # [B, T, aux layers * D]
+        target_logits: Tensor | None = None,  # [B, T, V]
         *,
         plan: Plan | None = None,
         seed: int | None = None,
-        **rest: Tensor | None,
+        **rest: Tensor | None,  # the other supervisions (see `_supervision`), and packing
     ) -> ReadyBatch[Plan]:
         """`prepare` with the arguments of the call. Without a plan it is made from the masks given:
         one sync if they are on the device."""
-        packing = {name: rest.pop(name, None) for name in _PACKING}
+        packing = {name: rest.pop(name, None) for name in PACKING_FIELDS}
+        rest["target_logits"] = target_logits
         rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
         self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
-        plan = plan or self.plan(loss_mask, attention_mask, seed=seed, **packing)
+        plan = plan or self.plan(RowMasks(loss_mask, attention_mask, **packing), seed)
         with _no_autocast(self.selected_token_ids.device.type):
             supervision = self._supervision(plan, **rest)
             covered_M = supervision.coverage()
@@ -202,8 +185,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         sums_2L = torch.zeros(2, self._num_losses, dtype=torch.float64, device=device)
         with _no_autocast(device.type) as asked_dtype:
             for batch in ready:
-                hidden_EE = self._hidden(batch, asked_dtype)
-                sums_2L += head_acceptance(hidden_EE, head_WE, self._head_task(batch))
+                hidden_PE = self._hidden(batch, asked_dtype)
+                sums_2L += head_acceptance(hidden_PE, head_WE, self._head_task(batch))
         return mean_acceptance(world.sum_(sums_2L))
 
     def score(
@@ -220,13 +203,13 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         """
         plan, count_K = ready.plan, ready.charged_K if normalizer is None else normalizer
         with _no_autocast(self.selected_token_ids.device.type) as asked_dtype:
-            hidden_EE = self._hidden(ready, asked_dtype)
+            hidden_PE = self._hidden(ready, asked_dtype)
             task = self._head_task(ready)
             scored = head_loss(
-                hidden_EE,
+                hidden_PE,
                 self.draft_model.lm_head.weight,
                 task,
-                coefficient_N=self._coefficients(count_K, hidden_EE.dtype)[plan.head.depth_N],
+                coefficient_N=self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N],
                 acceptance_L=acceptance,
             )
             loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
@@ -239,30 +222,14 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
 
     def forward(
         self,
-        input_ids: Tensor,  # [B, T], shifted, as all that follows except aux and attention mask
-        attention_mask: Tensor,  # [B, T]
-        loss_mask: Tensor,  # [B, T]
-        aux_hidden_states: Tensor,  # [B, T, aux layers * D]
-        target_logits: Tensor | None = None,  # [B, T, V]
-        *,
-        target_probs: Tensor | None = None,  # [B, T, W]
-        position_mask: Tensor | None = None,  # [B, T, 1]
-        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
+        *rows: Tensor,
         normalizer: Tensor | None = None,  # [K]
         seed: int | None = None,
+        **inputs: Any,
     ) -> RolloutOutput:
         """Loss and metrics of one batch: `prepare_inputs` and `score`. With `normalizer` it is one
         of several; a loss that weighs by acceptance wants those scored as `train_step` does."""
-        ready = self.prepare_inputs(
-            input_ids, attention_mask, loss_mask, aux_hidden_states, seed=seed,
-            target_logits=target_logits, target_probs=target_probs, position_mask=position_mask,
-            target_last_hidden_states=target_last_hidden_states,
-            position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining,
-        )  # fmt: skip
-        return self.score(ready, normalizer)
+        return self.score(self.prepare_inputs(*rows, seed=seed, **inputs), normalizer)
 
     # --- its parts ------------------------------------------------------------------------------
 
@@ -285,12 +252,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     def _output(
         self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
     ) -> RolloutOutput:
-        correct_E = torch.zeros_like(plan.supervised_E)
-        correct_E[plan.head.element_N] = correct_N
+        correct_P = torch.zeros_like(plan.supervised_P)
+        correct_P[plan.head.element_N] = correct_N
         hits, reached = [], []
-        alive = torch.ones_like(plan.by_depth(correct_E)[0])
+        alive = torch.ones_like(plan.by_depth(correct_P)[0])
         for correct, supervised in zip(
-            plan.by_depth(correct_E), plan.by_depth(plan.supervised_E), strict=True
+            plan.by_depth(correct_P), plan.by_depth(plan.supervised_P), strict=True
         ):
             alive = alive[: len(correct)] & supervised
             reached.append(alive.sum())
@@ -335,10 +302,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self,
         plan: RolloutPlan,
         *,
-        target_logits: Tensor | None = None,
-        target_probs: Tensor | None = None,
-        position_mask: Tensor | None = None,
-        target_last_hidden_states: Tensor | None = None,
+        target_logits: Tensor | None = None,  # [B, T, V]
+        target_probs: Tensor | None = None,  # [B, T, W]
+        position_mask: Tensor | None = None,  # [B, T, 1]
+        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
     ) -> Supervision:
         given = [target_logits is not None, target_probs is not None]
         given.append(target_last_hidden_states is not None)
@@ -347,7 +314,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
                 "supervision: give exactly one of target_logits, target_probs with position_mask, "
                 "target_last_hidden_states"
             )
-        vocabulary = VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
+        vocabulary = self._vocabulary
         if target_logits is not None:
             return LogitsSupervision(target_logits.flatten(0, 1), plan.target_M, vocabulary)
         if target_probs is not None and position_mask is not None:
@@ -359,6 +326,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         head, draft_head = self._heads(hidden_SD.device)
         return HiddenSupervision(hidden_SD, plan.target_M, head, draft_head, vocabulary)
 
+    @property
+    def _vocabulary(self) -> VocabularyTensors:
+        return VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
+
     def _heads(self, device: torch.device) -> tuple[TargetHead, TargetHead]:
         """The target's head on the batch's device, and its rows of the draft vocabulary."""
         if self.target_head is None:
@@ -366,6 +337,5 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         if self.target_head.weight_VD.device != device:
             self.target_head, self._draft_head = self.target_head.to(device), None
         if self._draft_head is None:
-            vocabulary = VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
-            self._draft_head = head_rows(self.target_head, vocabulary)
+            self._draft_head = head_rows(self.target_head, self._vocabulary)
         return self.target_head, self._draft_head

@@ -40,17 +40,14 @@ class LogitsSupervision:
     slot_M: Tensor
     vocabulary: VocabularyTensors
 
-    def _distribution(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        rows_CV = self.logits_SV.index_select(0, self.slot_M[begin:end])
-        return target_distribution(rows_CV, self.vocabulary.ids_W, self.vocabulary.member_V)
-
     def probs(self, begin: int, end: int) -> Tensor:
-        return self._distribution(begin, end)[0]
+        rows_JV = self.logits_SV.index_select(0, self.slot_M[begin:end])
+        return target_distribution(rows_JV, self.vocabulary.ids_W, self.vocabulary.member_V)[0]
 
     def coverage(self) -> Tensor:
         top = [
-            self.logits_SV.index_select(0, slot_C).argmax(dim=-1)
-            for slot_C in _chunks(self.slot_M, self.logits_SV.shape[-1])
+            self.logits_SV.index_select(0, slot_J).argmax(dim=-1)
+            for slot_J in _chunks(self.slot_M, self.logits_SV.shape[-1])
         ]
         return self.vocabulary.member_V[torch.cat(top)]
 
@@ -78,16 +75,16 @@ class HiddenSupervision:
 
     @torch.no_grad()
     def probs(self, begin: int, end: int) -> Tensor:
-        rows_CD = self.hidden_SD.index_select(0, self.slot_M[begin:end])
-        return torch.softmax(self.draft_head.logits(rows_CD), dim=-1, dtype=torch.float32)
+        rows_JD = self.hidden_SD.index_select(0, self.slot_M[begin:end])
+        return torch.softmax(self.draft_head.logits(rows_JD), dim=-1, dtype=torch.float32)
 
     @torch.no_grad()
     def coverage(self) -> Tensor:
         if len(self.vocabulary.ids_W) == len(self.vocabulary.member_V):
             return torch.ones_like(self.slot_M, dtype=torch.bool)
         top = [
-            self.head.logits(self.hidden_SD.index_select(0, slot_C)).argmax(dim=-1)
-            for slot_C in _chunks(self.slot_M, len(self.head.weight_VD))
+            self.head.logits(self.hidden_SD.index_select(0, slot_J)).argmax(dim=-1)
+            for slot_J in _chunks(self.slot_M, len(self.head.weight_VD))
         ]
         return self.vocabulary.member_V[torch.cat(top)]
 

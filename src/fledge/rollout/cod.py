@@ -18,6 +18,8 @@ padding, packing, order, micro-batches and ranks do not change what is sampled o
 with the same mask are sampled alike; the next step's seed samples both anew.)
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -48,16 +50,15 @@ def generate_cod_sample_indices(
     if seq_length < 0 or len(mask) < seq_length:
         raise ValueError(f"loss_mask: {len(mask)} positions for seq_length {seq_length}")
     supervised = (mask[:seq_length] != 0).cpu().numpy()
+    place = np.arange(seq_length, dtype=np.int64)
     deepest = sample_depths(
-        supervised,
-        document=np.zeros(seq_length, dtype=np.int64),
-        place=np.arange(seq_length, dtype=np.int64),
+        Documents(supervised, np.zeros_like(place), place),
         num_depths=num_depths,
         ratio=down_sample_ratio,
         ratio_min=down_sample_ratio_min,
         seed=draw_seed(generator),
     )
-    anchors = [np.arange(seq_length, dtype=np.int64)]
+    anchors = [place]
     anchors += [np.flatnonzero(deepest >= d) for d in range(1, num_depths)]
     depths = [np.full(len(anchor), d, dtype=np.int64) for d, anchor in enumerate(anchors)]
     anchor_pos, depth = (torch.from_numpy(np.concatenate(parts)) for parts in (anchors, depths))
@@ -79,11 +80,17 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
+class Documents(NamedTuple):
+    """The slots of a batch, [slots] each."""
+
+    supervised: Bools
+    ordinal: Ints  # which document the slot belongs to, ascending
+    place: Ints  # position in the document
+
+
 def sample_depths(
-    supervised: Bools,  # [slots]
+    documents: Documents,
     *,
-    document: Ints,  # [slots] ordinal of the slot's document, ascending
-    place: Ints,  # [slots] position in the document
     num_depths: int,
     ratio: float,
     ratio_min: float,
@@ -96,6 +103,7 @@ def sample_depths(
     `max_anchors` caps the rollouts of a row; depths are thinned further only once the sizes of
     their documents fall below what the cap left.
     """
+    supervised, document, place = documents
     deepest = np.zeros(len(supervised), dtype=np.int64)
     goes_on = np.zeros_like(supervised)  # the next position is supervised, in the same document
     goes_on[:-1] = supervised[1:] & (document[1:] == document[:-1])
@@ -126,21 +134,11 @@ def sample_depths(
     return deepest
 
 
-def surviving_depths(
-    supervised: Bools,  # [slots]
-    *,
-    document: Ints,  # [slots] ordinal of the slot's document, ascending
-    place: Ints,  # [slots] position in the document
-    num_depths: int,
-    keep: float,
-    seed: int,
-) -> Ints:
+def surviving_depths(documents: Documents, *, num_depths: int, keep: float, seed: int) -> Ints:
     """[slots] the deepest depth of each anchor's rollout when every step deeper is survived with
     the chance `keep`, independently: depth k is reached with the chance keep^k, never without the
     depths before it."""
-    if len(supervised) == 0:
-        return np.zeros(0, dtype=np.int64)
-    word = _noise(seed, 0, _keys(supervised, document, place), place)
+    word = _noise(seed, 0, _keys(*documents), documents.place)
     chance = (word.astype(np.float64) + 1) / 2.0**64  # (0, 1]
     deepest: Ints = np.minimum(np.log(chance) / np.log(keep), num_depths - 1).astype(np.int64)
     return deepest

@@ -1,6 +1,6 @@
 """The plan of a P-EAGLE batch: a rollout plan whose depths run at once, segment by segment.
 
-All depths of a segment form one flat axis X: the segment's depth-0 slots, then the *chain rows*,
+All depths of a segment form one flat axis Q: the segment's depth-0 slots, then the *chain rows*,
 depth 1, depth 2, ... end to end. Chain rows keep the order of `plan.py` (deepest rollouts first):
 the rows of depth d are the first `counts[d - 1]` of depth 1, row i of every depth is one rollout.
 
@@ -11,8 +11,8 @@ segments are handed on, so the result is the same and only one segment's activat
 Example: slots 0..5, rollouts from anchor 1 (to depth 2) and anchor 2 (to depth 1), two segments of
 slots 0..2 and 3..5.
 
-    segment 0   X = slot 0, slot 1, slot 2, (1, 1), (1, 2)     counts 1, 1
-    segment 1   X = slot 3, slot 4, slot 5, (2, 1)             counts 1, 0
+    segment 0   Q = slot 0, slot 1, slot 2, (1, 1), (1, 2)     counts 1, 1
+    segment 1   Q = slot 3, slot 4, slot 5, (2, 1)             counts 1, 0
 """
 
 from dataclasses import dataclass, fields
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from fledge.core.transfer import send
-from fledge.rollout.cod import sample_depths
+from fledge.rollout.cod import Ints, sample_depths
 from fledge.rollout.plan import (
-    Ints,
     KeyAxis,
     QueryRows,
     RolloutPlan,
+    RowMasks,
     Slots,
     flatten_slots,
     key_axis,
@@ -51,16 +51,15 @@ class Segment:
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan(RolloutPlan):
     segments: tuple[Segment, ...]
-    element_E: Tensor | None  # where each element lies in the segments' rows; None: as they come
+    element_P: Tensor | None  # where each element lies in the segments' rows; None: as they come
 
-    def in_order(self, rows_EE: Tensor) -> Tensor:
+    def in_order(self, rows_PE: Tensor) -> Tensor:
         """The segments' last-layer rows end to end -> all depths' rows end to end."""
-        return rows_EE if self.element_E is None else rows_EE.index_select(0, self.element_E)
+        return rows_PE if self.element_P is None else rows_PE.index_select(0, self.element_P)
 
 
 def plan_parallel(
-    loss_mask: Tensor,  # [B, T], shifted
-    attention_mask: Tensor,  # [B, T]
+    masks: RowMasks,
     *,
     num_depths: int,
     ratio: float,
@@ -68,36 +67,25 @@ def plan_parallel(
     seed: int,
     max_anchors: int | None = None,
     partitions: int = 1,
-    position_ids: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    doc_remaining: Tensor | None = None,
     device: torch.device | None = None,
 ) -> ParallelPlan:
     """Sample the rollouts of a batch and lay them out; one host sync, as `plan_rollout`."""
-    slots = flatten_slots(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
-    index = np.arange(len(slots.start), dtype=np.int64)
+    slots = flatten_slots(masks)
     deepest_S = sample_depths(
-        slots.target,
-        document=slots.ordinal(),
-        place=index - slots.start,
+        slots.documents,
         num_depths=num_depths,
         ratio=ratio,
         ratio_min=ratio_min,
         seed=seed,
-        row=index // max(1, loss_mask.shape[1]),
+        row=np.arange(len(slots.start)) // max(1, masks.loss_mask.shape[1]),
         max_anchors=max_anchors,
     )
-    return lay_out_parallel(
-        slots,
-        deepest_S,
-        num_depths=num_depths,
-        partitions=partitions,
-        device=device or loss_mask.device,
-    )
+    device = device or masks.loss_mask.device
+    return lay_out_parallel(slots, deepest_S, num_depths, partitions=partitions, device=device)
 
 
 def lay_out_parallel(
-    slots: Slots, deepest_S: Ints, *, num_depths: int, partitions: int, device: torch.device
+    slots: Slots, deepest_S: Ints, num_depths: int, *, partitions: int = 1, device: torch.device
 ) -> ParallelPlan:
     """The plan of a given draw: the deepest depth of each slot's rollout."""
     supervised_SK = np.zeros((len(deepest_S), num_depths), dtype=np.bool_)
@@ -106,9 +94,9 @@ def lay_out_parallel(
     last_S = np.where(supervised_SK.any(axis=1), deepest_S, -1)
     axis = key_axis(slots, last_S, num_depths)
     plan = lay_out(slots, supervised_SK, axis, device=device)
-    segments, element_E = _cut(axis, partitions, device)
+    segments, element_P = _cut(axis, partitions, device)
     shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
-    return ParallelPlan(**shared, segments=segments, element_E=element_E)
+    return ParallelPlan(**shared, segments=segments, element_P=element_P)
 
 
 def _cut(

@@ -27,17 +27,15 @@ Not for the arithmetic: attention lives next door, the head in `objective`.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fledge.core.rows import TokenBatch
 from fledge.core.transfer import send
-from fledge.rollout.cod import surviving_depths
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from fledge.rollout.cod import Bools, Documents, Ints, surviving_depths
 
 BLOCK_ROWS = 256  # query rows that share one block of scores
 BLOCK_SCORES = 2**19  # rows x keys of a block, per head: what bounds the memory of long documents
@@ -90,14 +88,14 @@ class RolloutPlan:
     counts: tuple[int, ...]  # rows per depth
     target_M: Tensor  # flattened position of every slot that holds a target
     head: HeadElements
-    supervised_E: Tensor  # bool, over all depths' rows laid end to end
+    supervised_P: Tensor  # bool, over all depths' rows laid end to end
     step_valid_K: Tensor  # int64: slots supervised at all depths <= k
     # bool, only when rollouts were left out: the elements (target, depth) that the rest stands for
     asked_MK: Tensor | None = None
 
-    def by_depth(self, values_E: Tensor) -> tuple[Tensor, ...]:
+    def by_depth(self, values_P: Tensor) -> tuple[Tensor, ...]:
         """Split per-element values laid end to end into one tensor per depth."""
-        return torch.split(values_E, list(self.counts))
+        return torch.split(values_P, list(self.counts))
 
     def on_key_axis(self, values_BT: Tensor) -> Tensor:
         """The rows [T, ...] of a batch tensor [B, T, ...] that sit on the key axis."""
@@ -118,20 +116,33 @@ class Slots:
     reach: Ints  # depths k < reach stay inside the document
     position: Ints
 
-    def ordinal(self) -> Ints:
-        """Which document a slot belongs to, counted along the flattened batch."""
+    @property
+    def documents(self) -> Documents:
+        """The same as sampling sees it."""
         ordinal: Ints = np.unique(self.start, return_inverse=True)[1].astype(np.int64)
-        return ordinal
+        place = np.arange(len(self.start), dtype=np.int64) - self.start
+        return Documents(self.target, ordinal, place)
+
+
+class RowMasks(NamedTuple):
+    """What a plan reads of a batch, on any device; the loss mask shifted."""
+
+    loss_mask: Tensor  # [B, T]
+    attention_mask: Tensor
+    position_ids: Tensor | None = None
+    seq_lens: Tensor | None = None
+    doc_remaining: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: TokenBatch, loss_mask: Tensor) -> "RowMasks":
+        packing = (rows.position_ids, rows.seq_lens, rows.doc_remaining)
+        return cls(loss_mask, rows.attention_mask, *packing)
 
 
 def plan_rollout(
-    loss_mask: Tensor,  # [B, T], shifted
-    attention_mask: Tensor,  # [B, T]
+    masks: RowMasks,
     *,
     num_depths: int,
-    position_ids: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    doc_remaining: Tensor | None = None,
     compact: bool = True,
     keep: float = 1.0,
     seed: int = 0,
@@ -147,24 +158,17 @@ def plan_rollout(
     With `keep` < 1 a rollout goes one depth deeper with that chance only, drawn from `seed` and the
     document's own loss mask.
     """
-    slots = flatten_slots(loss_mask, attention_mask, position_ids, seq_lens, doc_remaining)
+    slots = flatten_slots(masks)
     supervised_SK = _supervised(slots, num_depths)
-    device = device or loss_mask.device
+    device = device or masks.loss_mask.device
     asked_MK = None
     if keep < 1:
         asked_MK = _asked(slots, supervised_SK, device)
-        supervised_SK &= np.arange(num_depths) <= _survivors(slots, num_depths, keep, seed)[:, None]
+        survived_S = surviving_depths(slots.documents, num_depths=num_depths, keep=keep, seed=seed)
+        supervised_SK &= np.arange(num_depths) <= survived_S[:, None]
     last_S = _last_depth(slots, supervised_SK, compact=compact)
     axis = key_axis(slots, last_S, num_depths)
     return replace(lay_out(slots, supervised_SK, axis, device=device), asked_MK=asked_MK)
-
-
-def _survivors(slots: Slots, num_depths: int, keep: float, seed: int) -> Ints:
-    place = np.arange(len(slots.start), dtype=np.int64) - slots.start
-    return surviving_depths(
-        slots.target, document=slots.ordinal(), place=place, num_depths=num_depths, keep=keep,
-        seed=seed,
-    )  # fmt: skip
 
 
 def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
@@ -176,16 +180,12 @@ def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
     return send(torch.from_numpy(asked_MK), device)
 
 
-def flatten_slots(
-    loss_mask: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor | None,
-    seq_lens: Tensor | None,
-    doc_remaining: Tensor | None,
-) -> Slots:
+def flatten_slots(masks: RowMasks) -> Slots:
+    loss_mask, attention_mask, *packing = masks
     rows, width = loss_mask.shape
-    given = [loss_mask != 0, attention_mask != 0, position_ids, seq_lens, doc_remaining]
-    loss, attend, position, lens, remaining = _to_host(given)
+    loss, attend, position, lens, remaining = _to_host(
+        [loss_mask != 0, attention_mask != 0, *packing]
+    )
     assert loss is not None
     assert attend is not None
     index = np.arange(rows * width, dtype=np.int64)
@@ -254,8 +254,7 @@ def _per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
     return reduced
 
 
-@dataclass(frozen=True)
-class KeyAxis:
+class KeyAxis(NamedTuple):
     """The slots that some row attends to, and the rows on them, on the host."""
 
     slot: Ints  # [T] position in the flattened batch
@@ -284,15 +283,13 @@ def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
 def lay_out(
     slots: Slots, supervised_SK: Bools, axis: KeyAxis, *, device: torch.device
 ) -> RolloutPlan:
-    keep, key_first, rows, row_key, counts = (
-        axis.slot, axis.first, axis.row_slot, axis.row_key, axis.counts,
-    )  # fmt: skip
+    keep, key_first, _, rows, row_key, counts = axis
     row_first = key_first[row_key]
     orders = [np.argsort(row_key[:count], kind="stable") for count in counts]
     head = _head_elements(slots, supervised_SK, rows, counts)
-    supervised_E = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
+    supervised_P = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
     arrays = [keep, axis.position, key_first, row_key, row_first, *orders]
-    arrays += [np.flatnonzero(slots.target), *head, supervised_E.astype(np.int64)]
+    arrays += [np.flatnonzero(slots.target), *head, supervised_P.astype(np.int64)]
     arrays += [np.logical_and.accumulate(supervised_SK, axis=1).sum(axis=0)]
 
     it = iter(to_device(arrays, device))
@@ -317,7 +314,7 @@ def lay_out(
         counts=counts,
         target_M=next(it),
         head=HeadElements(next(it), next(it), next(it), head[2]),
-        supervised_E=next(it).bool(),
+        supervised_P=next(it).bool(),
         step_valid_K=next(it),
     )
 

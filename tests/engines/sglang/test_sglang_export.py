@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sglang_draft import SGLangDraft, layers_that_sglang_reads, target_states
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fledge.decode.state import RoundTable, RowState
+from fledge.decode.state import RoundState, columns, send_rows
 from fledge.decode.strategies.drafter import Drafter
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
@@ -229,10 +229,8 @@ def our_proposals(exported: Exported, aux: list[torch.Tensor]) -> tuple[Any, Any
         drafter = Drafter(exported.draft)
         drafter.start(1)
         count = len(row)
-        table = RoundTable.to_device(
-            [RowState(count, row, range(count))], drafter.device, width=count
-        )
-        verified = table.with_states(aux_TD[None], drafter.room(count + DEPTHS))
+        table_BX = send_rows([(count, row, range(count))], drafter.device, width=count)
+        verified = RoundState(*columns(table_BX), aux_TD[None], drafter.room(count + DEPTHS))
         state = drafter.extend(verified)
         chain: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []

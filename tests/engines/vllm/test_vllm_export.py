@@ -19,7 +19,7 @@ from engines.cases import engine_target, greedy_texts, make_draft, train
 from engines.vllm.serving import Served, serve
 from fledge.decode.proposal import Chooser
 from fledge.decode.rounds import walk_rounds
-from fledge.decode.state import RoundTable, RowState
+from fledge.decode.state import RoundState, columns, send_rows
 from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
@@ -102,10 +102,10 @@ class Trained:
         rows = len(text) - 1
         strategy = choose(self.draft)(self.draft, DraftShape(DEPTHS))
         strategy.start([text[:1]] * rows, aux_1TD.aux_hidden_states.expand(rows, -1, -1))
-        verified = [RowState(n, text[1 : n + 1], range(n)) for n in range(1, rows + 1)]
-        state = RoundTable.to_device(verified, ids_1T.device, width=rows).with_states(
-            aux_1TD.aux_hidden_states[:, :-1].expand(rows, -1, -1), strategy.reserve(rows)
-        )
+        verified = [(n, text[1 : n + 1], range(n)) for n in range(1, rows + 1)]
+        table_BX = send_rows(verified, ids_1T.device, width=rows)
+        aux_BQD = aux_1TD.aux_hidden_states[:, :-1].expand(rows, -1, -1)
+        state = RoundState(*columns(table_BX), aux_BQD, strategy.reserve(rows))
         tokens: list[list[int]] = strategy.propose(state, Chooser()).token_BN.tolist()
         return tokens
 

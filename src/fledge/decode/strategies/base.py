@@ -6,11 +6,9 @@ and the target's states of them (`start`); in every round, the slots that were v
 target's states stand when some are accepted. What it remembers of a text, and where, is its own
 business: a cache of keys and values, something else, or nothing.
 
-A new strategy is a subclass and one line in `registry.py`, or `STRATEGIES.add(name, Class)` from
-elsewhere; a method lists it under `strategies`.
+A new strategy is a subclass that a method lists under `strategies`.
 
-Shapes: B rows, T prompt tokens, N proposed tokens, Q verified slots, D aux states, W draft
-vocabulary.
+Shapes: B rows, T prompt tokens, N proposed tokens, Q verified slots.
 """
 
 from abc import ABC, abstractmethod
@@ -22,17 +20,16 @@ from torch import Tensor
 
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.recorded import Passes
-from fledge.decode.state import RoundState, RoundTable
+from fledge.decode.state import RoundState
 from fledge.decode.strategies.rollouts import Rollouts
 from fledge.decode.strategies.shape import DraftShape
 from fledge.decode.target import CachedTarget, Layout
 from fledge.draft.base import DraftModel
+from fledge.methods.registry import method_of
 
 
 class Strategy(ABC):
     """One way of drafting with one draft, for one batch of rows at a time."""
-
-    name: ClassVar[str]
 
     drafted: ClassVar[str]
     """What a round drafts, for the title of a table: "chain"."""
@@ -61,6 +58,12 @@ class Strategy(ABC):
     def fits(cls, draft: DraftModel) -> bool:
         """Whether it can draft with this one; the draft's method has named it already."""
         return True
+
+    @property
+    def name(self) -> str:
+        """What the draft's method calls it."""
+        strategies = method_of(self.draft.config).strategies
+        return next(name for name in strategies if strategies[name] is type(self))
 
     @property
     @abstractmethod
@@ -107,10 +110,14 @@ class Strategy(ABC):
         return None
 
     def settle(
-        self, target: CachedTarget, table: RoundTable, aux_BND: Tensor, *, in_place: bool
+        self,
+        target: CachedTarget,
+        table_BX: Tensor,
+        aux_BND: Tensor,
+        places: Sequence[Sequence[int]],
     ) -> Tensor:
         """Put what was accepted in its place in the target's cache; its aux states [B, Q, D].
 
-        `in_place`: in every row the accepted tokens were the first ones, so they are there.
+        `places`: where each row's accepted tokens stood in the target's last pass.
         """
-        return aux_BND[:, : table.place_BQ.shape[1]]
+        return aux_BND[:, : table_BX.shape[1] // 2 - 1]

@@ -7,24 +7,20 @@ from torch import Tensor
 
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState
-from fledge.decode.strategies.drafter import DrafterStrategy, eagle_draft
+from fledge.decode.strategies.drafter import DrafterStrategy
 from fledge.decode.strategies.rollouts import Rollouts
 from fledge.rollout.plan import RolloutPlan
 
 
 class ChainRollouts(Rollouts):
     def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
-        return eagle_draft(self.draft).unroll(aux_TD, ids_T, plan, compute_dtype=self.dtype)
+        states: list[Tensor] = self.draft.unroll(aux_TD, ids_T, plan, compute_dtype=self.dtype)
+        return states
 
 
 class Chain(DrafterStrategy):
-    name = "chain"
     drafted = "chain"
     rollouts = ChainRollouts
-
-    @property
-    def count(self) -> int:
-        return self.shape.num_draft_tokens
 
     @property
     def label(self) -> str:

@@ -5,9 +5,6 @@ token t + 2. The cache index of a slot *is* t. A rollout that starts at
 anchor t leaves the keys of depth k at index t + k: what verification rejects is overwritten when
 the true slots come, and "keys up to my own index" is the whole visibility rule of a chain and of
 P-EAGLE's mask slots. A tree says itself who sees whom.
-
-Shapes: B rows, Q new entries of a row, U cache entries, E draft hidden, W draft vocabulary; the
-cache has L layers and K = 2, keys and values.
 """
 
 from abc import abstractmethod
@@ -42,16 +39,16 @@ class Drafter:
         self.layers = draft.layer_weights(self.dtype)
         self._norm = draft.norm.weight.to(self.dtype)
         self._head = draft.lm_head.weight.to(self.dtype)
-        self._cache_LKBUGC = self._empty(0, 0)
+        self._cache = self._empty(0, 0)  # [layers, keys and values, B, U, G, C]
 
     def start(self, batch: int) -> None:
         """Empty caches for `batch` rows; they grow as they are written to."""
-        rows, places = self._cache_LKBUGC.shape[2:4]
+        rows, places = self._cache.shape[2:4]
         if batch > rows:
-            self._cache_LKBUGC = self._empty(batch, places)
+            self._cache = self._empty(batch, places)
             self.passes.drop_recordings()
         else:
-            self._cache_LKBUGC.zero_()
+            self._cache.zero_()
 
     def _empty(self, rows: int, places: int) -> Tensor:
         """Keys and values of all layers; zeros, not garbage: a masked NaN is still a NaN."""
@@ -63,18 +60,18 @@ class Drafter:
     def room(self, needed: int) -> int:
         """Make room for `needed` entries of a row; how many a pass should look at."""
         used = self.passes.room(needed)
-        held = self._cache_LKBUGC
+        held = self._cache
         rows, places = held.shape[2:4]
         if used > places:
-            self._cache_LKBUGC = self._empty(rows, max(used, 2 * places))
-            self._cache_LKBUGC[:, :, :, :places] = held
+            self._cache = self._empty(rows, max(used, 2 * places))
+            self._cache[:, :, :, :places] = held
             self.passes.drop_recordings()
         return used
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, moved to the front."""
         index = torch.tensor(rows, device=self.device, dtype=torch.long)
-        cache = self._cache_LKBUGC
+        cache = self._cache
         cache[:, :, : len(rows)] = cache.index_select(2, index)
 
     def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
@@ -124,7 +121,7 @@ class Drafter:
         rows_B1 = torch.arange(batch, device=self.device)[:, None]
         state = state_BQE.flatten(0, 1)
         for layer, (keys_BUGC, values_BUGC) in zip(
-            self.layers, self._cache_LKBUGC[:, :, :batch], strict=True
+            self.layers, self._cache[:, :, :batch], strict=True
         ):
             qkv = layer.project(layer.normed(state), token, slice(None))
             q, kv = qkv.tensor_split([layer.q_size], dim=1)
@@ -172,9 +169,15 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
 class DrafterStrategy(Strategy):
     """What the strategies of EAGLE-3's kind of draft share: they draft with a `Drafter`."""
 
+    draft: LlamaEagle3DraftModel
+
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
         return isinstance(draft, LlamaEagle3DraftModel)
+
+    @property
+    def count(self) -> int:
+        return self.shape.num_draft_tokens
 
     @property
     @abstractmethod
@@ -183,7 +186,7 @@ class DrafterStrategy(Strategy):
 
     @cached_property
     def drafter(self) -> Drafter:
-        return Drafter(eagle_draft(self.draft), dtype=self.dtype, passes=self.passes)
+        return Drafter(self.draft, dtype=self.dtype, passes=self.passes)
 
     def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
         self.drafter.start(len(prompts))
@@ -194,9 +197,3 @@ class DrafterStrategy(Strategy):
 
     def select(self, rows: Sequence[int]) -> None:
         self.drafter.select(rows)
-
-
-def eagle_draft(draft: DraftModel) -> LlamaEagle3DraftModel:
-    """The draft as the class that `DrafterStrategy.fits` has found it to be."""
-    assert isinstance(draft, LlamaEagle3DraftModel)
-    return draft

@@ -11,50 +11,34 @@ from torch.nn import functional as F
 from fledge.core.rows import TokenBatch
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState
-from fledge.decode.strategies.drafter import DrafterStrategy, eagle_draft
+from fledge.decode.strategies.drafter import DrafterStrategy
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
 from fledge.draft.base import DraftModel
-from fledge.draft.peagle import unroll_parallel
+from fledge.draft.parallel import unroll_parallel
 from fledge.rollout.parallel_plan import ParallelPlan, lay_out_parallel
-from fledge.rollout.plan import RolloutPlan, flatten_slots
+from fledge.rollout.plan import RolloutPlan, RowMasks, flatten_slots
 
 
 class ParallelRollouts(Rollouts):
     def plan(self, tokens: TokenBatch) -> ParallelPlan:
-        slots = flatten_slots(
-            drafting_slots(tokens),
-            tokens.attention_mask,
-            tokens.position_ids,
-            tokens.seq_lens,
-            tokens.doc_remaining,
-        )
+        slots = flatten_slots(RowMasks.of(tokens, drafting_slots(tokens)))
         deepest_S = np.where(slots.target, run_lengths(slots.target) - 1, 0)
         deepest_S = np.minimum(deepest_S, min(self.depths, len(deepest_S)) - 1)
-        return lay_out_parallel(
-            slots, deepest_S, num_depths=self.depths, partitions=1, device=self.draft.device
-        )
+        return lay_out_parallel(slots, deepest_S, self.depths, device=self.draft.device)
 
     def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
         assert isinstance(plan, ParallelPlan)
-        draft = eagle_draft(self.draft)
-        states = unroll_parallel(draft, aux_TD, ids_T, plan, compute_dtype=self.dtype)
+        states = unroll_parallel(self.draft, aux_TD, ids_T, plan, compute_dtype=self.dtype)
         return plan.by_depth(states)
 
 
 class Parallel(DrafterStrategy):
-    name = "parallel"
     drafted = "tokens in parallel"
     rollouts = ParallelRollouts
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        config = draft.config
-        placeholder = config.parallel_drafting and config.mask_token_id is not None
-        return super().fits(draft) and placeholder
-
-    @property
-    def count(self) -> int:
-        return self.shape.num_draft_tokens
+        return super().fits(draft) and draft.config.mask_token_id is not None
 
     @property
     def label(self) -> str:

@@ -7,12 +7,13 @@ the first token of an answer comes from the prompt's pass.
     token            p p p a a a a p p        p prompt, a answer
     slot drafts      . . a a a . . . .        (tokens 4, 5, 6)
 
-Shapes: B packs, T tokens of a pack, N rollout elements, E draft hidden, W draft vocabulary.
+Shapes: N rollout elements.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
-from fledge.draft.base import DraftModel
-from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.plan import RolloutPlan, RowMasks, plan_rollout
 
 
 def drafting_slots(tokens: TokenBatch) -> Tensor:
@@ -35,29 +35,22 @@ def drafting_slots(tokens: TokenBatch) -> Tensor:
 class Rollouts(ABC):
     """The draft from every slot at once, `depths` tokens far."""
 
-    draft: DraftModel
+    draft: Any  # of the strategy's kind
     depths: int
     dtype: torch.dtype | None = None
 
     @property
     def selected_token_ids(self) -> Tensor:
         """Target ids of the draft's tokens."""
-        selected = self.draft.selected_token_ids
+        selected: Tensor | None = self.draft.selected_token_ids
         if selected is None:
             raise ValueError("d2t: the draft has no vocabulary mapping")
         return selected
 
     def plan(self, tokens: TokenBatch) -> RolloutPlan:
         """Every drafting slot starts a rollout that goes as far as its answer."""
-        return plan_rollout(
-            drafting_slots(tokens),
-            tokens.attention_mask,
-            num_depths=self.depths,
-            position_ids=tokens.position_ids,
-            seq_lens=tokens.seq_lens,
-            doc_remaining=tokens.doc_remaining,
-            device=self.draft.device,
-        )
+        masks = RowMasks.of(tokens, drafting_slots(tokens))
+        return plan_rollout(masks, num_depths=self.depths, device=self.draft.device)
 
     def head_inputs(self, batch: Eagle3TargetBatch, plan: RolloutPlan) -> Sequence[Tensor]:
         """[N, E] per depth, in the plan's order of rows."""

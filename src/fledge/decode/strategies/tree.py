@@ -13,17 +13,18 @@ Expanded nodes lie in the draft's cache behind the anchor, depth by depth, `widt
 Each sees the slots up to the anchor, its ancestors and itself.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fledge.decode.proposal import Chooser, Proposal
-from fledge.decode.state import RoundState, RoundTable
+from fledge.decode.state import RoundState, columns
 from fledge.decode.strategies.drafter import Drafter, DrafterStrategy
 from fledge.decode.target import CachedTarget, Layout, take
 
 
 class Tree(DrafterStrategy):
-    name = "tree"
     drafted = "tree"
 
     @property
@@ -55,25 +56,25 @@ class Tree(DrafterStrategy):
         number_F = torch.arange(width, device=drafter.device)
         frontier_BF = number_F.expand(batch, -1)
         state_BFE = carried_BE[:, None].expand(-1, width, -1)
-        behind_A = torch.arange(shape.behind(width), device=drafter.device)
-        ancestors_BFA = torch.zeros(
-            (batch, width, len(behind_A)), dtype=torch.bool, device=drafter.device
+        behind_U = torch.arange(shape.behind(width), device=drafter.device)
+        ancestors_BFU = torch.zeros(
+            (batch, width, len(behind_U)), dtype=torch.bool, device=drafter.device
         )
         for depth in range(1, shape.depth):
-            itself_FA = behind_A == number_F[:, None] + (depth - 1) * width
-            ancestors_BFA = ancestors_BFA | itself_FA  # each sees itself
+            itself_FU = behind_U == number_F[:, None] + (depth - 1) * width
+            ancestors_BFU = ancestors_BFU | itself_FU  # each sees itself
             token_BF = token_BN[rows_B1, frontier_BF]
-            state_BFE = _expand(drafter, state, state_BFE, token_BF, ancestors_BFA, depth)
+            state_BFE = _expand(drafter, state, state_BFE, token_BF, ancestors_BFU, depth)
             child_BFF, logp_BFF = self._best_tokens(state_BFE, width)
-            score_BC = (score_BN[rows_B1, frontier_BF][..., None] + logp_BFF).flatten(1)
+            score_BM = (score_BN[rows_B1, frontier_BF][..., None] + logp_BFF).flatten(1)
             first = token_BN.shape[1]
             token_BN = torch.cat([token_BN, child_BFF.flatten(1)], 1)
-            score_BN = torch.cat([score_BN, score_BC], 1)
+            score_BN = torch.cat([score_BN, score_BM], 1)
             parent_BN = torch.cat([parent_BN, frontier_BF.repeat_interleave(width, dim=1)], 1)
-            chosen_BF = score_BC.topk(width, dim=1).indices
+            chosen_BF = score_BM.topk(width, dim=1).indices
             frontier_BF = first + chosen_BF
             state_BFE = state_BFE[rows_B1, chosen_BF // width]
-            ancestors_BFA = ancestors_BFA[rows_B1, chosen_BF // width]
+            ancestors_BFU = ancestors_BFU[rows_B1, chosen_BF // width]
         return _prune(token_BN, score_BN, parent_BN, shape.nodes)
 
     def _best_tokens(self, state_BFE: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -88,27 +89,31 @@ class Tree(DrafterStrategy):
         return tree_layout(parent_BN, self.depth)
 
     def settle(
-        self, target: CachedTarget, table: RoundTable, aux_BND: Tensor, *, in_place: bool
+        self,
+        target: CachedTarget,
+        table_BX: Tensor,
+        aux_BND: Tensor,
+        places: Sequence[Sequence[int]],
     ) -> Tensor:
         """The accepted path's nodes stand apart: move them together."""
-        aux_BQD = take(aux_BND, table.place_BQ)  # before a pass runs, which overwrites results
-        if self.passes.fixed or not in_place:
-            tensors = {"packed_BC": table.packed_BC}
-            self.passes(settle, tensors, rehearse=_stay_in_place, target=target)
+        aux_BQD = take(aux_BND, columns(table_BX)[3])  # before a pass runs, which overwrites it
+        if self.passes.fixed or any(row != [*range(len(row))] for row in places):
+            self.passes(settle, {"table_BX": table_BX}, rehearse=_stay_in_place, target=target)
         return aux_BQD
 
 
-def settle(packed_BC: Tensor, *, target: CachedTarget) -> None:
+def settle(table_BX: Tensor, *, target: CachedTarget) -> None:
     """Move the accepted paths together in the target's cache; a pass that may be recorded."""
-    table = RoundTable.unpack(packed_BC)
-    target.settle(table.length_B - table.count_B, table.place_BQ)
+    length_B, count_B, _, place_BQ = columns(table_BX)
+    target.settle(length_B - count_B, place_BQ)
 
 
-def _stay_in_place(packed_BC: Tensor) -> dict[str, Tensor]:
+def _stay_in_place(table_BX: Tensor) -> dict[str, Tensor]:
     """What to rehearse with: moved twice, the path would be elsewhere."""
-    table = RoundTable.unpack(packed_BC.clone())
-    table.place_BQ.copy_(torch.arange(table.place_BQ.shape[1], device=packed_BC.device))
-    return {"packed_BC": table.packed_BC}
+    table_BX = table_BX.clone()
+    place_BQ = columns(table_BX)[3]
+    place_BQ.copy_(torch.arange(place_BQ.shape[1], device=table_BX.device))
+    return {"table_BX": table_BX}
 
 
 def _expand(
@@ -116,15 +121,15 @@ def _expand(
     state: RoundState,
     state_BFE: Tensor,
     token_BF: Tensor,
-    ancestors_BFA: Tensor,
+    ancestors_BFU: Tensor,
     depth: int,
 ) -> Tensor:
     """Run the frontier at `depth`; its carried states."""
-    width, space = ancestors_BFA.shape[1:]
+    width, space = ancestors_BFU.shape[1:]
     behind_B1 = state.anchor_B[:, None] + 1
     place_BU = torch.arange(state.used, device=drafter.device) - behind_B1  # 0: the first node
     node_BFU = place_BU.clamp(0, space - 1)[:, None].expand(-1, width, -1)
-    seen_BFU = ancestors_BFA.gather(2, node_BFU) & (place_BU < space)[:, None]
+    seen_BFU = ancestors_BFU.gather(2, node_BFU) & (place_BU < space)[:, None]
     visible_BFU = (place_BU < 0)[:, None] | seen_BFU
     index_BF = behind_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
     position_BF = (behind_B1 - 1 + depth).expand(-1, width)

@@ -27,7 +27,7 @@ from fledge.measure.answers import cached_answers
 from fledge.measure.figures import Acceptance, Sample, acceptance
 from fledge.measure.prompts import read_prompts
 from fledge.measure.replay import Text, replay
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RowMasks, plan_rollout
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -283,7 +283,7 @@ class Probe:
             if not wanted.any():
                 continue
             batch = backend.answer(TokenBatch(text, real, real))
-            plan = plan_rollout(wanted, real, num_depths=1, device=device)
+            plan = plan_rollout(RowMasks(wanted, real), num_depths=1, device=device)
             aux = plan.on_key_axis(batch.aux_hidden_states.to(device))
             states = self.draft.unroll(aux, plan.on_key_axis(batch.input_ids.to(device)), plan)[0]
             picked = selected[F.linear(states, self.draft.lm_head.weight).argmax(-1)].cpu()

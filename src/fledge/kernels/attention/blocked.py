@@ -17,19 +17,20 @@ from torch import Tensor
 from fledge.kernels.gate import triton_runs
 from fledge.rollout.plan import QueryRows
 
+KeysValues = tuple[Tensor, Tensor]  # [T, G, C] each, of one depth
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def blocked_attention(
-    q_NHC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    rows: QueryRows,
-    chain: Sequence[tuple[Tensor, Tensor]],
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
-    keys = [keys for keys, _ in chain]
-    values = [values for _, values in chain]
-    out: Tensor = _BlockedAttention.apply(q_NHC, k_TGC, v_TGC, rows, *keys, *values)  # type: ignore[no-untyped-call]
+    return apply_chain(_BlockedAttention, q_NHC, k_TGC, v_TGC, rows, chain)
+
+
+def apply_chain(function: Any, *args: Any) -> Tensor:
+    """An autograd function of (q, k, v, rows, *chain keys, *chain values), given pairs of them."""
+    *prefix, chain = args
+    out: Tensor = function.apply(*prefix, *(k for k, _ in chain), *(v for _, v in chain))
     return out
 
 
@@ -178,11 +179,7 @@ def _chain_scores(q_NHC: Tensor, keys_NGC: Tensor) -> Tensor:
 
 
 def merge_chain(
-    out_NHC: Tensor,
-    lse_NH: Tensor,
-    q_NHC: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    out_NHC: Tensor, lse_NH: Tensor, q_NHC: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Fold the chain's few scores into the prefix's output."""
     scores = [_chain_scores(q_NHC, keys_NGC) for keys_NGC in keys]

@@ -1,14 +1,14 @@
 """Rollout attention with all depths in one call, for P-EAGLE.
 
 Visibility as in `reference.py`: depth-0 keys up to the anchor, and the row's own rollout up
-to its own depth. Queries are the flat axis X of `parallel_plan.py`, depth-0 rows first, then the
+to its own depth. Queries are the flat axis Q of `parallel_plan.py`, depth-0 rows first, then the
 chain rows, whose own keys and values are the chain. One pass serves every row's prefix; the chain
 is folded in per depth, by the arithmetic that EAGLE-3's chain uses. On a GPU one kernel does both
 (`triton_parallel.py`).
 
 `parallel_visible` is the rule as a dense matrix, `reference_parallel` the definition on top of it.
 
-Shapes: X queries, of which the last M are chain rows; T key axis.
+Shapes: Q queries, of which the last M are chain rows; T key axis.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.attention.blocked import (
+    KeysValues,
     chain_backward,
     kernel_runs,
     merge_chain,
@@ -29,58 +30,54 @@ from fledge.rollout.plan import QueryRows
 
 
 def parallel_attention(
-    q_XHC: Tensor,
-    prefix: tuple[Tensor, Tensor],  # depth-0 keys and values [T, G, C]
-    chain: tuple[Tensor, Tensor],  # the chain rows' own [M, G, C]
+    q_QHC: Tensor,
+    prefix: KeysValues,  # depth-0 keys and values [T, G, C]
+    chain: KeysValues,  # the chain rows' own [M, G, C]
     rows: QueryRows,
     counts: Sequence[int],  # chain rows at depths 1, 2, ...: nested, see `parallel_plan.py`
     *,
     kind: AttentionKind = "fast",
 ) -> Tensor:
-    """Attend; [X, H, C] in the dtype of q."""
+    """Attend; [Q, H, C] in the dtype of q."""
     if kind == "reference":
-        return reference_parallel(q_XHC, prefix, chain, rows, counts)
-    if kernel_runs(q_XHC, *prefix, *chain):
+        return reference_parallel(q_QHC, prefix, chain, rows, counts)
+    if kernel_runs(q_QHC, *prefix, *chain):
         from fledge.kernels.attention.triton_parallel import fused_parallel
 
-        return fused_parallel(q_XHC, prefix, chain, rows, counts)
-    out: Tensor = _ParallelAttention.apply(q_XHC, *prefix, *chain, rows, tuple(counts))  # type: ignore[no-untyped-call]
+        return fused_parallel(q_QHC, prefix, chain, rows, counts)
+    out: Tensor = _ParallelAttention.apply(rows, tuple(counts), q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out
 
 
 def parallel_visible(rows: QueryRows, counts: Sequence[int], num_keys: int) -> Tensor:
-    """[X, T + M]: which depth-0 slots, and which chain rows, each query sees."""
+    """[Q, T + M]: which depth-0 slots, and which chain rows, each query sees."""
     device = rows.slot_N.device
     depth_M = torch.repeat_interleave(
         torch.arange(1, len(counts) + 1, device=device), torch.tensor(counts, device=device).long()
     )
-    depth_X = torch.cat([depth_M.new_zeros(len(rows) - len(depth_M)), depth_M])
+    depth_Q = torch.cat([depth_M.new_zeros(len(rows) - len(depth_M)), depth_M])
     anchor_M = rows.slot_N[len(rows) - len(depth_M) :]
-    own = (rows.slot_N[:, None] == anchor_M) & (depth_M <= depth_X[:, None])
+    own = (rows.slot_N[:, None] == anchor_M) & (depth_M <= depth_Q[:, None])
     return torch.cat([prefix_visible(rows, num_keys), own], dim=1)
 
 
 def reference_parallel(
-    q_XHC: Tensor,
-    prefix: tuple[Tensor, Tensor],
-    chain: tuple[Tensor, Tensor],
-    rows: QueryRows,
-    counts: Sequence[int],
+    q_QHC: Tensor, prefix: KeysValues, chain: KeysValues, rows: QueryRows, counts: Sequence[int]
 ) -> Tensor:
     """The definition: every query against every key, one softmax in fp32."""
-    wide = torch.promote_types(q_XHC.dtype, torch.float32)
+    wide = torch.promote_types(q_QHC.dtype, torch.float32)
     keys, values = (
-        torch.cat(pair).to(wide).repeat_interleave(q_XHC.shape[1] // prefix[0].shape[1], dim=1)
+        torch.cat(pair).to(wide).repeat_interleave(q_QHC.shape[1] // prefix[0].shape[1], dim=1)
         for pair in zip(prefix, chain, strict=True)
     )
-    scores = torch.einsum("xhc,uhc->xhu", q_XHC.to(wide), keys) * q_XHC.shape[-1] ** -0.5
+    scores = torch.einsum("qhc,uhc->qhu", q_QHC.to(wide), keys) * q_QHC.shape[-1] ** -0.5
     hidden = ~parallel_visible(rows, counts, len(prefix[0]))
     weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(dim=-1)
-    return torch.einsum("xhu,uhc->xhc", weights, values).to(q_XHC.dtype)
+    return torch.einsum("qhu,uhc->qhc", weights, values).to(q_QHC.dtype)
 
 
 def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, list[slice]]]:
-    """Per depth d: its queries on the X axis, and the chain rows of its rollouts at depths 1..d.
+    """Per depth d: its queries on the Q axis, and the chain rows of its rollouts at depths 1..d.
 
     Rollouts are in the same order at every depth, so those of depth d are the first of each.
     """
@@ -95,46 +92,38 @@ def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, l
 
 class _ParallelAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_XHC: Tensor,
-        k_TGC: Tensor,
-        v_TGC: Tensor,
-        keys_MGC: Tensor,
-        values_MGC: Tensor,
-        rows: QueryRows,
-        counts: tuple[int, ...],
-    ) -> Tensor:
-        out_XHC, lse_XH = prefix_forward(q_XHC, k_TGC, v_TGC, rows)
+    def forward(ctx: Any, rows: QueryRows, counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC = tensors
+        out_QHC, lse_QH = prefix_forward(q_QHC, k_TGC, v_TGC, rows)
         for part, own in _own_chains(len(rows), counts):
-            out_XHC[part], lse_XH[part] = merge_chain(
-                out_XHC[part],
-                lse_XH[part],
-                q_XHC[part],
+            out_QHC[part], lse_QH[part] = merge_chain(
+                out_QHC[part],
+                lse_QH[part],
+                q_QHC[part],
                 [keys_MGC[at] for at in own],
                 [values_MGC[at] for at in own],
             )
-        out_XHC = out_XHC.to(q_XHC.dtype)
+        out_QHC = out_QHC.to(q_QHC.dtype)
         ctx.rows, ctx.counts = rows, counts
-        ctx.save_for_backward(q_XHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_XHC, lse_XH)
-        return out_XHC
+        ctx.save_for_backward(*tensors, out_QHC, lse_QH)
+        return out_QHC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dout_XHC,) = grads
-        q_XHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_XHC, lse_XH = ctx.saved_tensors
-        delta_XH = (dout_XHC.to(lse_XH.dtype) * out_XHC).sum(-1)
-        dq_XHC, dk_TGC, dv_TGC = prefix_backward(
-            q_XHC, k_TGC, v_TGC, dout_XHC, lse_XH, delta_XH, ctx.rows
+        (dout_QHC,) = grads
+        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_QHC, lse_QH = ctx.saved_tensors
+        delta_QH = (dout_QHC.to(lse_QH.dtype) * out_QHC).sum(-1)
+        dq_QHC, dk_TGC, dv_TGC = prefix_backward(
+            q_QHC, k_TGC, v_TGC, dout_QHC, lse_QH, delta_QH, ctx.rows
         )
-        dkeys_MGC = torch.zeros_like(keys_MGC, dtype=lse_XH.dtype)
+        dkeys_MGC = torch.zeros_like(keys_MGC, dtype=lse_QH.dtype)
         dvalues_MGC = torch.zeros_like(dkeys_MGC)
         for part, own in _own_chains(len(ctx.rows), ctx.counts):
-            row = (dout_XHC[part], lse_XH[part], delta_XH[part])
+            row = (dout_QHC[part], lse_QH[part], delta_QH[part])
             for at in own:
-                dq, dk, dv = chain_backward(q_XHC[part], keys_MGC[at], values_MGC[at], *row)
-                dq_XHC[part] += dq
+                dq, dk, dv = chain_backward(q_QHC[part], keys_MGC[at], values_MGC[at], *row)
+                dq_QHC[part] += dq
                 dkeys_MGC[at] += dk
                 dvalues_MGC[at] += dv
-        wide = (dq_XHC, dk_TGC, dv_TGC, dkeys_MGC, dvalues_MGC)
-        return (*(grad.to(q_XHC.dtype) for grad in wide), None, None)
+        wide = (dq_QHC, dk_TGC, dv_TGC, dkeys_MGC, dvalues_MGC)
+        return (None, None, *(grad.to(q_QHC.dtype) for grad in wide))

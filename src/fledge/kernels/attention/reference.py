@@ -4,8 +4,6 @@ A row at depth k with its anchor at slot t sees the depth-0 keys of its own docu
 the keys that its own rollout left at depths 1..k. `reference_attention` is the definition, short
 and dense; `blocked.py` computes the same without a [rows, keys] matrix, and on a GPU the kernels
 behind `triton.py` do. Rotary positions are applied before.
-
-Shapes: N rows, T key axis, H query heads, G key/value heads (H a multiple of G), C channels.
 """
 
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention.blocked import blocked_attention, kernel_runs
+from fledge.kernels.attention.blocked import KeysValues, blocked_attention, kernel_runs
 from fledge.rollout.plan import QueryRows
 
 AttentionKind = Literal["fast", "reference"]
@@ -26,7 +24,7 @@ def rollout_attention(
     v_TGC: Tensor,
     rows: QueryRows,
     *,
-    chain: Sequence[tuple[Tensor, Tensor]] = (),
+    chain: Sequence[KeysValues] = (),
     kind: AttentionKind = "fast",
 ) -> Tensor:
     """Attend; [N, H, C] in the dtype of q.
@@ -51,11 +49,7 @@ def prefix_visible(rows: QueryRows, num_keys: int) -> Tensor:
 
 
 def reference_attention(
-    q_NHC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    rows: QueryRows,
-    chain: Sequence[tuple[Tensor, Tensor]],
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
     """The definition: all scores side by side, one softmax in fp32."""
     heads_per_key = q_NHC.shape[1] // k_TGC.shape[1]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fledge.kernels.attention import triton_keys as key_kernels
 from fledge.kernels.attention import triton_queries as kernels
+from fledge.kernels.attention.blocked import KeysValues, apply_chain
 from fledge.kernels.gate import on_device_of
 from fledge.rollout.plan import QueryRows
 
@@ -48,17 +49,10 @@ def tile_for(kernel: str, channels: int, dtype: torch.dtype) -> Tile:
 
 
 def fused_attention(
-    q_NHC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    rows: QueryRows,
-    chain: Sequence[tuple[Tensor, Tensor]],
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
     """Attend; the chain's tensors may have more rows than q, which are ignored."""
-    keys = [keys for keys, _ in chain]
-    values = [values for _, values in chain]
-    out: Tensor = _FusedAttention.apply(q_NHC, k_TGC, v_TGC, rows, *keys, *values)  # type: ignore[no-untyped-call]
-    return out
+    return apply_chain(_FusedAttention, q_NHC, k_TGC, v_TGC, rows, chain)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -150,22 +144,10 @@ class Job:
         self.ck = (*chain.keys, *[self.k] * unused)
         self.cv = (*chain.values, *[self.v] * unused)
         self.device = on_device_of(q_NHC)
-
-    @property
-    def order(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.rows.order_N, self.rows.slot_N, self.rows.first_N
-
-    @property
-    def chain_strides(self) -> tuple[int, ...]:
-        return (*self.ck[0].stride()[:2], *self.cv[0].stride()[:2])
-
-    @property
-    def qkv_strides(self) -> tuple[int, ...]:
-        return (*self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2])
-
-    @property
-    def chain_kind(self) -> dict[str, Any]:
-        return {"MAX_CHAIN": self.max_chain, "NESTED": self.chain.nested is not None}
+        self.order = (rows.order_N, rows.slot_N, rows.first_N)
+        self.chain_strides = (*self.ck[0].stride()[:2], *self.cv[0].stride()[:2])
+        self.qkv_strides = [step for x in (self.q, self.k, self.v) for step in x.stride()[:2]]
+        self.chain_kind = {"MAX_CHAIN": self.max_chain, "NESTED": chain.nested is not None}
 
     def shape(self) -> dict[str, Any]:
         return {

@@ -12,58 +12,47 @@ import triton
 from torch import Tensor
 
 from fledge.kernels.attention import triton_keys as key_kernels
+from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.triton import CHAIN_ROWS, Chain, Job, Nested
 from fledge.rollout.plan import QueryRows
 
 
 def fused_parallel(
-    q_XHC: Tensor,
-    prefix: tuple[Tensor, Tensor],
-    chain: tuple[Tensor, Tensor],
-    rows: QueryRows,
-    counts: Sequence[int],
+    q_QHC: Tensor, prefix: KeysValues, chain: KeysValues, rows: QueryRows, counts: Sequence[int]
 ) -> Tensor:
     """`parallel.parallel_attention`: chain rows last, `counts` of them at depths 1, 2, ..."""
     present = [count for count in counts if count]
     starts = torch.tensor([0, *accumulate(present)])
     # not blocking: a tensor this small is copied before the call returns
-    starts_K = starts.to(q_XHC.device, non_blocking=True)
+    starts_K = starts.to(q_QHC.device, non_blocking=True)
     nested = Nested(starts_K, len(present), max(present, default=0))
-    out: Tensor = _FusedParallel.apply(q_XHC, *prefix, *chain, rows, nested)  # type: ignore[no-untyped-call]
+    out: Tensor = _FusedParallel.apply(rows, nested, q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out
 
 
 class _FusedParallel(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_XHC: Tensor,
-        k_TGC: Tensor,
-        v_TGC: Tensor,
-        keys_MGC: Tensor,
-        values_MGC: Tensor,
-        rows: QueryRows,
-        nested: Nested,
-    ) -> Tensor:
-        job = Job(q_XHC, k_TGC, v_TGC, rows, Chain.of((keys_MGC, values_MGC), nested))
-        out_XHC, lse_XH = job.attend()
+    def forward(ctx: Any, rows: QueryRows, nested: Nested, *tensors: Tensor) -> Tensor:
+        q_QHC, k_TGC, v_TGC, *chain = tensors
+        job = Job(q_QHC, k_TGC, v_TGC, rows, Chain.of(chain, nested))
+        out_QHC, lse_QH = job.attend()
         ctx.rows, ctx.nested = rows, nested
-        ctx.save_for_backward(job.q, job.k, job.v, *job.chain.tensors, out_XHC, lse_XH)
-        return out_XHC
+        ctx.save_for_backward(job.q, job.k, job.v, *job.chain.tensors, out_QHC, lse_QH)
+        return out_QHC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_XHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_XHC, lse_XH = ctx.saved_tensors
-        dout_XHC = grads[0].contiguous()
-        job = Job(q_XHC, k_TGC, v_TGC, ctx.rows, Chain.of((keys_MGC, values_MGC), ctx.nested))
-        dq_XHC, delta_XH = job.query_grad(out_XHC, dout_XHC, lse_XH)
-        dk_TGC, dv_TGC = job.key_grad(dout_XHC, lse_XH, delta_XH)
-        chain_grads = _chain_grad(job, ctx.nested, dout_XHC, lse_XH, delta_XH)
-        return (dq_XHC, dk_TGC, dv_TGC, *chain_grads, None, None)
+        q_QHC, k_TGC, v_TGC, *chain, out_QHC, lse_QH = ctx.saved_tensors
+        dout_QHC = grads[0].contiguous()
+        job = Job(q_QHC, k_TGC, v_TGC, ctx.rows, Chain.of(chain, ctx.nested))
+        dq_QHC, delta_QH = job.query_grad(out_QHC, dout_QHC, lse_QH)
+        dk_TGC, dv_TGC = job.key_grad(dout_QHC, lse_QH, delta_QH)
+        chain_grads = _chain_grad(job, ctx.nested, dout_QHC, lse_QH, delta_QH)
+        return None, None, dq_QHC, dk_TGC, dv_TGC, *chain_grads
 
 
 def _chain_grad(
-    job: Job, nested: Nested, dout_XHC: Tensor, lse_XH: Tensor, delta_XH: Tensor
+    job: Job, nested: Nested, dout_QHC: Tensor, lse_QH: Tensor, delta_QH: Tensor
 ) -> tuple[Tensor, Tensor]:
     (keys_MGC,), (values_MGC,) = job.chain.keys, job.chain.values
     dkeys_MGC, dvalues_MGC = (keys_MGC.new_empty(keys_MGC.shape) for _ in range(2))
@@ -71,7 +60,7 @@ def _chain_grad(
         grid = (triton.cdiv(nested.longest, CHAIN_ROWS), job.groups, nested.depth)
         with job.device:
             key_kernels.nested_chain_grad[grid](
-                job.q, keys_MGC, values_MGC, dout_XHC, lse_XH, delta_XH, dkeys_MGC, dvalues_MGC,
+                job.q, keys_MGC, values_MGC, dout_QHC, lse_QH, delta_QH, dkeys_MGC, dvalues_MGC,
                 nested.starts_K, *job.q.stride()[:2], *job.chain_strides,
                 job.first_chain, nested.depth, BLOCK_R=CHAIN_ROWS, **job.shape(),
             )  # fmt: skip

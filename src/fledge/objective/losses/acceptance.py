@@ -11,9 +11,9 @@ def acceptance(logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
     return probs_NW.minimum(logits_NW.softmax(dim=-1)).sum(-1)
 
 
-def acceptance_rows(q_CW: "Tensor", probs_CW: "Tensor") -> "tuple[Tensor, Tensor]":
-    """alpha [C] and its gradient with respect to the logits (half where p = q)."""
-    alpha_C = probs_CW.minimum(q_CW).sum(-1)
-    below_CW = 0.5 * ((q_CW < probs_CW).to(q_CW.dtype) + (q_CW <= probs_CW).to(q_CW.dtype))
-    inner_C1 = (q_CW * below_CW).sum(-1, keepdim=True)
-    return alpha_C, q_CW * (below_CW - inner_C1)
+def acceptance_rows(q_JW: "Tensor", probs_JW: "Tensor") -> "tuple[Tensor, Tensor]":
+    """alpha [J] and its gradient with respect to the logits (half where p = q)."""
+    alpha_J = probs_JW.minimum(q_JW).sum(-1)
+    below_JW = 0.5 * ((q_JW < probs_JW).to(q_JW.dtype) + (q_JW <= probs_JW).to(q_JW.dtype))
+    inner_J1 = (q_JW * below_JW).sum(-1, keepdim=True)
+    return alpha_J, q_JW * (below_JW - inner_J1)

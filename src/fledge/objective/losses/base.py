@@ -4,7 +4,7 @@ A new loss is a frozen dataclass in a file of its own and one line in `registry.
 what a recipe may say under `objective.loss`. These files import neither torch nor pydantic when
 loaded: recipes are read without the one, steps run without the other.
 
-Shapes: N rows of one loss, C rows of a chunk, W draft vocabulary.
+Shapes: N rows of one loss, J rows of a chunk, W draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -37,9 +37,9 @@ class Loss(ABC):
         """[N] losses in plain autograd: what `rows` and the kernel are tested against."""
 
     def rows(
-        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+        self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
     ) -> "tuple[Tensor, Tensor]":
-        """Losses [C] and their gradients with respect to the logits [C, W], which are used up.
+        """Losses [J] and their gradients with respect to the logits [J, W], which are used up.
 
         Derived from the definition, which must treat every row by itself. A loss that writes its
         gradient out is faster and needs less memory.
@@ -48,13 +48,13 @@ class Loss(ABC):
 
         assert not self.needs_acceptance, f"{self.kind}: a weighed loss writes its rows itself"
         with torch.enable_grad():
-            logits_CW = logits_CW.detach().requires_grad_()
-            loss_C = self.definition(logits_CW, probs_CW)
-            (dlogits_CW,) = torch.autograd.grad(loss_C.sum(), logits_CW)
-        return loss_C.detach(), dlogits_CW
+            logits_JW = logits_JW.detach().requires_grad_()
+            loss_J = self.definition(logits_JW, probs_JW)
+            (dlogits_JW,) = torch.autograd.grad(loss_J.sum(), logits_JW)
+        return loss_J.detach(), dlogits_JW
 
     def weight(self, mean_acceptance: "Tensor") -> "Tensor":
-        """What `rows` is given as `weight_C`, where the loss needs acceptance; no gradient.
+        """What `rows` is given as `weight_J`, where the loss needs acceptance; no gradient.
 
         The mean is taken over all micro-batches and ranks of an optimizer step, so that the
         gradient does not depend on how the step is cut.

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fledge.objective.losses.base import Loss
-from fledge.objective.losses.cross_entropy import cross_entropy_gradient, cross_entropy_rows
+from fledge.objective.losses.cross_entropy import CrossEntropy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class HardCrossEntropy(Loss):
+class HardCrossEntropy(CrossEntropy):
     """Cross entropy with the target's top token."""
 
     kind = "hard"
@@ -22,9 +21,8 @@ class HardCrossEntropy(Loss):
         return -logits_NW.log_softmax(dim=-1).gather(-1, top_N1).squeeze(-1)
 
     def rows(
-        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+        self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
     ) -> "tuple[Tensor, Tensor]":
-        top_C1 = probs_CW.argmax(-1, keepdim=True)
-        one_hot_CW = probs_CW.new_zeros(probs_CW.shape).scatter_(-1, top_C1, 1.0)
-        loss_C, q_CW, mass_C = cross_entropy_rows(logits_CW, one_hot_CW)
-        return loss_C, cross_entropy_gradient(q_CW, one_hot_CW, mass_C)
+        top_J1 = probs_JW.argmax(-1, keepdim=True)
+        one_hot_JW = probs_JW.new_zeros(probs_JW.shape).scatter_(-1, top_J1, 1.0)
+        return super().rows(logits_JW, one_hot_JW)

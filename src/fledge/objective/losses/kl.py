@@ -3,30 +3,24 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fledge.objective.losses.base import Loss
-from fledge.objective.losses.cross_entropy import (
-    cross_entropy_gradient,
-    cross_entropy_rows,
-    soft_cross_entropy,
-)
+from fledge.objective.losses.cross_entropy import CrossEntropy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class KLDivergence(Loss):
+class KLDivergence(CrossEntropy):
     """KL(target || draft): the gradient of ce, and 0 for a perfect draft."""
 
     kind = "kl"
     kernel = "kl"
 
     def definition(self, logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
-        return soft_cross_entropy(logits_NW, probs_NW) + probs_NW.xlogy(probs_NW).sum(-1)
+        return super().definition(logits_NW, probs_NW) + probs_NW.xlogy(probs_NW).sum(-1)
 
     def rows(
-        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+        self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
     ) -> "tuple[Tensor, Tensor]":
-        loss_C, q_CW, mass_C = cross_entropy_rows(logits_CW, probs_CW)
-        loss_C = loss_C + probs_CW.xlogy(probs_CW).sum(-1)
-        return loss_C, cross_entropy_gradient(q_CW, probs_CW, mass_C)
+        ce_J, dlogits_JW = super().rows(logits_JW, probs_JW)
+        return ce_J + probs_JW.xlogy(probs_JW).sum(-1), dlogits_JW

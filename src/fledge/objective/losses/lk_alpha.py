@@ -23,9 +23,9 @@ class LkAlpha(Loss):
         return -alpha_N.where(alpha_N > 0, 1.0).log()
 
     def rows(
-        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+        self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
     ) -> "tuple[Tensor, Tensor]":
-        _, q_CW, _ = cross_entropy_rows(logits_CW, probs_CW)
-        alpha_C, dalpha_CW = acceptance_rows(q_CW, probs_CW)
-        safe_C = alpha_C.where(alpha_C > 0, 1.0)
-        return -safe_C.log(), dalpha_CW * (-1 / safe_C).where(alpha_C > 0, 0.0)[:, None]
+        _, q_JW, _ = cross_entropy_rows(logits_JW, probs_JW)
+        alpha_J, dalpha_JW = acceptance_rows(q_JW, probs_JW)
+        safe_J = alpha_J.where(alpha_J > 0, 1.0)
+        return -safe_J.log(), dalpha_JW * (-1 / safe_J).where(alpha_J > 0, 0.0)[:, None]

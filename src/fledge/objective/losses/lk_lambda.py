@@ -37,11 +37,11 @@ class LkLambda(Loss):
         return self.scale * (-self.decay * mean_acceptance.detach()).exp()
 
     def rows(
-        self, logits_CW: "Tensor", probs_CW: "Tensor", weight_C: "Tensor | None" = None
+        self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
     ) -> "tuple[Tensor, Tensor]":
-        assert weight_C is not None
-        ce_C, q_CW, mass_C = cross_entropy_rows(logits_CW, probs_CW)
-        alpha_C, dalpha_CW = acceptance_rows(q_CW, probs_CW)
-        loss_C = weight_C * ce_C + (1 - weight_C) * (1 - alpha_C)
-        dce_CW = cross_entropy_gradient(q_CW, probs_CW, mass_C)
-        return loss_C, (-dalpha_CW).lerp(dce_CW, weight_C[:, None])
+        assert weight_J is not None
+        ce_J, q_JW, mass_J = cross_entropy_rows(logits_JW, probs_JW)
+        alpha_J, dalpha_JW = acceptance_rows(q_JW, probs_JW)
+        loss_J = weight_J * ce_J + (1 - weight_J) * (1 - alpha_J)
+        dce_JW = cross_entropy_gradient(q_JW, probs_JW, mass_J)
+        return loss_J, (-dalpha_JW).lerp(dce_JW, weight_J[:, None])

@@ -5,7 +5,7 @@ flattened by the caller, one flex-attention mask. `unroll_parallel` is what trai
 on a plan (`rollout.parallel_plan`), through the attention primitive that EAGLE-3 shares, and
 computes nothing that no loss needs. Tests hold them equal.
 
-Shapes: T key axis, X flat axis of a segment, M its chain rows (depths >= 1), E draft hidden.
+Shapes: Q flat axis of a segment, M its chain rows (depths >= 1).
 """
 
 import torch
@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.layer import KeysValues, LayerWeights, forget_mlp, rms_norm
+from fledge.draft.layer import LayerWeights, forget_mlp, rms_norm
 from fledge.draft.rotary import rotate
+from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.parallel import parallel_attention
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.parallel_plan import ParallelPlan, Segment
@@ -80,11 +81,7 @@ class _ParallelStep:
         self.norm = model.norm.weight.to(dtype)
 
     def segment(
-        self,
-        segment: Segment,
-        state: Tensor,
-        token: Tensor,
-        earlier: list[tuple[KeysValues, ...]],
+        self, segment: Segment, state: Tensor, token: Tensor, earlier: list[tuple[KeysValues, ...]]
     ) -> tuple[Tensor, list[KeysValues]]:
         """Last-layer rows after the final norm, and each layer's own depth-0 keys and values."""
         state, token = (torch.cat([x[segment.begin : segment.end], x[-1:]]) for x in (state, token))
@@ -104,8 +101,8 @@ class _ParallelStep:
         earlier: list[tuple[KeysValues, ...]],
     ) -> tuple[Tensor, list[KeysValues]]:
         slots = slice(segment.begin, segment.end)
-        position_X = torch.cat([self.plan.position_T[slots], segment.chain_position_M])
-        turn = self.model.rotary(position_X, self.dtype)
+        position_Q = torch.cat([self.plan.position_T[slots], segment.chain_position_M])
+        turn = self.model.rotary(position_Q, self.dtype)
         own = []
         for index, layer in enumerate(self.layers):
             state, keys, values = self.model._run_draft_layer(
