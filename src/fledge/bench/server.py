@@ -81,11 +81,7 @@ class Measured:
 
 
 def measure(
-    url: str,
-    load: Load,
-    *,
-    model: str = "",
-    on_answer: Callable[[int], None] = lambda done: None,
+    url: str, load: Load, *, model: str = "", on_answer: Callable[[int], None] = lambda done: None
 ) -> Measured:
     """Send the load after two requests that warm the server up; `on_answer` hears how many are in.
 

@@ -3,30 +3,19 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.table import Table
+from typer import Argument, Exit, Option, Typer
 
-from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
-from fledge.cli.precompute import (
-    AsJson,
-    Dtype,
-    Encoding,
-    Only,
-    Quota,
-    Resume,
-    ShardSize,
-    TopK,
-    cache_options,
-    run_job,
-)
+from fledge.cli import options as opt
+from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.precompute import cache_options, run_job
 from fledge.core.files import check_place
 
-app = typer.Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
-Directory = Annotated[Path, typer.Argument(help="Directory of the cache.", show_default=False)]
+app = Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
+Directory = Annotated[Path, Argument(help="Directory of the cache.", show_default=False)]
 
 
 @app.command(epilog="Example: fledge cache info cache --json")
-def info(directory: Directory, as_json: AsJson = False) -> None:
+def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """What a cache holds and what it takes, finished or not."""
     from fledge.target.cache.job import readable
 
@@ -34,16 +23,8 @@ def info(directory: Directory, as_json: AsJson = False) -> None:
     if as_json:
         print_json(facts)
         return
-    table = Table(show_header=False, box=None)
-    for name, value in facts.items():
-        if name == "bytes":
-            text = readable(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            text = f"{value:,.0f}"
-        else:
-            text = str(value)
-        table.add_row(name.replace("_", " "), text)
-    out.print(table)
+    texts = {k: f"{v:,.0f}" if type(v) in (int, float) else str(v) for k, v in facts.items()}
+    out.print(facts_table(texts | {"bytes": readable(facts["bytes"])}))
     if not facts["complete"]:
         out.print("unfinished: run the same precompute with --resume", style="yellow")
 
@@ -89,46 +70,46 @@ def _facts(directory: Path) -> dict[str, Any]:
 
 
 @app.command(epilog="Example: fledge cache verify cache")
-def verify(directory: Directory, as_json: AsJson = False) -> None:
+def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Read every row and compare its checksum; exit code 1 when one does not fit."""
     from fledge.target.cache.manifest import read_target
     from fledge.target.cache.store import CacheStore
 
     store = CacheStore(directory.expanduser())
     read_target(store.directory, store.manifest)
+    damaged = []
     with progress_bar("rows") as bar:
         task = bar.add_task("reading", total=len(store), note="")
-        damaged = []
         for row in range(len(store)):
             shard, local = store.at(row)
             if not shard.is_whole(local):
                 damaged.append(store.name(row))
-            bar.update(task, completed=row + 1)
+            bar.advance(task)
     if as_json:
         print_json({"rows": len(store), "damaged": damaged})
     else:
         for name in damaged:
-            out.print(f"damaged: {name}", style="red", markup=False, soft_wrap=True)
+            out.say(f"damaged: {name}", style="red")
         out.print(f"{len(store):,} rows read, {len(damaged):,} damaged")
     if damaged:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @app.command(epilog="Example: fledge cache convert cache small --encoding hidden-fp8")
 def convert(
     source: Directory,
-    output_dir: Annotated[Path, typer.Argument(help="The new cache.", show_default=False)],
-    encoding: Encoding = "hidden-fp8",
-    dtype: Dtype = "auto",
-    top_k: TopK = None,
+    output_dir: Annotated[Path, Argument(help="The new cache.", show_default=False)],
+    encoding: opt.Encoding = "hidden-fp8",
+    dtype: opt.CacheDtype = "auto",
+    top_k: opt.TopK = None,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Counted on the rows (probs, topk from hidden).")
+        int | None, Option(min=1, help="Counted on the rows (probs, topk from hidden).")
     ] = None,
-    supervised_only: Only = False,
-    shard_size: ShardSize = 256,
-    resume: Resume = False,
-    quota_gb: Quota = None,
-    as_json: AsJson = False,
+    supervised_only: opt.SupervisedOnly = False,
+    shard_size: opt.ShardSize = 256,
+    resume: opt.Resume = False,
+    quota_gb: opt.Quota = None,
+    as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Write a cache in another encoding, without the target."""
     from fledge.core.distributed import pick_device
@@ -137,7 +118,8 @@ def convert(
     from fledge.target.cache.manifest import TARGET
 
     quiet_libraries()
-    check_place(output_dir.expanduser(), directory=True)
+    output_dir = output_dir.expanduser()
+    check_place(output_dir, directory=True)
     device = pick_device("auto")
     target = CachedEagle3TargetModel(source, device=device)
     chosen = cache_options(
@@ -147,10 +129,8 @@ def convert(
     )  # fmt: skip
     with progress_bar("rows") as bar:
         task = bar.add_task("converting", total=None, note="")
-        job = convert_job(
-            target, output_dir.expanduser(), chosen, draft_vocab_size=draft_vocab_size
-        )
+        job = convert_job(target, output_dir, chosen, draft_vocab_size=draft_vocab_size)
         head_bytes = (target.store.directory / TARGET).stat().st_size
         code = run_job(job, head_bytes, lambda: target, device, bar, task, as_json=as_json)
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)

@@ -3,14 +3,14 @@
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.text import Text
+from typer import Option
 
+from fledge.cli import options as opt
 from fledge.cli.console import err, out, quiet_libraries
-from fledge.cli.loading import load_draft, load_target
+from fledge.cli.loading import load_draft_beside, load_target
 from fledge.core.errors import BadInput
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
@@ -21,25 +21,23 @@ _PROBE_TOKENS = 24  # decoded plainly, to know the target's own speed
 
 
 def chat(
-    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft, or a run (its best).")],
-    target: Annotated[str, typer.Option(help="The target; a run of fledge knows its own.")] = "",
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 5,
-    method: Annotated[
-        str, typer.Option(help="chain, parallel or tree; default: what the draft was trained for.")
-    ] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For temperatures above 0.")] = 0,
-    system: Annotated[str, typer.Option(help="A system message.")] = "",
+    draft: opt.Draft,
+    target: opt.Target = "",
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted per round.")] = 5,
+    method: opt.Method = "",
+    max_new_tokens: opt.AnswerTokens = 512,
+    temperature: opt.Temperature = 0.0,
+    seed: opt.Seed = 0,
+    system: Annotated[str, Option(help="A system message.")] = "",
     compare: Annotated[
-        bool, typer.Option(help="Decode every answer without the draft too: the same text, slower.")
+        bool, Option(help="Decode every answer without the draft too: the same text, slower.")
     ] = False,
     aux_layers: Annotated[
-        str, typer.Option(help="Three layers, e.g. 1,14,26; default: the draft's own.")
+        str, Option(help="Three layers, e.g. 1,14,26; default: the draft's own.")
     ] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ...; default: the run's.")] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per answer.")] = False,
+    dtype: Annotated[str, Option(help="float32, bfloat16, ...; default: the run's.")] = "",
+    device: opt.Device = "",
+    as_json: Annotated[bool, Option("--json", help="One JSON line per answer.")] = False,
 ) -> None:
     """Chat in the terminal: the draft's accepted words in green, speed with and without it.
 
@@ -54,7 +52,7 @@ def chat(
         backend = load_target(path, target, aux_layers, dtype, device)
         talk = _Talk(
             backend,
-            load_draft(path, backend),
+            load_draft_beside(backend, path),
             str(path),
             method=method or None,
             draft_tokens=draft_tokens,
@@ -77,7 +75,7 @@ def chat(
             sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
             sys.stdout.flush()
         else:
-            err.print(_figures(answer), style="dim", soft_wrap=True)
+            err.say(_figures(answer), style="dim")
 
 
 def _lines() -> Iterator[str]:

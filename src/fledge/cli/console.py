@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 
 class _Console(Console):
@@ -23,6 +24,10 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Text as it is, however narrow the terminal."""
+        self.print(text, style=style, markup=False, soft_wrap=True)
 
 
 # Results go to stdout, everything else goes to stderr: `fledge ... --json | jq` works.
@@ -42,6 +47,22 @@ def quiet_libraries() -> None:
 def print_json(value: Any) -> None:
     """Plain JSON on stdout, however narrow the terminal."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def table(*columns: str, words: int = 1, no_wrap: bool = False, title: str | None = None) -> Table:
+    """A plain table: the first `words` columns hold words, the others numbers."""
+    plain = Table(title=title, title_justify="left", box=None)
+    for index, column in enumerate(columns):
+        plain.add_column(column, justify="right" if index >= words else "left", no_wrap=no_wrap)
+    return plain
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Names and what is known of them, without a heading."""
+    plain = Table(show_header=False, box=None)
+    for name, text in facts.items():
+        plain.add_row(name.replace("_", " "), text)
+    return plain
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from fledge.cli.console import out, print_json
 from fledge.core.files import cache_dir
@@ -62,7 +62,7 @@ class Accelerator:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+    as_json: Annotated[bool, Option("--json", help="JSON instead of tables.")] = False,
 ) -> None:
     """Print versions, devices, disk and cache, and which optional parts can run here."""
     facts = examine()
@@ -86,10 +86,7 @@ def examine() -> dict[str, Any]:
             "gpus": [asdict(gpu) for gpu in accelerator.gpus],
             "mps": accelerator.mps,
         },
-        "disk": {
-            "cache": _disk(cache_dir()),
-            "working_directory": _disk(Path.cwd()),
-        },
+        "disk": {"cache": _disk(cache_dir()), "working_directory": _disk(Path.cwd())},
         "cache": cache_contents(cache_dir()),
         "parts": [asdict(part) for part in optional_parts(accelerator)],
     }

@@ -121,11 +121,7 @@ def _nested(place: Key, tagged: Tagged, layers: Sequence[Entry]) -> Any:
 
 
 def one_line(
-    error: ValidationError,
-    *,
-    entries: Mapping[Key, Entry],
-    shapes: Mapping[str, Shape],
-    where: str,
+    error: ValidationError, *, entries: Mapping[Key, Entry], shapes: Mapping[str, Shape], where: str
 ) -> BadInput:
     """The first complaint of pydantic, with its place, the value, and how many more there are."""
     first, more = error.errors()[0], error.error_count() - 1
@@ -169,11 +165,7 @@ def _file_entries(path: Path, shapes: Mapping[str, Shape]) -> dict[Key, Entry]:
 
 
 def _read_override(
-    text: str,
-    *,
-    shapes: Mapping[str, Shape],
-    changes: dict[Key, Entry],
-    below: Mapping[Key, Entry],
+    text: str, *, shapes: Mapping[str, Shape], changes: dict[Key, Entry], below: Mapping[Key, Entry]
 ) -> None:
     """Add what `section.key=value` sets to `changes`; a mapping for a section sets its keys."""
     where = f"override '{text}'"

@@ -57,11 +57,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    run: Path,
-    state: Mapping[str, Any],
-    *,
-    draft: Any,
-    tensors: Mapping[str, Tensor],
+    run: Path, state: Mapping[str, Any], *, draft: Any, tensors: Mapping[str, Tensor]
 ) -> Path:
     """Write everything a run needs to go on as if nothing had happened."""
     path = checkpoint_path(run, state["step"])
