@@ -38,9 +38,8 @@ def bench(
     try:
         from fledge.bench.server import Load, measure
     except ModuleNotFoundError as error:
-        raise BadInput(
-            f"{error.name} is not installed", fix="pip install 'fledge[serve]'"
-        ) from None
+        fix = "pip install 'fledge[serve]'"
+        raise BadInput(f"{error.name} is not installed", fix=fix) from None
     asked = [
         [{"role": message["role"], "content": message["content"]} for message in prompt.messages]
         for prompt in read_prompts(prompts or ["mixed"])

@@ -51,15 +51,10 @@ def chat(
     with err.status("loading the target"):
         backend = load_target(path, target, aux_layers, dtype, device)
         talk = _Talk(
-            backend,
-            load_draft_beside(backend, path),
-            str(path),
-            method=method or None,
-            draft_tokens=draft_tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            backend, load_draft_beside(backend, path), str(path), method=method or None,
+            draft_tokens=draft_tokens, max_new_tokens=max_new_tokens, temperature=temperature,
             seed=seed,
-        )
+        )  # fmt: skip
     start = [{"role": "system", "content": system}] if system else []
     conversation = list(start)
     for line in _lines():
@@ -140,10 +135,8 @@ class _Talk:
 
         ids = encode_prompt(conversation, self._template, self._tokenizer)
         if len(ids) + self._stops.max_new_tokens > self._room:
-            raise BadInput(
-                f"{len(ids)} tokens were said, the target takes {self._room}",
-                fix="/reset, or a lower --max-new-tokens",
-            )
+            what = f"{len(ids)} tokens were said, the target takes {self._room}"
+            raise BadInput(what, fix="/reset, or a lower --max-new-tokens")
         stream = _Stream(self._tokenizer, quiet=quiet)
         [generation] = self._decoder.generate(
             [ids],

@@ -17,7 +17,7 @@ def plan(arguments: RecipeWords, as_json: AsJson = False) -> None:
     with progress_bar("parts") as bar:
         task = bar.add_task("preparing data", total=None, note="")
         training = set_up(recipe, lambda at: bar.update(task, total=at.parts, completed=at.done))
-    predicted = predict(recipe, training)
+    predicted = predict(training)
     if as_json:
         print_json(predicted.to_json())
         return

@@ -76,12 +76,15 @@ def serve_target(
         "max_reply_bytes": int(max_reply_gb * 1e9),
         "merge_tokens": merge_tokens,
     }
+    settings = {
+        "dtype": dtype,
+        "device": device,
+        "compile": compile_layers,
+        "trust_remote_code": trust_remote_code,
+        "engine_args": dict(_argument(text) for text in engine_arg or []),
+    }
     with address.bind() as bound:
-        server = _open(
-            target, engine, token, limits, aux_layer_ids=aux_layer_ids, dtype=dtype,
-            device=device, compile_layers=compile_layers, engine_arg=engine_arg or [],
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        server = _open(target, engine, _layers(aux_layer_ids), settings, token, limits)
         serve(
             server, address, bound, drain_s=drain_s,
             on_ready=lambda url: _announce(url, server.info, as_json=as_json),
@@ -97,17 +100,7 @@ def _check_installed() -> None:
 
 
 def _open(
-    target: str,
-    engine: str,
-    token: str | None,
-    limits: dict[str, int],
-    *,
-    aux_layer_ids: str | None,
-    dtype: str,
-    device: str,
-    compile_layers: bool,
-    engine_arg: list[str],
-    trust_remote_code: bool,
+    target: str, engine: str, ids: list[int] | None, settings: Any, token: str | None, limits: Any
 ) -> Any:
     from fledge.core.machine import find_device
     from fledge.models.resolve import local_model
@@ -116,17 +109,7 @@ def _open(
     from fledge.target.remote.server.app import Limits, TargetServer
 
     quiet_libraries()
-    ids = _layers(aux_layer_ids)
-    section = engine_section(
-        engine,
-        model=target,
-        aux_layer_ids=ids,
-        dtype=dtype,
-        device=device,
-        compile=compile_layers,
-        trust_remote_code=trust_remote_code,
-        engine_args=dict(_argument(text) for text in engine_arg),
-    )
+    section = engine_section(engine, model=target, aux_layer_ids=ids, **settings)
     layers = EAGLE3_AUX_LAYERS if ids is None else len(ids)
     err.say(f"loading {target}", style="cyan")
     return TargetServer(
@@ -145,9 +128,8 @@ def _layers(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise BadInput(
-            f"{text!r} is not a list of layers", where="--aux-layer-ids", fix="1,15,28"
-        ) from None
+        what = f"{text!r} is not a list of layers"
+        raise BadInput(what, where="--aux-layer-ids", fix="1,15,28") from None
 
 
 def _argument(text: str) -> tuple[str, Any]:

@@ -75,7 +75,7 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
         )
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
-        predicted = predict(recipe, training)
+        predicted = predict(training)
         watcher = _Watcher(bar, task, quiet=not is_main)
         watcher.note(
             f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "

@@ -167,9 +167,10 @@ class DraftEvaluation:
             samples = [_live_sample(live[i], self.answers[i]) for i in which]
         else:
             samples = [
-                _replayed_sample(turn, replayed)
+                Sample(turn.prompt_ids, turn.answer_ids, replayed.rounds, turn.category,
+                       replayed.accepted_T, turn.group)
                 for turn, replayed in zip(self.answers, replays, strict=True)
-            ]
+            ]  # fmt: skip
         sayable = set(strategy.selected_W.tolist())
         return DraftReport(
             name=name,
@@ -201,17 +202,14 @@ class DraftEvaluation:
         return ShownAnswer(self.answers[index].question, sample.category, figures, tokens)
 
     def _replay(self, strategy: Strategy) -> list[Replay]:
-        total = len(self.answers)
+        texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers]
+        total = len(texts)
         self._watch("replaying", 0, total)
         return replay(
-            self.target,
-            strategy.draft,
-            [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers],
-            num_draft_tokens=strategy.depth,
-            method=strategy.name,
-            batch_tokens=self.options.batch_tokens,
+            self.target, strategy.draft, texts, num_draft_tokens=strategy.depth,
+            method=strategy.name, batch_tokens=self.options.batch_tokens,
             on_text=lambda done: self._watch("replaying", done, total),
-        )
+        )  # fmt: skip
 
     def _decode(
         self, strategy: Strategy, which: list[int]
@@ -222,13 +220,9 @@ class DraftEvaluation:
         """
         options = self.options
         decoder = SpeculativeDecoder(
-            self.target.model,
-            strategy.draft,
-            aux_layer_ids=self.target.aux_layer_ids,
-            method=strategy.name,
-            num_draft_tokens=options.num_draft_tokens,
-            tree=options.tree,
-        )
+            self.target.model, strategy.draft, aux_layer_ids=self.target.aux_layer_ids,
+            method=strategy.name, num_draft_tokens=options.num_draft_tokens, tree=options.tree,
+        )  # fmt: skip
         plain = SpeculativeDecoder(self.target.model)
         live_clock, plain_clock, live = Stopwatch(), Stopwatch(), {}
         for done, index in enumerate(which):
@@ -264,30 +258,23 @@ class DraftEvaluation:
 
 def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> None:
     """Refuse a draft that was made for another target, as far as shapes show it."""
-    info, config = target.info(), draft.config
+    info, config, another = target.info(), draft.config, "name the target it was trained for"
     for what, ours, theirs in (
         ("target_hidden_size", config.target_hidden_size, info.hidden_size),
         ("num_aux_hidden_states", config.num_aux_hidden_states, len(target.aux_layer_ids)),
     ):
         if ours != theirs:
-            raise BadInput(
-                f"the draft's {what} is {ours}, the target's {theirs}",
-                where=name,
-                fix="name the target it was trained for",
-            )
+            complaint = f"the draft's {what} is {ours}, the target's {theirs}"
+            raise BadInput(complaint, where=name, fix=another)
     layers = getattr(config, "aux_layer_ids", None)
     if layers is not None and list(layers) != list(target.aux_layer_ids):
-        raise BadInput(
-            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}",
-            where=name,
-            fix=f"--aux-layers {','.join(map(str, layers))}",
+        complaint = (
+            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}"
         )
+        raise BadInput(complaint, where=name, fix=f"--aux-layers {','.join(map(str, layers))}")
     if config.vocab_size > info.vocab_size:
-        raise BadInput(
-            f"the draft knows {config.vocab_size} tokens, the target {info.vocab_size}",
-            where=name,
-            fix="name the target it was trained for",
-        )
+        complaint = f"the draft knows {config.vocab_size} tokens, the target {info.vocab_size}"
+        raise BadInput(complaint, where=name, fix=another)
     if draft.selected_token_ids is None:
         raise BadInput("the draft has no vocabulary mapping (d2t)", where=name)
 
@@ -304,14 +291,3 @@ def _to_json(groups: dict[str, Acceptance]) -> dict[str, Any]:
 
 def _live_sample(text: Generation, turn: AnsweredTurn) -> Sample:
     return Sample(text.prompt_ids, text.token_ids, text.rounds, turn.category, group=turn.group)
-
-
-def _replayed_sample(turn: AnsweredTurn, replayed: Replay) -> Sample:
-    return Sample(
-        prompt_ids=turn.prompt_ids,
-        answer_ids=turn.answer_ids,
-        rounds=replayed.rounds,
-        category=turn.category,
-        accepted_T=replayed.accepted_T,
-        group=turn.group,
-    )

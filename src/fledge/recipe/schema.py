@@ -150,7 +150,7 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
         return Recipe.model_validate(merged)
     except ValidationError as error:
         where = "recipe" if file is None else str(file)
-        raise one_line(error, entries=entries, shapes=shapes, where=where) from error
+        raise one_line(error, entries=entries, where=where) from error
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -152,9 +152,8 @@ def restore_optimizer(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"optimizer.{names[id(parameter)]}."
-            moments = {
-                k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
-            }
             optimizer.state[parameter] = {
-                key: value.to(parameter.device) for key, value in moments.items()
+                name.removeprefix(prefix): tensor.to(parameter.device)
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
             }

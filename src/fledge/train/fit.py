@@ -57,9 +57,6 @@ class State:
     first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
     last: dict[str, Any] = field(default_factory=dict)  # and the latest
 
-    def to_json(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -188,12 +185,10 @@ def _read(training: Training, pending: tuple[Any, StepResult] | None, observer: 
         )
         limit = training.recipe.training.max_bad_steps
         if int(result.bad_in_a_row) >= limit:
-            raise BadInput(
-                f"{limit} steps in a row were skipped (last gradient norm {norm:.3g}, documents "
-                f"{shown})",
-                where=str(training.directory),
-                fix="lower training.lr or look at these rows; the last checkpoint is intact",
-            )
+            last = f"last gradient norm {norm:.3g}, documents {shown}"
+            what = f"{limit} steps in a row were skipped ({last})"
+            fix = "lower training.lr or look at these rows; the last checkpoint is intact"
+            raise BadInput(what, where=str(training.directory), fix=fix)
     return bool(result.stop)
 
 
@@ -258,10 +253,10 @@ def _save(training: Training, state: State, window: Sums, *, best: bool) -> None
         tensors = {
             **optimizer_tensors(parts.optimizer, names),
             **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
-            **{f"window.{name}": tensor for name, tensor in kept.__dict__.items()},
+            **{f"window.{name}": tensor for name, tensor in vars(kept).items()},
             **rng_tensors(),
         }
-        record = {**state.to_json(), "fingerprints": training.fingerprints}
+        record = {**vars(state), "fingerprints": training.fingerprints}
         path = save_checkpoint(training.directory, record, draft=training.draft, tensors=tensors)
         if best:
             mark_best(training.directory, path)
@@ -288,9 +283,8 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     if checkpoint is None:
         return State(), window
     _check_same_run(training, checkpoint)
-    state = State(
-        **{name: checkpoint.state[name] for name in State().__dict__ if name in checkpoint.state}
-    )
+    held = checkpoint.state
+    state = State(**{name: held[name] for name in vars(State()) if name in held})
     tensors = checkpoint.tensors()
     training.draft.load_state_dict(checkpoint.draft_tensors())
     restore_optimizer(parts.optimizer, _names(training), tensors)
@@ -298,7 +292,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     restore_rng(tensors)
     if parts.world.is_main:
         _finish_save(training, state, keep_all=bool(complaints))
-        for name, tensor in window.__dict__.items():
+        for name, tensor in vars(window).items():
             tensor.copy_(tensors[f"window.{name}"])
     observer.note(f"resuming at step {state.step} of {training.stream.steps}")
     return state, window
@@ -317,11 +311,9 @@ def _finish_save(training: Training, state: State, *, keep_all: bool) -> None:
 def _check_same_run(training: Training, checkpoint: Checkpoint) -> None:
     for name, value in training.fingerprints.items():
         if checkpoint.state["fingerprints"].get(name) != value:
-            raise BadInput(
-                f"the {name} is not what this run was started with",
-                where=str(checkpoint.path),
-                fix="give the run another run.output_dir",
-            )
+            what = f"the {name} is not what this run was started with"
+            fix = "give the run another run.output_dir"
+            raise BadInput(what, where=str(checkpoint.path), fix=fix)
 
 
 class _Logs:
