@@ -20,10 +20,8 @@ from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.models.resolve import local_model
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.clock import Clock
 from fledge.train.evaluate import evaluate
-from fledge.train.optimizer import StepGuard, make_optimizer
-from fledge.train.step import Parts
+from fledge.train.step import Models
 
 
 def main() -> None:
@@ -49,18 +47,13 @@ def main() -> None:
         target_head=target.info().head,
         compute_dtype=dtype,
     )
-    weights = list(draft.parameters())
-    optimizer = make_optimizer(weights, lr=0.0, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
-    parts = Parts(
-        target, objective, weights, optimizer, StepGuard(None, device), device, World(), None,
-        Clock(device),
-    )  # fmt: skip
+    models = Models(target, objective, device, World())
     for domain in args.domains:
         name, _, path = domain.partition("=")
         options = TokeniseOptions(max_length=args.max_length)
         rows = prepare_rows([path], local_model(args.model), options)
         packs = pack_rows(rows.lengths, 8192).packs
-        found = evaluate(parts, [collate(rows, [pack], 8192, 0) for pack in packs])
+        found = evaluate(models, [collate(rows, [pack], 8192, 0) for pack in packs])
         rates = [round(rate, 3) for rate in found["prefix_acceptance"]]
         print(json.dumps({"domain": name, "rows": len(rows), "tau": round(found["tau"], 3),
                           "prefix_acceptance": rates}), flush=True)  # fmt: skip

@@ -76,7 +76,7 @@ class Peer(World):
 def test_when_one_rank_loses_its_target_all_stop():
     lost = Peer(rank=0, size=2)
     with pytest.raises(TargetUnreachable, match="of another rank"):
-        together(Distant(1), lost, CPU, lambda: None)
+        together(parts(Distant(1), lost), lambda: None)
     with pytest.raises(TargetUnreachable, match="of another rank"):
         next(ask_ahead(parts(Distant(1), lost), steps(3, 1)))
-    together(SimpleNamespace(supports_async=False), lost, CPU, lambda: None)  # nothing to lose
+    together(parts(SimpleNamespace(supports_async=False), lost), lambda: None)  # nothing to lose

@@ -58,7 +58,7 @@ class ServerAcceptance:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServerFigures:
     """One server under one load."""
 
     url: str
@@ -80,13 +80,9 @@ class Measured:
         return {**asdict(self), "tokens_per_s": self.tokens_per_s}
 
 
-def measure(
-    url: str,
-    load: Load,
-    *,
-    model: str = "",
-    on_answer: Callable[[int], None] = lambda done: None,
-) -> Measured:
+def measure_server(
+    url: str, load: Load, *, model: str = "", on_answer: Callable[[int], None] = lambda done: None
+) -> ServerFigures:
     """Send the load after two requests that warm the server up; `on_answer` hears how many are in.
 
     `model` defaults to the one the server names first.
@@ -94,7 +90,9 @@ def measure(
     return asyncio.run(_measure(url.rstrip("/").removesuffix("/v1"), load, model, on_answer))
 
 
-async def _measure(url: str, load: Load, model: str, on_answer: Callable[[int], None]) -> Measured:
+async def _measure(
+    url: str, load: Load, model: str, on_answer: Callable[[int], None]
+) -> ServerFigures:
     limits = httpx.Limits(max_connections=load.concurrency + 1)
     async with httpx.AsyncClient(base_url=url, timeout=load.timeout_s, limits=limits) as client:
         try:
@@ -107,10 +105,9 @@ async def _measure(url: str, load: Load, model: str, on_answer: Callable[[int], 
             seconds = time.perf_counter() - begin
             acceptance = await _acceptance(client, before)
         except httpx.TransportError as error:
-            raise BadInput(
-                f"no answer ({type(error).__name__}: {error})", where=url, fix="is it running?"
-            ) from None
-    return Measured(
+            what = f"no answer ({type(error).__name__}: {error})"
+            raise BadInput(what, where=url, fix="is it running?") from None
+    return ServerFigures(
         url=url,
         model=model,
         concurrency=load.concurrency,
@@ -118,9 +115,7 @@ async def _measure(url: str, load: Load, model: str, on_answer: Callable[[int], 
         tokens=sum(answer.tokens for answer in answers),
         seconds=seconds,
         first_ms=percentiles([1e3 * answer.first_s for answer in answers]),
-        per_token_ms=percentiles(
-            [1e3 * answer.per_token_s for answer in answers if answer.per_token_s is not None]
-        ),
+        per_token_ms=percentiles([1e3 * s for a in answers if (s := a.per_token_s) is not None]),
         total_ms=percentiles([1e3 * answer.total_s for answer in answers]),
         acceptance=acceptance,
     )
@@ -158,9 +153,8 @@ async def _ask(
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             text = (await response.aread()).decode(errors="replace")
-            raise BadInput(
-                f"the server answered {response.status_code}: {text[:200]}", where=str(response.url)
-            )
+            what = f"the server answered {response.status_code}: {text[:200]}"
+            raise BadInput(what, where=str(response.url))
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -170,19 +164,16 @@ async def _ask(
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
     total = time.perf_counter() - begin
     if not tokens:
-        raise BadInput(
-            "the server does not say how many tokens it made (usage)", where=str(client.base_url)
-        )
+        what = "the server does not say how many tokens it made (usage)"
+        raise BadInput(what, where=str(client.base_url))
     return Answer(tokens, first or total, total)
 
 
 async def _first_model(client: httpx.AsyncClient) -> str:
     response = await client.get("/v1/models")
     if response.status_code != 200 or not response.json().get("data"):
-        raise BadInput(
-            f"not an OpenAI-compatible server (/v1/models says {response.status_code})",
-            where=str(client.base_url),
-        )
+        what = f"not an OpenAI-compatible server (/v1/models says {response.status_code})"
+        raise BadInput(what, where=str(client.base_url))
     return str(response.json()["data"][0]["id"])
 
 
@@ -190,11 +181,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p90, p99 by nearest rank (a value that was seen), and the mean."""
     if not values:
         return {}
-    ordered = sorted(values)
-    ranks = {
-        f"p{share}": ordered[max(0, -(-share * len(ordered) // 100) - 1)] for share in _PERCENTILES
-    }
-    return {**ranks, "mean": sum(ordered) / len(ordered)}
+    ordered, count = sorted(values), len(values)
+    ranks = {f"p{p}": ordered[max(0, -(-p * count // 100) - 1)] for p in _PERCENTILES}
+    return {**ranks, "mean": sum(ordered) / count}
 
 
 # --- acceptance --------------------------------------------------------------------------------

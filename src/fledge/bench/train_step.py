@@ -29,25 +29,17 @@ from fledge.train.clock import Clock
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.step import Parts, train_step
 
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    vocab: int
-    draft_vocab: int
-
-
+SHAPE_FIELDS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size"),
+)
 SHAPES = {
-    "tiny": Shape(64, 8, 4, 2, 16, 128, 512, 256),
-    "135m": Shape(576, 30, 9, 3, 64, 1536, 49_152, 16_384),
-    "1b": Shape(2048, 16, 32, 8, 64, 8192, 128_256, 32_000),
-    "8b": Shape(4096, 32, 32, 8, 128, 14_336, 128_256, 32_000),
+    "tiny": (64, 8, 4, 2, 16, 128, 512),
+    "135m": (576, 30, 9, 3, 64, 1536, 49_152),
+    "1b": (2048, 16, 32, 8, 64, 8192, 128_256),
+    "8b": (4096, 32, 32, 8, 128, 14_336, 128_256),
 }
+DRAFT_VOCAB = {"tiny": 256, "135m": 16_384, "1b": 32_000, "8b": 32_000}
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepFigures:
     tokens: int
     seconds: float  # of the median step
     slowest_seconds: float  # a step that compiled something would show here
@@ -82,7 +74,7 @@ class Measured:
     ceiling: float | None  # FLOP/s of one large product here
 
     def to_json(self) -> dict[str, Any]:
-        gib = 2**30
+        gib, above = 2**30, self.above_bytes
         return {
             "tokens": self.tokens,
             "tokens_per_s": round(self.tokens / self.seconds),
@@ -91,27 +83,15 @@ class Measured:
             "phases_ms": {name: round(value * 1e3, 1) for name, value in self.phases.items()},
             "first_step_s": round(self.first_seconds, 1),
             "resident_gib": round(self.resident_bytes / gib, 2),
-            "peak_above_gib": None
-            if self.above_bytes is None
-            else round(self.above_bytes / gib, 2),
+            "peak_above_gib": None if above is None else round(above / gib, 2),
             "tflops": round(self.flops / self.seconds / 1e12, 2),
             "share_of_ceiling": self.ceiling and round(self.flops / self.seconds / self.ceiling, 3),
         }
 
 
 def build_target(case: Case, device: torch.device) -> HFEagle3TargetModel:
-    shape = SHAPES[case.shape]
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.mlp,
-        vocab_size=shape.vocab,
-        max_position_embeddings=65_536,
-        tie_word_embeddings=False,
-    )
+    sizes = dict(zip(SHAPE_FIELDS, SHAPES[case.shape], strict=True))
+    config = LlamaConfig(**sizes, max_position_embeddings=65_536, tie_word_embeddings=False)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
     if case.fp8:
@@ -127,8 +107,8 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def build_parts(case: Case, device: torch.device) -> Parts:
-    target, shape = build_target(case, device), SHAPES[case.shape]
-    method = METHODS[case.kind]
+    target, method = build_target(case, device), METHODS[case.kind]
+    vocab, draft_vocab = SHAPES[case.shape][-1], DRAFT_VOCAB[case.shape]
     usual = {"layers": 1, "freeze_embeddings": True, **method.draft_defaults}
     options = method.bench_options(
         depths=case.depths, depth_keep=case.depth_keep, partitions=case.partitions
@@ -136,12 +116,12 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     config = derive_draft_config(
         target.model.config,
         architecture="LlamaForCausalLM",
-        draft_vocab_size=shape.draft_vocab,
+        draft_vocab_size=draft_vocab,
         num_hidden_layers=case.layers or usual["layers"],
-        **method.bench_draft_settings(shape.vocab),
+        **method.bench_draft_settings(vocab),
     )
-    ids = torch.arange(shape.draft_vocab) * (shape.vocab // shape.draft_vocab)
-    mask = torch.zeros(shape.vocab, dtype=torch.bool)
+    ids = torch.arange(draft_vocab) * (vocab // draft_vocab)
+    mask = torch.zeros(vocab, dtype=torch.bool)
     mask[ids] = True
     with torch.device(device):
         draft = method.draft_type()(config)
@@ -152,7 +132,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(
-        target, objective, parameters, optimizer, StepGuard(None, device), device, World(), 1.0,
+        target, objective, device, World(), parameters, optimizer, StepGuard(None, device), 1.0,
         Clock(device),
     )  # fmt: skip
 
@@ -167,7 +147,7 @@ def random_rows(case: Case, count: int, mean: int) -> list[TokenRow]:
     rows = []
     for i, n in enumerate(lengths):
         mask = (np.arange(n) >= round(n * (1 - case.supervised))).astype(np.uint8)
-        ids = rng.integers(0, SHAPES[case.shape].vocab, n, dtype=np.int32)
+        ids = rng.integers(0, SHAPES[case.shape][-1], n, dtype=np.int32)
         rows.append(TokenRow(ids, mask, f"row{i}", False))
     return rows
 
@@ -186,7 +166,7 @@ def build_batches(case: Case, count: int) -> list[StepBatch]:
     ]
 
 
-def measure(
+def measure_step(
     case: Case,
     device: torch.device,
     *,
@@ -194,7 +174,7 @@ def measure(
     warmup: int,
     on_step: Callable[[], None] = lambda: None,
     look: Callable[[Parts, StepBatch], None] | None = None,
-) -> Measured:
+) -> StepFigures:
     """Run `warmup` + `steps` steps; `look` may run one more in its own way."""
     gpu = device.type == "cuda"
     parts = build_parts(case, device)
@@ -215,7 +195,7 @@ def measure(
     above = torch.cuda.max_memory_allocated() - built - moments if gpu else None
     if look is not None:
         look(parts, batches[-1])
-    return Measured(
+    return StepFigures(
         tokens=batches[0].micro[0].input_ids.numel() if batches[0].micro[0] else 0,
         seconds=statistics.median(seconds[warmup:]),
         slowest_seconds=max(seconds[warmup:]),

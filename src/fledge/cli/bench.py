@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
+from typer import Option, Typer
 
 from fledge.cli import bench_server
-from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.options import AsJson
 from fledge.core.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ class _ServerByDefault(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(
+app = Typer(
     cls=_ServerByDefault,
     no_args_is_help=True,
     help="Measure speed: of a training step (train), or of a server (server URL, or just URL).",
@@ -37,40 +39,40 @@ TRAIN_EXAMPLE = (
 
 
 @app.command(name="train", epilog=TRAIN_EXAMPLE)
-def train(
-    shape: Annotated[str, typer.Option(help="Target's shape: tiny, 135m, 1b or 8b.")] = "135m",
+def bench_train(
+    shape: Annotated[str, Option(help="Target's shape: tiny, 135m, 1b or 8b.")] = "135m",
     kind: Annotated[
-        str, typer.Option(help="The method, as objective.kind names it; default: EAGLE-3.")
+        str, Option(help="The method, as objective.kind names it; default: EAGLE-3.")
     ] = "",
-    seq: Annotated[int, typer.Option(min=8, help="Tokens a row.")] = 2048,
-    batch: Annotated[int, typer.Option(min=1, help="Rows a step.")] = 1,
+    seq: Annotated[int, Option(min=8, help="Tokens a row.")] = 2048,
+    batch: Annotated[int, Option(min=1, help="Rows a step.")] = 1,
     documents: Annotated[
-        int, typer.Option(min=0, help="Pack documents of about so many tokens; 0: one a row.")
+        int, Option(min=0, help="Pack documents of about so many tokens; 0: one a row.")
     ] = 0,
     supervised: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Share of the tokens that are supervised.")
+        float, Option(min=0.01, max=1.0, help="Share of the tokens that are supervised.")
     ] = 0.6,
-    depths: Annotated[int, typer.Option(min=0, help="0: as the method's recipes.")] = 0,
-    layers: Annotated[int, typer.Option(min=0, help="0: as the method's recipes.")] = 0,
+    depths: Annotated[int, Option(min=0, help="0: as the method's recipes.")] = 0,
+    layers: Annotated[int, Option(min=0, help="0: as the method's recipes.")] = 0,
     depth_keep: Annotated[
-        float, typer.Option(min=0.05, max=1.0, help="EAGLE-3: objective.depth_keep.")
+        float, Option(min=0.05, max=1.0, help="EAGLE-3: objective.depth_keep.")
     ] = 1.0,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Target in fp8.")] = False,
+    fp8: Annotated[bool, Option("--fp8", help="Target in fp8.")] = False,
     compile_target: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile the target's layers.")
+        bool, Option("--compile/--no-compile", help="Compile the target's layers.")
     ] = True,
-    partitions: Annotated[int, typer.Option(min=1, help="P-EAGLE: sequence partitions.")] = 1,
+    partitions: Annotated[int, Option(min=1, help="P-EAGLE: sequence partitions.")] = 1,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Recompute whole layers.")
+        bool, Option("--checkpointing", help="Recompute whole layers.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Steps measured; the median counts.")] = 5,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before that.")] = 2,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    profile: Annotated[bool, typer.Option("--profile", help="Then print torch's tables.")] = False,
+    steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
+    warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    profile: Annotated[bool, Option("--profile", help="Then print torch's tables.")] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Then print who holds the memory at the peak.")
+        bool, Option("--memory", help="Then print who holds the memory at the peak.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tokens per second, phase times and memory of one training step, on random weights."""
     quiet_libraries()
@@ -98,26 +100,16 @@ def train(
         if profile:
             notes.append(bench_cost.profile(parts, rows))
 
-    with progress_bar("steps") as bar:
-        task = bar.add_task(f"{kind} {shape}", total=steps + warmup, note="")
-        measured = bench.measure(
-            case, where, steps=steps, warmup=warmup, on_step=lambda: bar.advance(task), look=look
+    with progress_bar(f"{kind} {shape}", "steps") as update:
+        update(total=steps + warmup)
+        measured = bench.measure_step(
+            case, where, steps=steps, warmup=warmup, on_step=lambda: update(advance=1), look=look
         )
     figures = {"kind": kind, "shape": shape, **measured.to_json()}
     if as_json:
         print_json(figures)
     else:
-        _show(figures)
+        texts = {k: f"{v:,}" if isinstance(v, int) else f"{v}" for k, v in figures.items()}
+        out.print(facts_table(texts))
     for note in notes:
         print(note)
-
-
-def _show(figures: dict[str, object]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False)
-    for name, value in figures.items():
-        table.add_row(
-            name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value}"
-        )
-    out.print(table)

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-import typer
-from rich.table import Table
+from typer import Argument, Option
 
-from fledge.cli.console import out, print_json, watching
+from fledge.cli import options as opt
+from fledge.cli.console import out, plain_table, print_json, watching
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput
 
@@ -16,20 +16,17 @@ EXAMPLE = (
 
 
 def bench(
-    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server with the draft.")],
-    baseline: Annotated[str, typer.Option(help="The same target served without it.")] = "",
-    model: Annotated[str, typer.Option(help="Default: what each server names first.")] = "",
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests to measure.")] = 64,
+    url: Annotated[str, Argument(help="An OpenAI-compatible server with the draft.")],
+    baseline: Annotated[str, Option(help="The same target served without it.")] = "",
+    model: Annotated[str, Option(help="Default: what each server names first.")] = "",
+    prompts: opt.Prompts = None,
+    requests: Annotated[int, Option(min=1, help="Requests to measure.")] = 64,
     concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests at a time; repeatable. Default: 1.")
+        list[int] | None, Option(min=1, help="Requests at a time; repeatable. Default: 1.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Length limit of answers.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    max_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 256,
+    temperature: Annotated[float, Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Measure a server: tokens per second, latencies, and acceptance by the engine's own counters.
 
@@ -39,12 +36,14 @@ def bench(
     from fledge.measure.prompts import read_prompts
 
     try:
-        from fledge.bench.server import Load, measure
+        from fledge.bench.server import Load, measure_server
     except ModuleNotFoundError as error:
-        raise BadInput(
-            f"{error.name} is not installed", fix="pip install 'fledge[serve]'"
-        ) from None
-    asked = [dict_messages(prompt.messages) for prompt in read_prompts(prompts or ["mixed"])]
+        fix = "pip install 'fledge[serve]'"
+        raise BadInput(f"{error.name} is not installed", fix=fix) from None
+    asked = [
+        [{"role": message["role"], "content": message["content"]} for message in prompt.messages]
+        for prompt in read_prompts(prompts or ["mixed"])
+    ]
     servers = [("baseline", baseline)] * bool(baseline) + [("draft", url)]
     for _, address in servers:
         server_address(address)
@@ -60,43 +59,34 @@ def bench(
                     watch(label, done, requests)
 
                 on_answer(0)
-                runs.append((name, measure(address, load, model=model, on_answer=on_answer)))
+                runs.append((name, measure_server(address, load, model=model, on_answer=on_answer)))
     if as_json:
         print_json([{"server": name, **run.to_json()} for name, run in runs])
     else:
         _show(runs)
 
 
-def dict_messages(messages: Any) -> list[dict[str, str]]:
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
 def _show(runs: list[tuple[str, Any]]) -> None:
-    table = Table(box=None)
-    columns = (
+    shown = plain_table(
         "server", "at a\ntime", "tokens/s", "speed-up", "first token\np50 / p99 ms",
         "per token\np50 / p99 ms", "request\np50 / p99 ms", "acceptance\nlength",
+        no_wrap=True,
     )  # fmt: skip
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
     plain = {run.concurrency: run.tokens_per_s for name, run in runs if name == "baseline"}
     for name, run in runs:
         base = plain.get(run.concurrency)
         gain = f"{run.tokens_per_s / base:.2f}x" if base and name == "draft" else ""
         times = [_pair(values) for values in (run.first_ms, run.per_token_ms, run.total_ms)]
         length = "" if run.acceptance is None else f"{run.acceptance.length:.3f}"
-        row = (name, str(run.concurrency), f"{run.tokens_per_s:,.1f}", gain, *times, length)
-        table.add_row(*row)
-    out.print(table)
+        speed = f"{run.tokens_per_s:,.1f}"
+        shown.add_row(name, str(run.concurrency), speed, gain, *times, length)
+    out.print(shown)
     drafted = [run for name, run in runs if name == "draft"]
     for source in dict.fromkeys(run.acceptance.source for run in drafted if run.acceptance):
         out.print(f"acceptance length = 1 + accepted / drafted rounds: {source}.", style="dim")
     if not any(run.acceptance for run in drafted):
-        out.print(
-            "the server tells nothing about speculative decoding: is the draft on? SGLang needs "
-            "--enable-metrics",
-            style="yellow",
-        )
+        silent = "the server tells nothing about speculative decoding: is the draft on?"
+        out.print(f"{silent} SGLang needs --enable-metrics", style="yellow")
 
 
 def _pair(values: dict[str, float]) -> str:

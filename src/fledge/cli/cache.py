@@ -3,30 +3,19 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.table import Table
+from typer import Argument, Exit, Option, Typer
 
-from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
-from fledge.cli.precompute import (
-    AsJson,
-    Dtype,
-    Encoding,
-    Only,
-    Quota,
-    Resume,
-    ShardSize,
-    TopK,
-    cache_options,
-    run_job,
-)
+from fledge.cli import options as opt
+from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.precompute import cache_options, run_job
 from fledge.core.files import check_place
 
-app = typer.Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
-Directory = Annotated[Path, typer.Argument(help="Directory of the cache.", show_default=False)]
+app = Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
+Directory = Annotated[Path, Argument(help="Directory of the cache.", show_default=False)]
 
 
 @app.command(epilog="Example: fledge cache info cache --json")
-def info(directory: Directory, as_json: AsJson = False) -> None:
+def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """What a cache holds and what it takes, finished or not."""
     from fledge.target.cache.job import readable
 
@@ -34,46 +23,32 @@ def info(directory: Directory, as_json: AsJson = False) -> None:
     if as_json:
         print_json(facts)
         return
-    table = Table(show_header=False, box=None)
-    for name, value in facts.items():
-        if name == "bytes":
-            text = readable(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            text = f"{value:,.0f}"
-        else:
-            text = str(value)
-        table.add_row(name.replace("_", " "), text)
-    out.print(table)
+    texts = {k: f"{v:,.0f}" if type(v) in (int, float) else str(v) for k, v in facts.items()}
+    out.print(facts_table(texts | {"bytes": readable(facts["bytes"])}))
     if not facts["complete"]:
         out.print("unfinished: run the same precompute with --resume", style="yellow")
 
 
 def _facts(directory: Path) -> dict[str, Any]:
+    from fledge.target.cache import manifest as manifests
     from fledge.target.cache.format import shard_name
-    from fledge.target.cache.manifest import (
-        LATE,
-        existing_shards,
-        read_manifest,
-        shape_of,
-        shards_of,
-    )
     from fledge.target.cache.shard import Shard
 
-    manifest = read_manifest(directory)
-    shape, there = shape_of(manifest), sorted(existing_shards(directory))
+    manifest = manifests.read_manifest(directory)
+    shape, there = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
     opened = [Shard(directory / shard_name(index), shape) for index in there]
     tokens = sum(int(shard.layout.row_start[-1]) for shard in opened)
     in_shards = sum(shard.layout.n_bytes for shard in opened)
     return {
         "directory": str(directory),
-        "complete": len(there) == shards_of(manifest),
+        "complete": len(there) == manifests.shards_of(manifest),
         "encoding": manifest["encoding"],
         "dtype": manifest["dtype"],
         "supervised_only": shape.compact,
         "rows": manifest["rows"],
         "held_out_rows": manifest["held_out_rows"],
         "shards": len(there),
-        "shards_wanted": shards_of(manifest),
+        "shards_wanted": manifests.shards_of(manifest),
         "tokens": tokens,
         "supervised": sum(int(shard.loss_mask.sum()) for shard in opened),
         "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
@@ -83,52 +58,52 @@ def _facts(directory: Path) -> dict[str, Any]:
         "vocab_size": manifest["vocab_size"],
         "draft_vocabulary": (manifest["vocabulary"] or {}).get("size"),
         "top_k": manifest["top_k"],
-        "weights": manifest[LATE]["weight_dtypes"],
-        "weights_fingerprint": manifest[LATE]["weights_fingerprint"],
+        "weights": manifest[manifests.LATE]["weight_dtypes"],
+        "weights_fingerprint": manifest[manifests.LATE]["weights_fingerprint"],
     }
 
 
 @app.command(epilog="Example: fledge cache verify cache")
-def verify(directory: Directory, as_json: AsJson = False) -> None:
+def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Read every row and compare its checksum; exit code 1 when one does not fit."""
     from fledge.target.cache.manifest import read_target
     from fledge.target.cache.store import CacheStore
 
     store = CacheStore(directory.expanduser())
     read_target(store.directory, store.manifest)
-    with progress_bar("rows") as bar:
-        task = bar.add_task("reading", total=len(store), note="")
-        damaged = []
+    damaged = []
+    with progress_bar("reading", "rows") as update:
+        update(total=len(store))
         for row in range(len(store)):
             shard, local = store.at(row)
             if not shard.is_whole(local):
                 damaged.append(store.name(row))
-            bar.update(task, completed=row + 1)
+            update(advance=1)
     if as_json:
         print_json({"rows": len(store), "damaged": damaged})
     else:
         for name in damaged:
-            out.print(f"damaged: {name}", style="red", markup=False, soft_wrap=True)
+            out.say(f"damaged: {name}", style="red")
         out.print(f"{len(store):,} rows read, {len(damaged):,} damaged")
     if damaged:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @app.command(epilog="Example: fledge cache convert cache small --encoding hidden-fp8")
 def convert(
     source: Directory,
-    output_dir: Annotated[Path, typer.Argument(help="The new cache.", show_default=False)],
-    encoding: Encoding = "hidden-fp8",
-    dtype: Dtype = "auto",
-    top_k: TopK = None,
+    output_dir: Annotated[Path, Argument(help="The new cache.", show_default=False)],
+    encoding: opt.EncodingOption = "hidden-fp8",
+    dtype: opt.CacheDtype = "auto",
+    top_k: opt.TopK = None,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Counted on the rows (probs, topk from hidden).")
+        int | None, Option(min=1, help="Counted on the rows (probs, topk from hidden).")
     ] = None,
-    supervised_only: Only = False,
-    shard_size: ShardSize = 256,
-    resume: Resume = False,
-    quota_gb: Quota = None,
-    as_json: AsJson = False,
+    supervised_only: opt.SupervisedOnly = False,
+    shard_size: opt.ShardSize = 256,
+    resume: opt.Resume = False,
+    quota_gb: opt.Quota = None,
+    as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Write a cache in another encoding, without the target."""
     from fledge.core.distributed import pick_device
@@ -137,7 +112,8 @@ def convert(
     from fledge.target.cache.manifest import TARGET
 
     quiet_libraries()
-    check_place(output_dir.expanduser(), directory=True)
+    output_dir = output_dir.expanduser()
+    check_place(output_dir, directory=True)
     device = pick_device("auto")
     target = CachedEagle3TargetModel(source, device=device)
     chosen = cache_options(
@@ -145,12 +121,9 @@ def convert(
         supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
         quota_gb=quota_gb,
     )  # fmt: skip
-    with progress_bar("rows") as bar:
-        task = bar.add_task("converting", total=None, note="")
-        job = convert_job(
-            target, output_dir.expanduser(), chosen, draft_vocab_size=draft_vocab_size
-        )
+    with progress_bar("converting", "rows") as update:
+        job = convert_job(target, output_dir, chosen, draft_vocab_size=draft_vocab_size)
         head_bytes = (target.store.directory / TARGET).stat().st_size
-        code = run_job(job, head_bytes, lambda: target, device, bar, task, as_json=as_json)
+        code = run_job(job, head_bytes, lambda: target, device, update, as_json=as_json)
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)

@@ -4,20 +4,19 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 import yaml
 from rich.table import Table
+from typer import Argument, Option, Typer
 
-from fledge.cli.console import err, out, print_json, progress_bar
+from fledge.cli.console import err, facts_table, out, print_json, progress_bar
+from fledge.cli.options import AsJson
 from fledge.core.errors import BadInput, nearest
 
-app = typer.Typer(
-    help="Prepare conversations for training, and look at them.", no_args_is_help=True
-)
+app = Typer(help="Prepare conversations for training, and look at them.", no_args_is_help=True)
 
-Data = Annotated[
+Sources = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         help="Files (.jsonl, .json, .parquet), directories, or data set ids such as "
         "'org/name' or 'org/name:train[:1000]'.",
         show_default=False,
@@ -25,27 +24,26 @@ Data = Annotated[
 ]
 Model = Annotated[
     str,
-    typer.Option(
+    Option(
         "--model", "-m", help="Whose tokenizer and chat template: a directory, hub id, or name."
     ),
 ]
 MaxLength = Annotated[
-    int | None, typer.Option(min=2, help="Longest row in tokens; longer ones are cut or dropped.")
+    int | None, Option(min=2, help="Longest row in tokens; longer ones are cut or dropped.")
 ]
-OverlongRows = Annotated[str, typer.Option("--overlong", help="cut | drop rows over --max-length.")]
-LastTurn = Annotated[bool, typer.Option("--last-turn-only", help="Supervise the last answer only.")]
+OverlongRows = Annotated[str, Option("--overlong", help="cut | drop rows over --max-length.")]
+LastTurn = Annotated[bool, Option("--last-turn-only", help="Supervise the last answer only.")]
 MaskReasoning = Annotated[
-    bool, typer.Option("--mask-reasoning", help="Do not supervise reasoning (<think> and its kin).")
+    bool, Option("--mask-reasoning", help="Do not supervise reasoning (<think> and its kin).")
 ]
 TemplateOptions = Annotated[
     list[str] | None,
-    typer.Option("--template-option", help="Template variable, e.g. enable_thinking=false."),
+    Option("--template-option", help="Template variable, e.g. enable_thinking=false."),
 ]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")]
+Workers = Annotated[int | None, Option(min=1, help="Processes; default: one per core.")]
 MaxDrop = Annotated[
-    float, typer.Option("--max-drop-share", min=0, max=1, help="Largest share of bad rows allowed.")
+    float, Option("--max-drop-share", min=0, max=1, help="Largest share of bad rows allowed.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _options(
@@ -74,13 +72,12 @@ def _prepare(data: list[str], model: str, options: Any, workers: int | None, dro
 
     directory = local_model(model, weights=False)
     start = time.perf_counter()
-    with progress_bar("parts") as bar:
-        task = bar.add_task("tokenising", total=None, note="")
+    with progress_bar("tokenising", "parts") as update:
 
         def show(at: Progress) -> None:
             rate = at.tokens / max(1e-9, time.perf_counter() - start)
             note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
-            bar.update(task, total=at.parts, completed=at.done, note=note)
+            update(total=at.parts, completed=at.done, note=note)
 
         return prepare_rows(
             data, directory, options, workers=workers, max_drop_share=drop, on_progress=show
@@ -91,7 +88,7 @@ def _prepare(data: list[str], model: str, options: Any, workers: int | None, dro
     epilog="Example: fledge data prepare chats.jsonl --model smollm2-135m --max-length 4096"
 )
 def prepare(
-    data: Data,
+    data: Sources,
     model: Model = "smollm2-135m",
     max_length: MaxLength = None,
     overlong: OverlongRows = "cut",
@@ -123,15 +120,15 @@ def prepare(
         f"[green]{share:.1%} supervised[/], {rows.truncated:,} answers without their end"
     )
     _print_drops(rows.drops)
-    out.print(f"kept in {rows.directory}", soft_wrap=True, style="dim", markup=False)
+    out.say(f"kept in {rows.directory}", style="dim")
 
 
 @app.command(epilog="Example: fledge data preview chats.jsonl -n 3 --html preview.html")
 def preview(
-    data: Data,
+    data: Sources,
     model: Model = "smollm2-135m",
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Conversations to show.")] = 3,
-    html: Annotated[Path | None, typer.Option(help="Write a page instead of printing.")] = None,
+    count: Annotated[int, Option("--count", "-n", min=1, help="Conversations to show.")] = 3,
+    html: Annotated[Path | None, Option(help="Write a page instead of printing.")] = None,
     max_length: MaxLength = None,
     overlong: OverlongRows = "cut",
     last_turn_only: LastTurn = False,
@@ -152,7 +149,7 @@ def preview(
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
         write_text(html, view.to_html(rows, model))
-        err.print(f"wrote {html}", markup=False, soft_wrap=True)
+        err.say(f"wrote {html}")
     if as_json:
         print_json(
             [
@@ -175,11 +172,9 @@ def preview(
 
 @app.command(epilog="Example: fledge data stats chats.jsonl --pack 4096 --json")
 def stats(
-    data: Data,
+    data: Sources,
     model: Model = "smollm2-135m",
-    pack: Annotated[
-        int, typer.Option(min=2, help="Tokens per pack, for the padding share.")
-    ] = 4096,
+    pack: Annotated[int, Option(min=2, help="Tokens per pack, for the padding share.")] = 4096,
     max_length: MaxLength = None,
     overlong: OverlongRows = "cut",
     last_turn_only: LastTurn = False,
@@ -205,22 +200,19 @@ def stats(
 
 
 def _print_stats(figures: Any, rows: Any) -> None:
-    table = Table(show_header=False, box=None)
-    table.add_row("rows", f"{figures.rows:,}")
-    table.add_row("tokens", f"{figures.tokens:,}")
-    table.add_row("supervised", f"{figures.supervised:,} ({figures.supervised_share:.1%})")
-    table.add_row("answers without their end", f"{figures.truncated:,}")
-    table.add_row(
-        "length", "  ".join(f"{name} {value:,}" for name, value in figures.lengths.items())
-    )
-    packed = (
-        f"{figures.packs:,} packs of {figures.pack_tokens:,}, {figures.padding_share:.2%} padding"
-    )
-    table.add_row(
-        "packing", packed + (f", {figures.overlong:,} rows cut" if figures.overlong else "")
-    )
-    table.add_row("distinct supervised tokens", f"{figures.distinct:,}")
-    out.print(table)
+    packing = f"{figures.packs:,} packs of {figures.pack_tokens:,}, "
+    packing += f"{figures.padding_share:.2%} padding"
+    packing += f", {figures.overlong:,} rows cut" if figures.overlong else ""
+    facts = {
+        "rows": f"{figures.rows:,}",
+        "tokens": f"{figures.tokens:,}",
+        "supervised": f"{figures.supervised:,} ({figures.supervised_share:.1%})",
+        "answers without their end": f"{figures.truncated:,}",
+        "length": "  ".join(f"{name} {value:,}" for name, value in figures.lengths.items()),
+        "packing": packing,
+        "distinct supervised tokens": f"{figures.distinct:,}",
+    }
+    out.print(facts_table(facts))
     _bars("length up to", [(f"{b:,}", n / figures.rows, f"{n:,}") for b, n in figures.histogram])
     covered = [(f"{s:,}", share, f"{share:.2%}") for s, share in figures.coverage]
     _bars("draft vocabulary covers", covered)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from fledge.cli.chat import SHADES, coloured
 from fledge.cli.console import err, out, print_json, shown_on_stderr
@@ -22,13 +22,11 @@ _KINDS = {"Write": ("stories", 4), "Give": ("tips", 2), "Explain": ("explanation
 
 def demo(
     directory: Annotated[
-        Path, typer.Option("--out", help="Where the run is kept; a second start continues it.")
+        Path, Option("--out", help="Where the run is kept; a second start continues it.")
     ] = Path("demo_out"),
-    rows: Annotated[
-        int, typer.Option(min=0, help="Chats to train on; 0: the demo's own number.")
-    ] = 0,
+    rows: Annotated[int, Option(min=0, help="Chats to train on; 0: the demo's own number.")] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Figures as JSON; the story goes to stderr.")
+        bool, Option("--json", help="Figures as JSON; the story goes to stderr.")
     ] = False,
 ) -> None:
     """Look at real chats, train a draft on them, see its acceptance, and decode with it."""
@@ -43,7 +41,7 @@ def demo(
         figures = json.loads((run / EVALUATION_NAME).read_bytes())
         print_json({"directory": str(run), "lossless": lossless, "evaluation": figures})
     if not lossless:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def tell(directory: Path, rows: int) -> bool:
@@ -65,7 +63,7 @@ def tell(directory: Path, rows: int) -> bool:
     train.check_existing(recipe)
     code = train.run_recipe(recipe)
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)
     out.rule("[bold]4. Decoding with it: what the draft wrote, the target would have written too")
     unseen = directory / "unseen.jsonl"
     asked = _questions(lines[rows or ROWS :] or lines)
@@ -96,7 +94,7 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     options = EvalOptions(
         num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
     )
-    measured = eval.measure([run], [str(prompts)], options)
+    measured = eval.measure_drafts([run], [str(prompts)], options)
     write_json(run / EVALUATION_NAME, measured.to_json())
     [draft] = measured.reports
     for shown in draft.samples[:2]:

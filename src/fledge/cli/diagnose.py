@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
+from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, quiet_libraries, watching
+from fledge.cli.loading import parse_dtype
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
 from fledge.core.machine import find_device
@@ -19,23 +21,23 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 def diagnose(
     draft: Annotated[
-        str, typer.Argument(metavar="DRAFT", help="A directory or hub id, anybody's; or a run.")
+        str, Argument(metavar="DRAFT", help="A directory or hub id, anybody's; or a run.")
     ],
-    target: Annotated[str, typer.Option(help="The target; a run of fledge knows its own.")] = "",
+    target: opt.TargetOption = "",
     fix: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write a copy with the certain repairs.")
+        Path | None, Option(metavar="OUT", help="Write a copy with the certain repairs.")
     ] = None,
     static: Annotated[
-        bool, typer.Option("--static", help="Only checks that need no weights of the target.")
+        bool, Option("--static", help="Only checks that need no weights of the target.")
     ] = False,
     engine: Annotated[
-        str, typer.Option(help="vllm or sglang: what it cannot load becomes an error.")
+        str, Option(help="vllm or sglang: what it cannot load becomes an error.")
     ] = "",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts to decode, of 32 shipped.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=4, help="Length limit of answers.")] = 64,
-    dtype: Annotated[str, typer.Option(help="The target's: float32, ...; auto: as stored.")] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    prompts: Annotated[int, Option(min=1, help="Prompts to decode, of 32 shipped.")] = 16,
+    max_new_tokens: Annotated[int, Option(min=4, help="Length limit of answers.")] = 64,
+    dtype: Annotated[str, Option(help="The target's: float32, ...; auto: as stored.")] = "",
+    device: opt.DeviceOption = "",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Check an EAGLE-3 or P-EAGLE draft of any trainer against its target.
 
@@ -48,23 +50,19 @@ def diagnose(
     from fledge.diagnosis.diagnose import write_repaired
 
     quiet_libraries()
-    if fix is not None and fix.exists():
-        raise BadInput("exists already", where=str(fix), fix="name a new directory for --fix")
     if fix is not None:
+        if fix.exists():
+            raise BadInput("exists already", where=str(fix), fix="name a new directory for --fix")
         check_place(fix, directory=True)
-    chosen, where = _dtype(dtype), find_device(device)
+    chosen, where = parse_dtype(dtype or "auto"), find_device(device)
     directory, name = _places(draft, target)
     with watching() as watch:
 
         def answering(facts: Any) -> Answering:
             return Answering(
-                facts,
-                prompts=prompts,
-                max_new_tokens=max_new_tokens,
-                dtype=chosen,
-                device=str(where),
-                watch=watch,
-            )
+                facts, prompts=prompts, max_new_tokens=max_new_tokens, dtype=chosen,
+                device=str(where), watch=watch,
+            )  # fmt: skip
 
         watch("checking the files", 0, 1)
         options: dict[str, Any] = {"engine": engine, "static": static, "answering": answering}
@@ -74,15 +72,13 @@ def diagnose(
             after = examine(write_repaired(diagnosis, fix), name, **options)
     last = after or diagnosis
     if as_json:
-        print_json(
-            {**diagnosis.to_json(), "repaired": None if after is None else after.to_json()},
-        )
+        print_json({**diagnosis.to_json(), "repaired": None if after is None else after.to_json()})
     else:
         _show(diagnosis)
         if fix is not None:
             _show_repair(diagnosis, after, fix)
     if last.of("error"):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _places(draft: str, target: str) -> tuple[Path, str]:
@@ -100,34 +96,21 @@ def _places(draft: str, target: str) -> tuple[Path, str]:
     return directory, name
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    if name in ("", "auto"):
-        return "auto"
-    named = getattr(torch, name, None)
-    if not isinstance(named, torch.dtype):
-        raise BadInput(f"'{name}' is not a dtype", where="--dtype", fix="for example bfloat16")
-    return named
-
-
 def _show(found: Any) -> None:
-    out.print(
-        f"{found.files.directory}: {found.layout} layout, {len(found.files.tensors)} tensors, for "
-        f"{found.target}",
-        soft_wrap=True,
-        markup=False,
+    files = found.files
+    out.say(
+        f"{files.directory}: {found.layout} layout, {len(files.tensors)} tensors, for "
+        f"{found.target}"
     )
     for finding in found.findings:
         out.print(f"{finding.severity:>7}  ", style=_STYLES[finding.severity], end="")
         out.print(finding.check, style="bold", end="")
-        out.print(f"  {finding.evidence}", soft_wrap=True, markup=False)
+        out.say(f"  {finding.evidence}")
         if finding.fix:
             sure = " (--fix does it)" if finding.repair is not None else ""
-            out.print(f"         {'':{len(finding.check)}}  -> {finding.fix}{sure}", soft_wrap=True,
-                      markup=False)  # fmt: skip
+            out.say(f"         {'':{len(finding.check)}}  -> {finding.fix}{sure}")
     for reason in found.skipped:
-        out.print(f"skipped  {reason}", style="yellow", soft_wrap=True, markup=False)
+        out.say(f"skipped  {reason}", style="yellow")
     errors, warnings = len(found.of("error")), len(found.of("warning"))
     verdict = "healthy" if found.healthy else f"{errors} errors, {warnings} warnings"
     out.print(verdict, style="bold green" if found.healthy else "bold")
@@ -135,8 +118,8 @@ def _show(found: Any) -> None:
 
 def _show_repair(diagnosis: Any, after: Any, path: Path) -> None:
     if after is None:
-        err.print("nothing was written: no fault has a certain repair", soft_wrap=True)
+        err.say("nothing was written: no fault has a certain repair")
         return
     done = [finding.check for finding in diagnosis.findings if finding.repair is not None]
-    out.print(f"\nrepaired copy in {path} ({', '.join(done)}), checked again:", soft_wrap=True)
+    out.say(f"\nrepaired copy in {path} ({', '.join(done)}), checked again:")
     _show(after)

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
+from typer import Argument, Exit, Option
 
-from fledge.cli.console import err, out, print_json, quiet_libraries, watching
-from fledge.cli.loading import load_draft, load_target, numbers
+from fledge.cli import options as opt
+from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
+from fledge.cli.loading import load_draft_beside, load_target, numbers
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
 
@@ -17,41 +18,31 @@ EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --promp
 
 def evaluate(
     drafts: Annotated[
-        list[Path], typer.Argument(metavar="DRAFT...", help="Drafts, or runs (their best).")
+        list[Path], Argument(metavar="DRAFT...", help="Drafts, or runs (their best).")
     ],
-    target: Annotated[
-        str, typer.Option(help="The target's name; a run of fledge knows its own.")
-    ] = "",
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=0, help="Prompts per file; 0: all.")] = 0,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round (k).")] = 7,
-    method: Annotated[
-        str, typer.Option(help="chain, parallel or tree; default: what the draft was trained for.")
-    ] = "",
-    tree: Annotated[str, typer.Option(help="Shape of a tree: depth,width,nodes.")] = "5,4,24",
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of answers.")] = 256,
+    target: Annotated[str, Option(help="The target's name; a run of fledge knows its own.")] = "",
+    prompts: opt.Prompts = None,
+    limit: Annotated[int, Option(min=0, help="Prompts per file; 0: all.")] = 0,
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted per round (k).")] = 7,
+    method: opt.MethodOption = "",
+    tree: Annotated[str, Option(help="Shape of a tree: depth,width,nodes.")] = "5,4,24",
+    max_new_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 256,
     live: Annotated[
-        int, typer.Option(min=0, help="Answers to decode live too: proof and clock; 0: none.")
+        int, Option(min=0, help="Answers to decode live too: proof and clock; 0: none.")
     ] = 4,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 16,
+    batch: Annotated[int, Option(min=1, help="Prompts answered at a time.")] = 16,
     aux_layers: Annotated[
-        str, typer.Option(help="Three layers, e.g. 1,14,26; default: the run's, or fledge's own.")
+        str, Option(help="Three layers, e.g. 1,14,26; default: the run's, or fledge's own.")
     ] = "",
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
+        str, Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
     ] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
+    device: opt.DeviceOption = "",
     output: Annotated[
-        Path | None,
-        typer.Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json."),
+        Path | None, Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json.")
     ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Answers kept token by token with --out.")
-    ] = 6,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    samples: Annotated[int, Option(min=0, help="Answers kept token by token with --out.")] = 6,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Measure what drafts gain: acceptance per token, domain and length, and the speed-up.
 
@@ -59,37 +50,33 @@ def evaluate(
     answers, which gives the acceptance of live decoding exactly, and a few answers are decoded live
     to prove it and to take the time. The exit code is 1 when live decoding disagrees.
     """
-    options = _options(
-        draft_tokens, method, tree, live, max_new_tokens, samples if output is not None else 0
-    )
+    from fledge.decode.strategies.shape import TreeShape
+    from fledge.measure.evaluation import EvalOptions
+
+    options = EvalOptions(
+        num_draft_tokens=draft_tokens, method=method or None, live=live,
+        tree=TreeShape(*numbers(tree, 3, "--tree")), max_new_tokens=max_new_tokens,
+        samples=samples if output is not None else 0,
+    )  # fmt: skip
     if output is not None:
         check_place(output, read=prompts or ())
-    measured = measure(
-        drafts,
-        prompts or ["mixed"],
-        options,
-        target=target,
-        limit=limit,
-        batch=batch,
-        aux_layers=aux_layers,
-        dtype=dtype,
-        device=device,
-    )
+    measured = measure_drafts(
+        drafts, prompts or ["mixed"], options, target=target, limit=limit, batch=batch,
+        aux_layers=aux_layers, dtype=dtype, device=device,
+    )  # fmt: skip
     if output is not None:
         write_json(output, measured.to_json())
     if as_json:
         print_json(measured.to_json())
     else:
-        show(measured.reports, measured.answers)
+        show_tables(measured.reports, measured.answers)
     if not measured.agrees:
-        err.print(
-            "live decoding disagrees with the replay: do not trust these figures", style="red"
-        )
-        raise typer.Exit(1)
+        err.say("live decoding disagrees with the replay: do not trust these figures", "red")
+        raise Exit(1)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Evaluated:
     """The result of an evaluation."""
 
     reports: list[Any]
@@ -103,22 +90,35 @@ class Measured:
         return all(report.live is None or report.live.agrees for report in self.reports)
 
     def to_json(self) -> dict[str, Any]:
-        return _as_json(self.reports, self.answers, self.target, self.prompts)
+        info, turns = self.target.info(), self.answers.turns
+        return {
+            "prompts": self.prompts,
+            "answers": len(turns),
+            "answer_tokens": sum(len(turn.answer_ids) for turn in turns),
+            "cut_answers": sum(turn.finish == "length" for turn in turns),
+            "skipped_prompts": self.answers.skipped,
+            "target": {
+                "weights_fingerprint": info.weights_fingerprint,
+                "dtype": str(info.dtype).removeprefix("torch."),
+                "device": str(self.target.model.device),
+                "aux_layer_ids": self.target.aux_layer_ids,
+            },
+            "drafts": [report.to_json() for report in self.reports],
+        }
 
 
-def measure(
+def measure_drafts(
     drafts: list[Path],
     prompts: list[str],
     options: Any,
     *,
-    target: str = "",
     limit: int = 0,
     batch: int = 16,
-    aux_layers: str = "",
-    dtype: str = "",
-    device: str = "",
-) -> Measured:
-    """The target answers, every draft is replayed and decoded live; a bar shows how far it is."""
+    **named: str,
+) -> Evaluated:
+    """The target answers, every draft is replayed and decoded live; a bar shows how far it is.
+
+    `named` says what `load_target` takes besides the first draft."""
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
     from fledge.measure.prompts import read_prompts
@@ -129,10 +129,10 @@ def measure(
     asked = read_prompts(prompts, limit=limit or None)
     with watching() as watch:
         watch("loading the target", 0, 1)
-        backend = load_target(paths[0], target, aux_layers, dtype, device)
+        backend = load_target(paths[0], **named)
         loaded = []
         for label, path in zip(labels, paths, strict=True):  # bad ones fail before the answers
-            loaded.append((label, load_draft(path, backend)))
+            loaded.append((label, load_draft_beside(backend, path)))
             check_fits(backend, loaded[-1][1], label)
         answers = cached_answers(
             backend,
@@ -145,7 +145,7 @@ def measure(
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         evaluation = DraftEvaluation(backend, answers.turns, options, watch)
         reports = [evaluation.evaluate(label, draft) for label, draft in loaded]
-    return Measured(reports, answers, backend, prompts)
+    return Evaluated(reports, answers, backend, prompts)
 
 
 def _labels(drafts: list[Path]) -> list[str]:
@@ -158,49 +158,14 @@ def _labels(drafts: list[Path]) -> list[str]:
     return [str(path) for path in drafts]
 
 
-def _options(
-    draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int, samples: int
-) -> Any:
-    from fledge.decode.strategies.shape import TreeShape
-    from fledge.measure.evaluation import EvalOptions
-
-    return EvalOptions(
-        num_draft_tokens=draft_tokens,
-        method=method or None,
-        tree=TreeShape(*numbers(tree, 3, "--tree")),
-        live=live,
-        max_new_tokens=max_new_tokens,
-        samples=samples,
-    )
-
-
-def _as_json(reports: Any, answers: Any, backend: Any, prompts: list[str]) -> dict[str, Any]:
-    info = backend.info()
-    return {
-        "prompts": prompts,
-        "answers": len(answers.turns),
-        "answer_tokens": sum(len(turn.answer_ids) for turn in answers.turns),
-        "cut_answers": sum(turn.finish == "length" for turn in answers.turns),
-        "skipped_prompts": answers.skipped,
-        "target": {
-            "weights_fingerprint": info.weights_fingerprint,
-            "dtype": str(info.dtype).removeprefix("torch."),
-            "device": str(backend.model.device),
-            "aux_layer_ids": backend.aux_layer_ids,
-        },
-        "drafts": [report.to_json() for report in reports],
-    }
-
-
-def show(reports: Any, answers: Any) -> None:
+def show_tables(reports: Any, answers: Any) -> None:
     """The tables."""
     tokens = sum(len(turn.answer_ids) for turn in answers.turns)
     cut = sum(turn.finish == "length" for turn in answers.turns)
     source = "from the cache" if answers.from_cache else f"kept in {answers.path}"
-    out.print(
+    out.say(
         f"{len(answers.turns)} answers of the target, {tokens:,} tokens, {cut} cut at the limit, "
-        f"{answers.skipped} prompts skipped as too long; {source}",
-        soft_wrap=True,
+        f"{answers.skipped} prompts skipped as too long; {source}"
     )
     tables = {
         "acceptance": positions(reports),
@@ -209,11 +174,11 @@ def show(reports: Any, answers: Any) -> None:
         "by tokens known when the round begins": _groups(reports, "contexts"),
         "speed, one text at a time": _speeds(reports),
     }
-    for title, table in tables.items():
-        if title == "by set of prompts" and len(reports[0].groups) == 1:
-            continue
+    if len(reports[0].groups) == 1:
+        del tables["by set of prompts"]
+    for title, shown in tables.items():
         out.print(f"\n{title}", style="italic")
-        out.print(table)
+        out.print(shown)
     out.print()
     for line in dict.fromkeys(report.definition for report in reports):
         out.print(f"{line}.", style="dim")
@@ -222,58 +187,47 @@ def show(reports: Any, answers: Any) -> None:
 
 
 def positions(reports: Any) -> Table:
-    table = Table(box=None)
-    table.add_column("draft")
-    table.add_column("method")
-    table.add_column("length", justify="right")
-    table.add_column("")
-    depth = max(len(report.acceptance.joint) for report in reports)
-    for k in range(depth):
-        table.add_column(f"{k + 1}", justify="right")
+    shown = plain_table("draft", "method", "length", words=2)
+    shown.add_column("")
+    for k in range(max(len(report.acceptance.joint) for report in reports)):
+        shown.add_column(f"{k + 1}", justify="right")
     for report in reports:
         acceptance = report.acceptance
         length = f"[bold]{acceptance.length:.3f}[/]"
         joint, conditional = (
             [f"{x:.1%}" for x in xs] for xs in (acceptance.joint, acceptance.conditional)
         )
-        table.add_row(report.name, report.method, length, "all up to k", *joint)
-        table.add_row("", "", "", "k, given those before", *conditional)
-    return table
+        shown.add_row(report.name, report.method, length, "all up to k", *joint)
+        shown.add_row("", "", "", "k, given those before", *conditional)
+    return shown
 
 
 def _groups(reports: Any, attribute: str) -> Table:
-    table = Table(box=None)
-    table.add_column("")
-    for report in reports:
-        table.add_column(report.name, justify="right")
-    table.add_column("rounds", justify="right")
+    shown = plain_table("", *(report.name for report in reports), "rounds")
     for name in getattr(reports[0], attribute):
         row = [getattr(report, attribute).get(name) for report in reports]
         lengths = [f"{part.length:.3f}" if part is not None else "-" for part in row]
-        table.add_row(name, *lengths, f"{row[0].rounds:,}")
-    return table
+        shown.add_row(name, *lengths, f"{row[0].rounds:,}")
+    return shown
 
 
 def _speeds(reports: Any) -> Table:
-    table = Table(box=None)
-    table.add_column("draft", no_wrap=True)
-    for name in ("plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
-                 "predicted\nspeed-up", "measured\n(live)"):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
+    shown = plain_table(
+        "draft", "plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
+        "predicted\nspeed-up", "measured\n(live)", no_wrap=True,
+    )  # fmt: skip
     for report in reports:
-        speed = report.speed
-        if speed is None:
-            table.add_row(report.name, *["-"] * 5)
-            continue
-        table.add_row(
-            report.name,
-            f"{1e3 * speed.plain_step_s:.1f}",
-            f"{1e3 * speed.draft_s:.1f} + {1e3 * speed.verify_s:.1f}",
-            f"{speed.break_even:.2f}",
-            f"{speed.predicted(report.acceptance.length):.2f}x",
-            f"{speed.measured:.2f}x",
-        )
-    return table
+        speed, figures = report.speed, ["-"] * 5
+        if speed is not None:
+            figures = [
+                f"{1e3 * speed.plain_step_s:.1f}",
+                f"{1e3 * speed.draft_s:.1f} + {1e3 * speed.verify_s:.1f}",
+                f"{speed.break_even:.2f}",
+                f"{speed.predicted(report.acceptance.length):.2f}x",
+                f"{speed.measured:.2f}x",
+            ]
+        shown.add_row(report.name, *figures)
+    return shown
 
 
 def _remarks(report: Any) -> None:

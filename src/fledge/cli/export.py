@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.table import Table
+from typer import Argument, Option
 
-from fledge.cli.console import out, print_json, quiet_libraries, watching
-from fledge.core.errors import BadInput
+from fledge.cli import options as opt
+from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
+from fledge.cli.loading import parse_dtype
 
 EXAMPLE = (
     "Example: fledge export runs/my_draft --engine vllm\n\n"
@@ -17,39 +17,35 @@ EXAMPLE = (
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run (its best), or a draft.")
+        Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run (its best), or a draft.")
     ],
-    engine: Annotated[str, typer.Option(help="vllm, sglang or speculators (the format).")],
+    engine: Annotated[str, Option(help="vllm, sglang or speculators (the format).")],
     engine_version: Annotated[
-        str, typer.Option(help="For example 0.5.9; default: the newest tested one.")
+        str, Option(help="For example 0.5.9; default: the newest tested one.")
     ] = "",
-    target: Annotated[str, typer.Option(help="The target; a run of fledge knows its own.")] = "",
+    target: opt.TargetOption = "",
     destination: Annotated[
-        Path | None,
-        typer.Option("--out", help="Directory; default: exports/ENGINE in the run."),
+        Path | None, Option("--out", help="Directory; default: exports/ENGINE in the run.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, ...; default: as stored.")] = "",
-    draft_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens drafted per round (k); 0: as trained.")
-    ] = 0,
+    dtype: Annotated[str, Option(help="bfloat16, ...; default: as stored.")] = "",
+    draft_tokens: opt.TrainedTokens = 0,
     target_embeddings: Annotated[
-        bool, typer.Option("--target-embeddings", help="Give up trained embeddings.")
+        bool, Option("--target-embeddings", help="Give up trained embeddings.")
     ] = False,
     without_target: Annotated[
-        bool, typer.Option("--without-target", help="Check the files, decode nothing.")
+        bool, Option("--without-target", help="Check the files, decode nothing.")
     ] = False,
     prompts: Annotated[
         list[str] | None,
-        typer.Option(help="Prompts to decode: JSONL or `mixed`; default: the run's held-out rows."),
+        Option(help="Prompts to decode: JSONL or `mixed`; default: the run's held-out rows."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of answers.")] = 64,
+    limit: Annotated[int, Option(min=1, help="Prompts to decode.")] = 8,
+    max_new_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 64,
     shortfall: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Share of the estimated gain that decoding may miss."),
+        float, Option(min=0, max=1, help="Share of the estimated gain that decoding may miss.")
     ] = 0.5,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    device: opt.DeviceOption = "",
+    as_json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Write a draft as an engine reads it, and prove that the files do what training measured.
 
@@ -64,19 +60,12 @@ def export(
     check = CheckOptions(tuple(prompts or ()), limit, max_new_tokens, shortfall)
     with watching() as watch:
         written = export_draft(
-            source,
-            destination or _default_out(source, engine),
-            engine=engine,
-            engine_version=engine_version or None,
-            target=target,
-            dtype=_dtype(dtype),
-            num_draft_tokens=draft_tokens or None,
-            target_embeddings=target_embeddings,
-            without_target=without_target,
-            device=device or None,
-            check=check,
+            source, destination or _default_out(source, engine), engine=engine, target=target,
+            engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,
+            dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
+            target_embeddings=target_embeddings, without_target=without_target, check=check,
             watch=watch,
-        )
+        )  # fmt: skip
     record = read_export_record(written)
     if as_json:
         print_json({"out": str(written), **record})
@@ -92,43 +81,31 @@ def _default_out(source: Path, engine: str) -> Path:
     return draft.with_name(f"{draft.name}-{engine}") if run is None else run / "exports" / engine
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    named = getattr(torch, name, None) if name else None
-    if name and not (isinstance(named, torch.dtype) and named.is_floating_point):
-        raise BadInput(f"'{name}' is not a dtype", where="--dtype", fix="for example bfloat16")
-    return named
-
-
 def _show(written: Path, record: dict[str, Any]) -> None:
     import shlex
 
     from fledge.export.commands import serve_command
 
     check = record["self_check"]
-    out.print(
+    out.say(
         f"{written}: {record['kind']} for {record['engine_title']} {record['engine_version']} "
         f"({record['format']}, {record['dtype']}); {check['tensors']} tensors read back, bit for "
-        "bit",
-        soft_wrap=True,
+        "bit"
     )
-    table = Table(box=None)
-    table.add_column("acceptance length")
-    table.add_column("", justify="right")
+    lengths = plain_table("acceptance length", "")
     if check["estimate"] is not None:
-        table.add_row("estimated in training", f"{check['estimate']:.3f}")
+        lengths.add_row("estimated in training", f"{check['estimate']:.3f}")
     if check["same_rows"] is not None:
-        table.add_row("the same rows, from these files", f"{check['same_rows']:.3f}")
+        lengths.add_row("the same rows, from these files", f"{check['same_rows']:.3f}")
     if decoded := check["decoded"]:
         same = ", as from the checkpoint" if decoded["same_as_checkpoint"] else ""
         what = f"{decoded['prompts']} held-out prompts decoded"
-        table.add_row(f"{what}, from every slot", f"{decoded['every_slot_length']:.3f}")
-        table.add_row(f"{what}{same}", f"[bold]{decoded['acceptance_length']:.3f}[/]")
-    if table.row_count:
-        out.print(table)
+        lengths.add_row(f"{what}, from every slot", f"{decoded['every_slot_length']:.3f}")
+        lengths.add_row(f"{what}{same}", f"[bold]{decoded['acceptance_length']:.3f}[/]")
+    if lengths.row_count:
+        out.print(lengths)
     for note in check["notes"]:
-        out.print(note, style="yellow", soft_wrap=True)
+        out.say(note, style="yellow")
     target = record["target"]["served_as"] or "TARGET"
     command = serve_command(record, str(written), target=target)
-    out.print(f"serve it: {shlex.join(command)}", soft_wrap=True, markup=False)
+    out.say(f"serve it: {shlex.join(command)}")

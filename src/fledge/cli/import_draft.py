@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from fledge.cli.console import out, print_json, quiet_libraries
+from fledge.cli.options import AsJson
 from fledge.core.files import check_place
 
 EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m --out drafts/mine"
@@ -13,11 +14,11 @@ EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m 
 
 def import_draft(
     draft: Annotated[
-        str, typer.Argument(metavar="FOREIGN", help="A directory or hub id, in any layout.")
+        str, Argument(metavar="FOREIGN", help="A directory or hub id, in any layout.")
     ],
-    target: Annotated[str, typer.Option(help="The target it was trained for.")],
-    destination: Annotated[Path, typer.Option("--out", help="Directory to write.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    target: Annotated[str, Option(help="The target it was trained for.")],
+    destination: Annotated[Path, Option("--out", help="Directory to write.")],
+    as_json: AsJson = False,
 ) -> None:
     """Write a foreign draft in our own layout: for eval, as draft.init_from, for export.
 
@@ -46,11 +47,9 @@ def import_draft(
     if as_json:
         print_json(facts)
         return
-    kind = ours.view.method.title
-    out.print(
-        f"{written}: {kind} from {layout.made_by}, {facts['tensors']} tensors, draft vocabulary "
-        f"{facts['draft_vocab_size']:,}, listening to the outputs of {facts['aux_layer_ids']}",
-        soft_wrap=True,
-        markup=False,
+    out.say(
+        f"{written}: {ours.view.method.title} from {layout.made_by}, {facts['tensors']} tensors, "
+        f"draft vocabulary {facts['draft_vocab_size']:,}, listening to the outputs of "
+        f"{facts['aux_layer_ids']}"
     )
-    out.print(f"next: fledge eval {written} --target {target}", soft_wrap=True, markup=False)
+    out.say(f"next: fledge eval {written} --target {target}")

@@ -1,12 +1,23 @@
-"""Targets and drafts loaded as verbs name them: by path, or by what a run knows about itself."""
+"""Recipes, targets and drafts loaded as verbs name them: by words, by path, or by what a run knows
+about itself."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput
 
 
-def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
+def recipe_of_words(words: Sequence[str]) -> Any:
+    """The recipe that a file and `section.key=value` overrides describe."""
+    from fledge.recipe.schema import load_recipe, split_arguments
+
+    return load_recipe(*split_arguments(words))
+
+
+def load_target(
+    draft: Path, target: str = "", aux_layers: str = "", dtype: str = "", device: str = ""
+) -> Any:
     from fledge.draft.files import read_config, read_draft_config
     from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.train.runs import recipe_of
@@ -31,17 +42,20 @@ def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: s
     )
 
 
-def parse_dtype(name: str) -> Any:
+def parse_dtype(name: str, *, floating: bool = False) -> Any:
     """A torch dtype by name, or "auto"."""
     import torch
 
-    dtype = "auto" if name == "auto" else getattr(torch, name, None)
-    if dtype != "auto" and not isinstance(dtype, torch.dtype):
-        raise BadInput(f"'{name}' is not a dtype", where="--dtype", fix="for example bfloat16")
-    return dtype
+    if name == "auto" and not floating:
+        return name
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or not floating):
+        return dtype
+    raise BadInput(f"'{name}' is not a dtype", where="--dtype", fix="for example bfloat16")
 
 
-def load_draft(path: Path, target: Any) -> Any:
+def load_draft_beside(target: Any, path: Path) -> Any:
+    """A draft in the target's precision, on its device."""
     from fledge.methods.registry import load_draft
 
     return load_draft(path, dtype=target.info().dtype).to(target.model.device)

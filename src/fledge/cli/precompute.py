@@ -1,13 +1,16 @@
 """`fledge precompute`: run the recipe's target once over its data and store its answers."""
 
 import errno
-import functools
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
+from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.loading import recipe_of_words
+from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 
 EXAMPLE = (
@@ -15,34 +18,19 @@ EXAMPLE = (
     "--output-dir cache --encoding hidden-fp8"
 )
 
-Encoding = Annotated[str, typer.Option(help="hidden | hidden-fp8 | probs | topk.")]
-Dtype = Annotated[str, typer.Option(help="float32 | bfloat16 | float16; auto: the target's.")]
-TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Probabilities kept (topk).")]
-Only = Annotated[
-    bool, typer.Option("--supervised-only", help="No supervision at unsupervised tokens.")
-]
-ShardSize = Annotated[int, typer.Option(min=1, help="Rows per shard.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Rows per forward of the target.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the cache that is there.")]
-Quota = Annotated[float | None, typer.Option("--quota-gb", help="Never write more than this.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")]
-
 
 def precompute(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="RECIPE [section.key=value ...]", show_default=False),
-    ],
-    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Where the cache goes.")],
-    encoding: Encoding = "hidden",
-    dtype: Dtype = "auto",
-    top_k: TopK = None,
-    supervised_only: Only = False,
-    shard_size: ShardSize = 256,
-    batch_size: BatchSize = 4,
-    resume: Resume = False,
-    quota_gb: Quota = None,
-    as_json: AsJson = False,
+    arguments: opt.RecipeWords,
+    output_dir: Annotated[Path, Option("--output-dir", "-o", help="Where the cache goes.")],
+    encoding: opt.EncodingOption = "hidden",
+    dtype: opt.CacheDtype = "auto",
+    top_k: opt.TopK = None,
+    supervised_only: opt.SupervisedOnly = False,
+    shard_size: opt.ShardSize = 256,
+    batch_size: Annotated[int, Option(min=1, help="Rows per forward of the target.")] = 4,
+    resume: opt.Resume = False,
+    quota_gb: opt.Quota = None,
+    as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Write the target's answers to disk; train from them with target.backend=cache.
 
@@ -50,12 +38,10 @@ def precompute(
     work. An interrupted or stopped cache is continued with --resume.
     """
     from fledge.core.distributed import pick_device
-    from fledge.recipe.schema import load_recipe, split_arguments
     from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
 
-    path, overrides = split_arguments(arguments)
-    recipe = load_recipe(path, overrides)
-    check_place(output_dir.expanduser(), directory=True)
+    recipe, output_dir = recipe_of_words(arguments), output_dir.expanduser()
+    check_place(output_dir, directory=True)
     device = pick_device(recipe.training.device)
     quiet_libraries()
     chosen = cache_options(
@@ -63,38 +49,33 @@ def precompute(
         supervised_only=supervised_only, shard_size=shard_size, batch_size=batch_size,
         resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
-    with progress_bar("rows") as bar:
-        task = bar.add_task("preparing data", total=None, note="")
-        job, model = recipe_job(
-            recipe,
-            output_dir.expanduser(),
-            chosen,
-            lambda at: bar.update(task, total=at.parts, completed=at.done, note="parts"),
-        )
-        bar.update(task, description="asking the target", total=None, completed=0)
-        load = functools.partial(recipe_target, recipe, device)
-        code = run_job(
-            job, model.head_bytes(chosen.dtype), load, device, bar, task, as_json=as_json
-        )
+    with progress_bar("preparing data", "rows") as update:
+
+        def prepared(at: Any) -> None:
+            update(total=at.parts, completed=at.done, note="parts")
+
+        job, model = recipe_job(recipe, output_dir, chosen, prepared)
+        update(description="asking the target", total=None, completed=0)
+        load, head_bytes = partial(recipe_target, recipe, device), model.head_bytes(chosen.dtype)
+        code = run_job(job, head_bytes, load, device, update, as_json=as_json)
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen: Any) -> Any:
     """The flags as `CacheOptions`, refused in one line where they make no sense."""
-    from fledge.core.errors import BadInput, nearest
     from fledge.target.cache.format import DTYPES, ENCODINGS
     from fledge.target.cache.job import CacheOptions, quota_in_bytes
 
-    if chosen["encoding"] not in ENCODINGS:
-        hint = nearest(chosen["encoding"], list(ENCODINGS))
-        raise BadInput(f"{chosen['encoding']!r} is not an encoding", where="--encoding", fix=hint)
-    if (chosen["encoding"] == "topk") != (chosen["top_k"] is not None):
+    encoding = chosen["encoding"]
+    if encoding not in ENCODINGS:
+        hint = nearest(encoding, list(ENCODINGS))
+        raise BadInput(f"{encoding!r} is not an encoding", where="--encoding", fix=hint)
+    if (encoding == "topk") != (chosen["top_k"] is not None):
         raise BadInput("the topk encoding and --top-k belong together", where="--encoding")
     if dtype != "auto" and dtype not in DTYPES:
-        raise BadInput(
-            f"{dtype!r} is not a dtype", where="--dtype", fix=nearest(dtype, ["auto", *DTYPES])
-        )
+        hint = nearest(dtype, ["auto", *DTYPES])
+        raise BadInput(f"{dtype!r} is not a dtype", where="--dtype", fix=hint)
     return CacheOptions(
         dtype=natural() if dtype == "auto" else DTYPES[dtype],
         quota_bytes=quota_in_bytes(quota_gb),
@@ -103,17 +84,17 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
 
 
 def run_job(
-    job: Any, head_bytes: int, load: Any, device: Any, bar: Any, task: Any, *, as_json: bool
+    job: Any, head_bytes: int, load: Any, device: Any, update: Any, *, as_json: bool
 ) -> int:
     """Run a job with its progress shown; the exit code."""
     from fledge.target.cache.job import readable
     from fledge.target.cache.precompute import STOPPED, execute
 
     def show(at: Any) -> None:
-        bar.update(task, total=len(job.rows), completed=at.rows, note=readable(at.bytes))
+        update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
 
     def say(line: str) -> None:
-        err.print(line, style="cyan", markup=False, soft_wrap=True)
+        err.say(line, style="cyan")
 
     try:
         done = execute(job, head_bytes, load, device=device, say=say, on_progress=show)
@@ -133,10 +114,8 @@ def run_job(
     if as_json:
         print_json(facts)
     elif done.complete:
-        out.print(
+        out.say(
             f"{len(job.rows):,} rows in {job.directory}; train with target.backend=cache "
-            f"target.cached_target_path={job.directory}",
-            soft_wrap=True,
-            markup=False,
+            f"target.cached_target_path={job.directory}"
         )
     return done.code

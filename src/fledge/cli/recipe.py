@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from fledge.cli.console import print_json
+from fledge.cli.loading import recipe_of_words
 from fledge.core.errors import BadInput
 
-app = typer.Typer(
+app = Typer(
     help="Look at recipes: resolved values, the schema, a check of files.",
     no_args_is_help=True,
     epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4",
@@ -17,20 +18,15 @@ app = typer.Typer(
 
 _Arguments = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[RECIPE] [SECTION.KEY=VALUE]...", help="A recipe file, then overrides."
-    ),
+    Argument(metavar="[RECIPE] [SECTION.KEY=VALUE]...", help="A recipe file, then overrides."),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="JSON instead of YAML.")]
+_Json = Annotated[bool, Option("--json", help="JSON instead of YAML.")]
 
 
 @app.command(epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4")
 def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
     """Print the resolved recipe: every field, with overrides applied and defaults filled in."""
-    from fledge.recipe.schema import load_recipe, split_arguments
-
-    path, overrides = split_arguments(arguments or [])
-    recipe = load_recipe(path, overrides)
+    recipe = recipe_of_words(arguments or [])
     if as_json:
         print_json(recipe.model_dump(mode="json"))
     else:
@@ -40,7 +36,7 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
 @app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown/--json", help="Tables for people, or JSON.")
+        bool, Option("--markdown/--json", help="Tables for people, or JSON.")
     ] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors and other programs."""
@@ -54,8 +50,8 @@ def schema(
 
 @app.command(epilog="Example: fledge recipe check recipes/*.yaml")
 def check(
-    recipes: Annotated[list[Path], typer.Argument(help="Recipe files.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per file.")] = False,
+    recipes: Annotated[list[Path], Argument(help="Recipe files.")],
+    as_json: Annotated[bool, Option("--json", help="One JSON object per file.")] = False,
 ) -> None:
     """Check recipe files, one line each; the first bad one ends the check with exit code 2."""
     from fledge.recipe.schema import load_recipe

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
+from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.core.errors import BadInput
 
@@ -19,40 +20,40 @@ EXAMPLE = (
 
 def regenerate(
     sources: Annotated[
-        list[str], typer.Argument(metavar="DATA...", help="Files, directories, data set ids.")
+        list[str], Argument(metavar="DATA...", help="Files, directories, data set ids.")
     ],
-    output: Annotated[Path, typer.Option("--out", help="The new data set (.jsonl).")],
-    target: Annotated[str, typer.Option(help="Run this model here.")] = "",
+    output: Annotated[Path, Option("--out", help="The new data set (.jsonl).")],
+    target: Annotated[str, Option(help="Run this model here.")] = "",
     url: Annotated[
         list[str] | None,
-        typer.Option(help="Or ask an OpenAI-compatible server; repeatable, they take turns."),
+        Option(help="Or ask an OpenAI-compatible server; repeatable, they take turns."),
     ] = None,
-    model: Annotated[str, typer.Option(help="The server's model; default: its only one.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For temperatures above 0.")] = 0,
+    model: Annotated[str, Option(help="The server's model; default: its only one.")] = "",
+    max_new_tokens: opt.AnswerTokens = 1024,
+    temperature: opt.Temperature = 0.0,
+    seed: opt.Seed = 0,
     reasoning: Annotated[
-        str, typer.Option(help="keep: as reasoning_content of the answer; drop: leave it out.")
+        str, Option(help="keep: as reasoning_content of the answer; drop: leave it out.")
     ] = "keep",
     template_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="For the chat template: enable_thinking=false."),
+        Option(metavar="NAME=VALUE", help="For the chat template: enable_thinking=false."),
     ] = None,
     exclude_truncated: Annotated[
-        bool, typer.Option(help="Leave out answers that the length limit cut short.")
+        bool, Option(help="Leave out answers that the length limit cut short.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Rows; 0: all.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Questions at a time, run here.")] = 16,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time, to servers.")] = 32,
-    retries: Annotated[int, typer.Option(min=0, help="Of a request that failed.")] = 5,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
-    extra: Annotated[str, typer.Option(help="JSON added to requests: '{\"top_p\": 0.9}'.")] = "",
+    limit: Annotated[int, Option(min=0, help="Rows; 0: all.")] = 0,
+    batch: Annotated[int, Option(min=1, help="Questions at a time, run here.")] = 16,
+    concurrency: Annotated[int, Option(min=1, help="Requests at a time, to servers.")] = 32,
+    retries: Annotated[int, Option(min=0, help="Of a request that failed.")] = 5,
+    timeout: Annotated[float, Option(min=0.001, help="Seconds for one request.")] = 600.0,
+    extra: Annotated[str, Option(help="JSON added to requests: '{\"top_p\": 0.9}'.")] = "",
     max_failed_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Exit with code 1 above this share.")
+        float, Option(min=0.0, max=1.0, help="Exit with code 1 above this share.")
     ] = 0.05,
-    dtype: Annotated[str, typer.Option(help="Of a model run here; auto: as stored.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: a GPU if any.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    dtype: Annotated[str, Option(help="Of a model run here; auto: as stored.")] = "auto",
+    device: opt.DeviceOption = "",
+    as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Rewrite every answer with the target's own words: what a draft should learn from.
 
@@ -79,33 +80,25 @@ def regenerate(
         answerer = _local(target, sampling, batch, dtype, device, extra, model)
     else:
         answerer = _servers(url or [], model, sampling, concurrency, retries, timeout, extra)
-    with progress_bar("rows") as bar:
-        task = bar.add_task("answering", total=None, note="")
+    with progress_bar("answering", "rows") as update:
 
         def watch(done: int, so_far: Any) -> None:
             speed = so_far.tokens_now / so_far.seconds_now if so_far.seconds_now else 0.0
-            note = f"{speed:,.0f} tok/s" + (
-                f", {so_far.failed_now} failed" * bool(so_far.failed_now)
-            )
-            bar.update(task, completed=done, total=so_far.rows, note=note)
+            failed = f", {so_far.failed_now} failed" if so_far.failed_now else ""
+            note = f"{speed:,.0f} tok/s{failed}"
+            update(completed=done, total=so_far.rows, note=note)
 
         summary = run(
-            sources,
-            output,
-            answerer,
-            sampling,
-            limit=limit or None,
-            exclude_truncated=exclude_truncated,
-            patience=max(64, 2 * concurrency),
-            watch=watch,
-        )
+            sources, output, answerer, sampling, limit=limit or None, watch=watch,
+            exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
+        )  # fmt: skip
     if as_json:
         print_json({"out": str(output), **summary.to_json()})
     else:
         _show(summary, output)
     if summary.failed.dropped > max_failed_share * summary.rows:
         err.print(f"{summary.failed.share:.1%} of the rows failed", style="red")
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _template_options(pairs: list[str]) -> dict[str, Any]:
@@ -161,9 +154,9 @@ def _show(summary: Any, output: Path) -> None:
     done = f"{summary.written:,} of {summary.rows:,} rows in {output}"
     cut = f"{summary.truncated:,} answers cut at the length limit"
     cut += f", {summary.excluded:,} left out" if summary.excluded else ""
-    out.print(f"{done}; {summary.tokens:,} tokens; {cut}", soft_wrap=True)
+    out.say(f"{done}; {summary.tokens:,} tokens; {cut}")
     for reason, count in sorted(summary.failed.counts.items(), key=lambda item: -item[1]):
         first = summary.failed.examples[reason][0]
-        out.print(f"  {count:,} failed: {reason} (first: {first})", markup=False, soft_wrap=True)
+        out.say(f"  {count:,} failed: {reason} (first: {first})")
     if summary.failed.dropped:
         out.print("the same command tries them again", style="dim")

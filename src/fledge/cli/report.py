@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from fledge.cli.console import out, print_json
 from fledge.core.errors import BadInput
@@ -13,27 +13,27 @@ EXAMPLE = "Example: fledge report runs/my_draft --measure"
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="The directory of a run.")],
     output: Annotated[
-        Path | None, typer.Option("--out", help="The page; default: RUN/report.html.")
+        Path | None, Option("--out", help="The page; default: RUN/report.html.")
     ] = None,
     evaluation: Annotated[
-        Path | None, typer.Option("--eval", help="Figures to show; default: RUN/eval.json if any.")
+        Path | None, Option("--eval", help="Figures to show; default: RUN/eval.json if any.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option(help="Evaluate the run's best draft first, into RUN/eval.json.")
+        bool, Option(help="Evaluate the run's best draft first, into RUN/eval.json.")
     ] = False,
-    target: Annotated[str, typer.Option(help="For --measure: instead of the run's own.")] = "",
+    target: Annotated[str, Option(help="For --measure: instead of the run's own.")] = "",
     prompts: Annotated[
-        list[str] | None, typer.Option(help="For --measure, as in `fledge eval`; default: mixed.")
+        list[str] | None, Option(help="For --measure, as in `fledge eval`; default: mixed.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=0, help="For --measure: prompts per file.")] = 0,
+    limit: Annotated[int, Option(min=0, help="For --measure: prompts per file.")] = 0,
     draft_tokens: Annotated[
-        int, typer.Option(min=0, help="For --measure: tokens per round; 0: as many as trained.")
+        int, Option(min=0, help="For --measure: tokens per round; 0: as many as trained.")
     ] = 0,
-    samples: Annotated[int, typer.Option(min=0, help="For --measure: answers shown.")] = 6,
-    device: Annotated[str, typer.Option(help="For --measure: cpu, cuda, ...")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the page's data.")] = False,
+    samples: Annotated[int, Option(min=0, help="For --measure: answers shown.")] = 6,
+    device: Annotated[str, Option(help="For --measure: cpu, cuda, ...")] = "",
+    as_json: Annotated[bool, Option("--json", help="Print the page's data.")] = False,
 ) -> None:
     """Write one self-contained HTML page: curves, acceptance, recipe, machine, tokens by writer.
 
@@ -55,7 +55,7 @@ def report(
         objective = gather(run)["recipe"].get("objective", {})
         trained = objective.get("ttt_steps") or objective.get("num_depths") or 7
         options = EvalOptions(num_draft_tokens=draft_tokens or trained, samples=samples)
-        measured = eval.measure(
+        measured = eval.measure_drafts(
             [run], prompts or ["mixed"], options, target=target, limit=limit, device=device
         )
         write_json(run / EVALUATION_NAME, measured.to_json())
@@ -64,4 +64,4 @@ def report(
     if as_json:
         print_json({"page": str(path), **data})
     else:
-        out.print(f"report: {path}", soft_wrap=True)
+        out.say(f"report: {path}")

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from fledge.cli.console import print_json
+from fledge.cli.options import TrainedTokens
 from fledge.core.errors import BadInput
 
 EXAMPLE = (
@@ -20,19 +21,17 @@ EXAMPLE = (
 
 
 def serve(
-    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="An export of `fledge export`.")],
+    draft: Annotated[Path, Argument(metavar="DRAFT", help="An export of `fledge export`.")],
     more: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- FLAGS...]", help="Handed to the engine.", show_default=False),
+        Argument(metavar="[-- FLAGS...]", help="Handed to the engine.", show_default=False),
     ] = None,
-    target: Annotated[str, typer.Option(help="The target; default: what the export names.")] = "",
-    draft_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens drafted per round (k); 0: as trained.")
-    ] = 0,
-    host: Annotated[str, typer.Option(help="Address to listen on; default: the engine's.")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: the engine's default.")] = 0,
-    run: Annotated[bool, typer.Option("--run", help="Start the engine.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the words as JSON.")] = False,
+    target: Annotated[str, Option(help="The target; default: what the export names.")] = "",
+    draft_tokens: TrainedTokens = 0,
+    host: Annotated[str, Option(help="Address to listen on; default: the engine's.")] = "",
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0: the engine's default.")] = 0,
+    run: Annotated[bool, Option("--run", help="Start the engine.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the words as JSON.")] = False,
 ) -> None:
     """Print the engine's command for a draft: its flags decide whether the draft works at all.
 
@@ -46,23 +45,17 @@ def serve(
     if not name:
         raise BadInput("the export does not name its target", fix="give --target MODEL")
     command = serve_command(
-        record,
-        str(draft),
-        target=name,
-        num_draft_tokens=draft_tokens or None,
-        host=host or None,
+        record, str(draft), target=name, num_draft_tokens=draft_tokens or None, host=host or None,
         port=port or None,
-    )
+    )  # fmt: skip
     command += more or []
     if not run:
         print_json(command) if as_json else print(shlex.join(command))
         return
     module = ENGINE_MODULES[record["engine"]]
     if importlib.util.find_spec(module) is None:
-        raise BadInput(
-            f"{module} is not installed here",
-            fix=f"pip install {module}, or run the printed command where it is",
-        )
+        fix = f"pip install {module}, or run the printed command where it is"
+        raise BadInput(f"{module} is not installed here", fix=fix)
     words = _with_programs_here(command)
     os.execv(words[0], words)
 

@@ -1,11 +1,10 @@
 """`fledge serve-target`: serve a target to trainers in other processes or on other machines."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from fledge.cli.console import err, quiet_libraries
 from fledge.core.errors import BadInput
@@ -18,49 +17,47 @@ EXAMPLE = (
 
 
 def serve_target(
-    target: Annotated[str, typer.Option(help="Directory, .gguf file, embedded name or hub id.")],
-    engine: Annotated[str, typer.Option(help="hf | sglang | vllm: who runs it.")] = "hf",
+    target: Annotated[str, Option(help="Directory, .gguf file, embedded name or hub id.")],
+    engine: Annotated[str, Option(help="hf | sglang | vllm: who runs it.")] = "hf",
     aux_layer_ids: Annotated[
-        str | None, typer.Option(help="Three layers, as 1,15,28; default: 1, n/2 - 1, n - 4.")
+        str | None, Option(help="Three layers, as 1,15,28; default: 1, n/2 - 1, n - 4.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Precision of the forward; auto: as stored.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:1 (hf).")] = "auto",
+    dtype: Annotated[str, Option(help="Precision of the forward; auto: as stored.")] = "auto",
+    device: Annotated[str, Option(help="auto | cpu | cuda | cuda:1 (hf).")] = "auto",
     compile_layers: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile its layers on a GPU (hf).")
+        bool, Option("--compile/--no-compile", help="Compile its layers on a GPU (hf).")
     ] = True,
     engine_arg: Annotated[
         list[str] | None,
-        typer.Option("--engine-arg", metavar="NAME=VALUE", help="Passed to the engine as it is."),
+        Option("--engine-arg", metavar="NAME=VALUE", help="Passed to the engine as it is."),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+        bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8700,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free one.")] = 8700,
     token_env: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the bearer token.")
+        str | None, Option(help="Environment variable that holds the bearer token.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen to a network without a token.")
+        bool, Option("--insecure", help="Listen to a network without a token.")
     ] = False,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM).")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    tls_cert: Annotated[Path | None, Option(help="Certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, Option(help="Its key (PEM).")] = None,
     merge_tokens: Annotated[
-        int, typer.Option(min=0, help="Small requests run together up to this size; 0: never.")
+        int, Option(min=0, help="Small requests run together up to this size; 0: never.")
     ] = 16384,
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests held at once.")] = 64,
+    max_requests: Annotated[int, Option(min=1, help="Requests held at once.")] = 64,
     max_reply_gb: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="Memory for replies under way.")
+        float, Option(min=0.001, max=1e6, help="Memory for replies under way.")
     ] = 8.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one request.")] = 262144,
-    max_body_mb: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="Size of one request.")
-    ] = 64.0,
+    max_tokens: Annotated[int, Option(min=1, help="Tokens of one request.")] = 262144,
+    max_body_mb: Annotated[float, Option(min=0.001, max=1e6, help="Size of one request.")] = 64.0,
     drain_s: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Time to finish requests after SIGTERM.")
+        float, Option(min=0, max=1e6, help="Time to finish requests after SIGTERM.")
     ] = 60.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="When ready, print address and facts as one JSON line.")
+        bool, Option("--json", help="When ready, print address and facts as one JSON line.")
     ] = False,
 ) -> None:
     """Serve a target's hidden states to trainers (target.backend=remote), until SIGTERM."""
@@ -78,19 +75,19 @@ def serve_target(
         "max_reply_bytes": int(max_reply_gb * 1e9),
         "merge_tokens": merge_tokens,
     }
+    settings = {
+        "dtype": dtype,
+        "device": device,
+        "compile": compile_layers,
+        "trust_remote_code": trust_remote_code,
+        "engine_args": dict(_argument(text) for text in engine_arg or []),
+    }
     with address.bind() as bound:
-        server = _open(
-            target, engine, token, limits, aux_layer_ids=aux_layer_ids, dtype=dtype,
-            device=device, compile_layers=compile_layers, engine_arg=engine_arg or [],
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        server = _open(target, engine, _layers(aux_layer_ids), settings, token, limits)
         serve(
-            server,
-            address,
-            bound,
-            drain_s=drain_s,
+            server, address, bound, drain_s=drain_s,
             on_ready=lambda url: _announce(url, server.info, as_json=as_json),
-        )
+        )  # fmt: skip
 
 
 def _check_installed() -> None:
@@ -102,17 +99,7 @@ def _check_installed() -> None:
 
 
 def _open(
-    target: str,
-    engine: str,
-    token: str | None,
-    limits: dict[str, int],
-    *,
-    aux_layer_ids: str | None,
-    dtype: str,
-    device: str,
-    compile_layers: bool,
-    engine_arg: list[str],
-    trust_remote_code: bool,
+    target: str, engine: str, ids: list[int] | None, settings: Any, token: str | None, limits: Any
 ) -> Any:
     from fledge.core.machine import find_device
     from fledge.models.resolve import local_model
@@ -122,19 +109,9 @@ def _open(
     from fledge.target.remote.server.queue import Limits
 
     quiet_libraries()
-    ids = _layers(aux_layer_ids)
-    section = engine_section(
-        engine,
-        model=target,
-        aux_layer_ids=ids,
-        dtype=dtype,
-        device=device,
-        compile=compile_layers,
-        trust_remote_code=trust_remote_code,
-        engine_args=dict(_argument(text) for text in engine_arg),
-    )
+    section = engine_section(engine, model=target, aux_layer_ids=ids, **settings)
     layers = EAGLE3_AUX_LAYERS if ids is None else len(ids)
-    err.print(f"loading {target}", style="cyan", markup=False, soft_wrap=True)
+    err.say(f"loading {target}", style="cyan")
     return TargetServer(
         kind_of(section).open(section, device=find_device(None), aux_layers=layers),
         model=target,
@@ -151,9 +128,8 @@ def _layers(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise BadInput(
-            f"{text!r} is not a list of layers", where="--aux-layer-ids", fix="1,15,28"
-        ) from None
+        what = f"{text!r} is not a list of layers"
+        raise BadInput(what, where="--aux-layer-ids", fix="1,15,28") from None
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -168,12 +144,11 @@ def _argument(text: str) -> tuple[str, Any]:
 def _announce(url: str, info: dict[str, Any], *, as_json: bool) -> None:
     facts = ("model", "engine", "aux_layer_ids", "dtype", "weights_fingerprint")
     if as_json:
-        sys.stdout.write(json.dumps({"url": url, **{name: info[name] for name in facts}}) + "\n")
-        sys.stdout.flush()
+        print(json.dumps({"url": url, **{name: info[name] for name in facts}}), flush=True)
         return
     layers = ", ".join(map(str, info["aux_layer_ids"]))
-    err.print(
+    err.say(
         f"{info['model']} ({info['engine']}, {info['dtype']}, aux layers {layers}, weights "
         f"{info['weights_fingerprint']}) at {url}",
-        style="cyan", markup=False, soft_wrap=True,
-    )  # fmt: skip
+        style="cyan",
+    )

@@ -2,12 +2,14 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
+from typer import Exit
 
-from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
+from fledge.cli.loading import recipe_of_words
+from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
 
@@ -24,22 +26,13 @@ _FREE = (
 )  # fmt: skip
 
 
-def train(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="RECIPE [section.key=value ...]", show_default=False),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
-) -> None:
+def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
     """Train a draft. On an existing run: continue it, or say which field of the recipe differs."""
-    from fledge.recipe.schema import load_recipe, split_arguments
-
-    path, overrides = split_arguments(arguments)
-    recipe = load_recipe(path, overrides)
+    recipe = recipe_of_words(arguments)
     check_existing(recipe)
     code = run_recipe(recipe, as_json=as_json)
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def check_existing(recipe: Any) -> None:
@@ -52,24 +45,18 @@ def check_existing(recipe: Any) -> None:
     if not resolved.exists():
         # hidden: what a command that was killed at its very beginning left
         if directory.is_dir() and any(not p.name.startswith(".") for p in directory.iterdir()):
-            raise BadInput(
-                "not empty, and not a run of fledge", where=str(directory), fix="run.output_dir=..."
-            )
+            what, fix = "not empty, and not a run of fledge", "run.output_dir=..."
+            raise BadInput(what, where=str(directory), fix=fix)
         return
     if not recipe.checkpoint.resume:
-        raise BadInput(
-            "a run is here already, and checkpoint.resume is false",
-            where=str(directory),
-            fix="give another run.output_dir",
-        )
+        what = "a run is here already, and checkpoint.resume is false"
+        raise BadInput(what, where=str(directory), fix="give another run.output_dir")
     differing = load_recipe(resolved).differences(recipe)
     differing = [line for line in differing if not line.startswith(_FREE)]
     if differing:
-        raise BadInput(
-            f"this run was started with another recipe: {'; '.join(differing[:5])}",
-            where=str(directory),
-            fix="give it another run.output_dir, or the recipe it was started with",
-        )
+        what = f"this run was started with another recipe: {'; '.join(differing[:5])}"
+        fix = "give it another run.output_dir, or the recipe it was started with"
+        raise BadInput(what, where=str(directory), fix=fix)
 
 
 def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
@@ -81,21 +68,20 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
 
     quiet_libraries()
     begin = time.perf_counter()
-    with progress_bar("") as bar:
-        task = bar.add_task("preparing data", total=None, note="")
+    with progress_bar("preparing data") as update:
         training = set_up(
-            recipe, lambda at: bar.update(task, total=at.parts, completed=at.done, note="parts")
+            recipe, lambda at: update(total=at.parts, completed=at.done, note="parts")
         )
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
-        predicted = predict(recipe, training)
-        watcher = _Watcher(bar, task, quiet=not is_main)
+        predicted = predict(training)
+        watcher = _Watcher(update, quiet=not is_main)
         watcher.note(
             f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "
             f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
             f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
         )
-        bar.update(task, description="training", total=stream.steps, completed=0)
+        update(description="training", total=stream.steps, completed=0)
         with training.parts.target:  # let go of it on every way out
             outcome = fit(training, watcher)
     seconds = time.perf_counter() - begin
@@ -113,28 +99,25 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
 class _Watcher:
     """Shows a run while it goes on."""
 
-    def __init__(self, bar: Any, task: Any, *, quiet: bool) -> None:
-        self._bar, self._task, self._quiet = bar, task, quiet
+    def __init__(self, update: Any, *, quiet: bool) -> None:
+        self._update, self._quiet = update, quiet
 
     def note(self, text: str) -> None:
         if not self._quiet:
-            err.print(text, style="cyan", markup=False, soft_wrap=True)
+            err.say(text, style="cyan")
 
     def logged(self, values: dict[str, Any]) -> None:
         note = (
             f"loss {values['loss']:.3f} tau {values['tau']:.2f} "
             f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
         )
-        self._bar.update(self._task, completed=values["step"], note=note)
+        self._update(completed=values["step"], note=note)
 
     def evaluated(self, values: dict[str, Any]) -> None:
         evaluation = values["evaluation"]
         rates = " ".join(f"{rate:.3f}" for rate in evaluation["joint"])
         length = evaluation["acceptance_length"]
-        err.print(
-            f"step {values['step']:>6}  held-out acceptance length {length:.3f}  ({rates})",
-            soft_wrap=True,
-        )
+        err.say(f"step {values['step']:>6}  held-out acceptance length {length:.3f}  ({rates})")
 
 
 def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: bool) -> None:
@@ -163,21 +146,19 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
         drafted = method.strategies[method.own_strategy].drafted
         out.print(acceptance_table(state.first, state.last, drafted))
     out.print(predicted.table(truth))
-    out.print(f"best checkpoint (a loadable draft): {directory}/best", soft_wrap=True)
+    out.say(f"best checkpoint (a loadable draft): {directory}/best")
 
 
 def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str) -> Table:
     """Held-out acceptance before and after training, per drafted token."""
-    table = Table(title=f"held-out acceptance, greedy {drafted}", title_justify="left", box=None)
-    table.add_column("", no_wrap=True)
-    table.add_column("length", justify="right")
-    for depth in range(len(after["joint"])):
-        table.add_column(f"token {depth + 1}", justify="right")
+    tokens = [f"token {depth + 1}" for depth in range(len(after["joint"]))]
+    shown = plain_table("", "length", *tokens, title=f"held-out acceptance, greedy {drafted}")
+    shown.columns[0].no_wrap = True
     for name, values in (("before training", before), ("after training", after)):
         rates = [f"{rate:.1%}" for rate in values["joint"]]
-        table.add_row(name, f"[bold]{values['acceptance_length']:.2f}[/]", *rates)
-    table.caption = (
+        shown.add_row(name, f"[bold]{values['acceptance_length']:.2f}[/]", *rates)
+    shown.caption = (
         "length = tokens per round by exact replay, the target's own token counted; "
         "token k: rounds in which it and all before it were accepted"
     )
-    return table
+    return shown

@@ -35,7 +35,7 @@ from fledge.target.kinds import kind_of
 from fledge.target.layers import longest_text
 from fledge.target.remember import colocated
 from fledge.train.evaluate import evaluate
-from fledge.train.setup import Training, set_up
+from fledge.train.setup import OpenRun, open_run
 
 SAME_ROWS = 0.02  # of the acceptance length: what rounding on another device may change
 SLACK = 0.1  # tokens that a small sample may fall short by, besides `CheckOptions.shortfall`
@@ -84,7 +84,7 @@ class TargetInUse:
     """The real target, and the held-out rows of the run where they are at hand."""
 
     target: HFEagle3TargetModel
-    training: Training | None
+    run: OpenRun | None
     notes: list[str]
 
     @property
@@ -101,7 +101,7 @@ def open_target(
     `aux_layer_ids` are ascending, as the files are, whatever order training had.
     """
     notes: list[str] = []
-    training = None
+    run = None
     if source.recipe is not None and source.run is not None and source.estimate is not None:
         overrides = [f"run.output_dir={source.run}"]
         overrides += [f"training.device={device}"] if device else []
@@ -110,25 +110,25 @@ def open_target(
             overrides += ["target.backend=hf", f"target.model={name}"]
             overrides += [f"target.aux_layer_ids={layers}"]
         try:
-            training = set_up(load_recipe(source.run / RESOLVED_NAME, overrides))
+            run = open_run(load_recipe(source.run / RESOLVED_NAME, overrides))
         except BadInput as error:
             notes.append(f"the run's held-out rows were not measured again ({error})")
-    loaded = None if training is None else colocated(training.parts.target)
-    if training is not None and not _comparable(source, training, aux_layer_ids):
+    loaded = None if run is None else colocated(run.parts.target)
+    if run is not None and not _comparable(source, run, aux_layer_ids):
         notes.append("the run's held-out rows were not measured again (its data has changed)")
-        training = None
+        run = None
     if loaded is None:
         loaded = HFEagle3TargetModel.from_pretrained(
             name, aux_layer_ids=aux_layer_ids, device=device
         )
-    return TargetInUse(loaded, training, notes)
+    return TargetInUse(loaded, run, notes)
 
 
-def _comparable(source: DraftSource, training: Training, aux_layer_ids: Sequence[int]) -> bool:
+def _comparable(source: DraftSource, run: OpenRun, aux_layer_ids: Sequence[int]) -> bool:
     """Same rows, and states in the order in which the files read them."""
     assert source.state is not None
-    same = source.state["fingerprints"]["data"] == training.fingerprints["data"]
-    return bool(same) and list(training.parts.target.aux_layer_ids) == list(aux_layer_ids)
+    same = source.state["fingerprints"]["data"] == run.fingerprints["data"]
+    return bool(same) and list(run.parts.target.aux_layer_ids) == list(aux_layer_ids)
 
 
 def check_files(
@@ -182,12 +182,12 @@ class DecodingCheck:
     # --- the rows that training measured --------------------------------------------------------
 
     def _same_rows(self, files: DraftModel) -> float | None:
-        training = self._in_use.training
-        if training is None or not training.held_out:
+        run = self._in_use.run
+        if run is None or not run.held_out:
             return None
         self._watch("the run's held-out rows", 0, 1)
-        training.draft.load_state_dict(files.state_dict())
-        return float(evaluate(training.parts, training.held_out)["tau"])
+        run.draft.load_state_dict(files.state_dict())
+        return float(evaluate(run.parts, run.held_out)["tau"])
 
     @staticmethod
     def _agree_on_rows(check: SelfCheck) -> None:
@@ -206,15 +206,15 @@ class DecodingCheck:
     @property
     def _own_prompts(self) -> bool:
         """Whether the run's held-out rows are asked: only then is the estimate a promise."""
-        training = self._in_use.training
-        return not self._options.prompts and training is not None and bool(training.held_out)
+        run = self._in_use.run
+        return not self._options.prompts and run is not None and bool(run.held_out)
 
     def _prompts(self) -> list[list[int]]:
         """Token ids up to where the assistant speaks."""
-        training, options = self._in_use.training, self._options
+        run, options = self._in_use.run, self._options
         if self._own_prompts:
-            assert training is not None
-            rows = [ids for batch in training.held_out for ids in _prompts_of(batch)]
+            assert run is not None
+            rows = [ids for batch in run.held_out for ids in _prompts_of(batch)]
             count = min(options.limit, len(rows))
             return [rows[i * len(rows) // count] for i in range(count)]
         tokenizer = self._target.tokenizer

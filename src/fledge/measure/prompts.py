@@ -31,11 +31,8 @@ def read_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Pr
     for source in sources:
         path = str(SETS.get(source, source))
         if source not in SETS and not Path(source).exists():
-            raise BadInput(
-                f"no such prompts '{source}'",
-                where="--prompts",
-                fix=f"give a file, or a set: {nearest(source, sorted(SETS))}",
-            )
+            fix = f"give a file, or a set: {nearest(source, sorted(SETS))}"
+            raise BadInput(f"no such prompts '{source}'", where="--prompts", fix=fix)
         group = source if source in SETS else Path(source).name.partition(".")[0]
         rows = [row for part in make_parts([path]) for row in part.rows()]
         if limit is not None and limit < len(rows):
@@ -62,21 +59,13 @@ def _prompt(place: str, row: Any, group: str) -> Prompt:
     followups = row.get("followups") or []
     if not all(isinstance(text, str) for text in followups):
         raise BadInput("followups must be texts", where=place)
-    return Prompt(
-        name=str(row.get("id", place)),
-        group=group,
-        category=str(row.get("category") or group),
-        messages=tuple(messages),
-        followups=tuple(followups),
-    )
+    name, category = str(row.get("id", place)), str(row.get("category") or group)
+    return Prompt(name, group, category, tuple(messages), tuple(followups))
 
 
 def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("role"), str)
-        and isinstance(value.get("content"), str)
-    )
+    texts = [value.get("role"), value.get("content")] if isinstance(value, dict) else [None]
+    return all(isinstance(text, str) for text in texts)
 
 
 def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer: Any) -> list[int]:

@@ -1,12 +1,12 @@
 """A recipe file and its overrides become one mapping, and every refusal one line.
 
-Everything is flattened to (section, key) with the place it was written in, file first, overrides
+Every value is kept by section and key with the place it was written in, file first, overrides
 after. So a switched kind can drop what only the old kind understood, overrides may come in any
 order, and an error can name the line or the override it is about. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -16,17 +16,18 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.settings import Tagged
 from fledge.recipe.yaml_text import parse_yaml
 
-Key = tuple[str, str]
 _SHOWN = 60  # characters of an offending value
 
 
 @dataclass(frozen=True)
-class Entry:
+class Setting:
     """One written value and where it was written."""
 
     value: Any
     where: str
-    override: bool = False
+
+
+Layer = dict[str, dict[str, Setting]]  # by section and key: what a file sets, or the overrides
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,28 @@ class Shape:
     def all_keys(self) -> set[str]:
         return {key for kind in self.kinds for key in self.fields(kind)}
 
+    def fields_named(self, key: str) -> list[Any]:
+        """The fields of that name, one per kind that has it."""
+        return [self.fields(kind)[key] for kind in self.kinds if key in self.fields(kind)]
+
     def nested(self, key: str) -> Tagged | None:
         """How the kinds of a field are told apart, if it has any (`objective.loss`)."""
-        fields = [self.fields(kind)[key] for kind in self.kinds if key in self.fields(kind)]
-        return next((tagged for field in fields if (tagged := _tagged(field))), None)
+        return next(
+            (tagged for field in self.fields_named(key) if (tagged := _tagged(field))), None
+        )
 
 
 def shapes_of(recipe: type[BaseModel]) -> dict[str, Shape]:
     """The sections of a recipe class, read from its fields."""
-    shapes = {}
-    for name, field in recipe.model_fields.items():
-        tagged = _tagged(field)
-        if tagged is None:
-            assert isinstance(field.annotation, type)
-            shapes[name] = Shape(None, {"": field.annotation}, "")
-        else:
-            shapes[name] = Shape(tagged.tag, tagged.kinds(), tagged.default)
-    return shapes
+    return {name: _shape_of(field) for name, field in recipe.model_fields.items()}
+
+
+def _shape_of(field: Any) -> Shape:
+    tagged = _tagged(field)
+    if tagged is not None:
+        return Shape(tagged.tag, tagged.kinds(), tagged.default)
+    assert isinstance(field.annotation, type)
+    return Shape(None, {"": field.annotation}, "")
 
 
 def _tagged(field: Any) -> Tagged | None:
@@ -68,70 +74,67 @@ def _tagged(field: Any) -> Tagged | None:
 
 def layered(
     path: Path | None, overrides: Sequence[str], *, shapes: Mapping[str, Shape]
-) -> tuple[dict[str, dict[str, Any]], dict[Key, Entry]]:
+) -> tuple[dict[str, dict[str, Any]], Layer]:
     """The merged mapping, ready for validation, and the entries it was made of."""
-    written = _file_entries(path, shapes) if path is not None else {}
-    changes: dict[Key, Entry] = {}
+    written: Layer = {name: {} for name in shapes}
+    changes: Layer = {name: {} for name in shapes}
+    if path is not None:
+        _read_file(path, shapes=shapes, written=written)
     for text in overrides:
         _read_override(text, shapes=shapes, changes=changes, below=written)
-    kinds, entries = _settled(written, changes, shapes=shapes)
-    merged: dict[str, dict[str, Any]] = {name: {} for name in shapes}
-    for place, entry in entries.items():
-        section, key = place
-        tagged = _tagged(shapes[section].fields(kinds[section])[key])
-        layers = [layer[place] for layer in (written, changes) if place in layer]
-        merged[section][key] = entry.value if tagged is None else _nested(place, tagged, layers)
-    for name, shape in shapes.items():
-        if shape.tag is not None:
-            merged[name][shape.tag] = kinds[name]
+    merged, entries = {}, {}
+    for name in shapes:
+        merged[name], entries[name] = _settled(name, written[name], changes[name], shapes=shapes)
     return merged, entries
 
 
 def _settled(
-    written: Mapping[Key, Entry], changes: Mapping[Key, Entry], *, shapes: Mapping[str, Shape]
-) -> tuple[dict[str, str], dict[Key, Entry]]:
-    """The kind of every section, and what is said of it, overrides over the file."""
-    kinds = {name: _kind(name, shape, written, changes) for name, shape in shapes.items()}
-    gone = _left_behind(written, changes, shapes=shapes, kinds=kinds)
-    entries = {place: entry for place, entry in written.items() if place not in gone}
-    entries |= changes
-    for (section, key), entry in entries.items():
-        if key not in shapes[section].fields(kinds[section]):
-            raise _unknown_key(section, key, entry.where, shapes=shapes, kind=kinds[section])
-    return kinds, entries
+    name: str,
+    written: Mapping[str, Setting],
+    changes: Mapping[str, Setting],
+    *,
+    shapes: Mapping[str, Shape],
+) -> tuple[dict[str, Any], dict[str, Setting]]:
+    """A section's values, and the entries they come from: overrides over the file. Keys of the file
+    that the kind chosen by an override does not know, but the old one does, are dropped."""
+    shape = shapes[name]
+    old = _kind(name, shape, written, shape.default_kind)
+    kind = _kind(name, shape, changes, old)
+    gone = shape.fields(old).keys() - shape.fields(kind).keys()
+    entries = {key: entry for key, entry in written.items() if key not in gone} | dict(changes)
+    values = {}
+    for key, entry in entries.items():
+        field = shape.fields(kind).get(key)
+        if field is None:
+            raise _unknown_key(name, key, entry.where, shapes=shapes, kind=kind)
+        layers = [layer[key] for layer in (written, changes) if key in layer]
+        values[key] = entry.value if _tagged(field) is None else _nested(name, key, field, layers)
+    return values | ({} if shape.tag is None else {shape.tag: kind}), entries
 
 
-def _nested(place: Key, tagged: Tagged, layers: Sequence[Entry]) -> Any:
-    """The value of a field that has kinds of its own (`objective.loss`): as a section, of which the
-    file says something and overrides say more."""
-    name = ".".join(place)
-    spoken = [(tagged.spread(layer.value), layer) for layer in layers]
-    if not isinstance(spoken[-1][0], dict):
-        return spoken[-1][0]  # refused later, with its place
-    parts: list[dict[Key, Entry]] = [
-        {(name, str(part)): replace(layer, value=inner) for part, inner in value.items()}
-        for value, layer in spoken
+def _nested(section: str, key: str, field: Any, layers: Sequence[Setting]) -> Any:
+    """The value of a field that has kinds of its own (`objective.loss`): settled as a section, of
+    which the file says something and overrides say more."""
+    name, tagged = f"{section}.{key}", _tagged(field)
+    assert tagged is not None
+    values = [tagged.spread(layer.value) for layer in layers]
+    if not isinstance(values[-1], dict):
+        return values[-1]  # refused later, with its place
+    parts = [
+        {str(part): Setting(inner, layer.where) for part, inner in value.items()}
+        for value, layer in zip(values, layers, strict=True)
         if isinstance(value, dict)
     ]
-    written, changes = parts if len(parts) == 2 else (parts[0], {})
-    shape = Shape(tagged.tag, tagged.kinds(), tagged.default)
-    kinds, entries = _settled(written, changes, shapes={name: shape})
-    said = {part: entry.value for (_, part), entry in entries.items()}
-    return {**said, tagged.tag: kinds[name]}
+    changes = parts[1] if len(parts) == 2 else {}
+    return _settled(name, parts[0], changes, shapes={name: _shape_of(field)})[0]
 
 
-def one_line(
-    error: ValidationError,
-    *,
-    entries: Mapping[Key, Entry],
-    shapes: Mapping[str, Shape],
-    where: str,
-) -> BadInput:
+def one_line(error: ValidationError, *, entries: Layer, where: str) -> BadInput:
     """The first complaint of pydantic, with its place, the value, and how many more there are."""
     first, more = error.errors()[0], error.error_count() - 1
-    place = [str(part) for part in first["loc"]]
+    section, key, *_ = [*map(str, first["loc"]), "", ""]
     name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
-    entry = entries.get((place[0], place[1])) if len(place) > 1 else None
+    entry = entries.get(section, {}).get(key)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         message = "a value is required"
@@ -142,7 +145,8 @@ def one_line(
     return BadInput(what, where=entry.where if entry is not None else where)
 
 
-def _file_entries(path: Path, shapes: Mapping[str, Shape]) -> dict[Key, Entry]:
+def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> None:
+    """Add what a recipe file sets to `written`."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -153,28 +157,22 @@ def _file_entries(path: Path, shapes: Mapping[str, Shape]) -> dict[Key, Entry]:
     if not isinstance(data, dict):
         fix = "write 'section:' lines with 'key: value' below them"
         raise BadInput(f"a recipe is a mapping, not {_shown(data)}", where=str(path), fix=fix)
-    entries: dict[Key, Entry] = {}
+
+    def place(*keys: str) -> str:
+        return f"{path}, line {lines[keys]}" if keys in lines else str(path)
+
     for section, body in data.items():
-        where = f"{path}, line {lines[(str(section),)]}" if (str(section),) in lines else str(path)
+        where = place(str(section))
         if section not in shapes:
             raise _unknown_section(str(section), where, shapes)
         if body is not None and not isinstance(body, dict):
             fix = "write its keys on indented lines below it"
             raise BadInput(f"section '{section}' holds {_shown(body)}", where=where, fix=fix)
         for key, value in (body or {}).items():
-            line = lines.get((section, str(key)))
-            at = str(path) if line is None else f"{path}, line {line}"
-            entries[(section, str(key))] = Entry(value, at)
-    return entries
+            written[section][str(key)] = Setting(value, place(section, str(key)))
 
 
-def _read_override(
-    text: str,
-    *,
-    shapes: Mapping[str, Shape],
-    changes: dict[Key, Entry],
-    below: Mapping[Key, Entry],
-) -> None:
+def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, below: Layer) -> None:
     """Add what `section.key=value` sets to `changes`; a mapping for a section sets its keys."""
     where = f"override '{text}'"
     name, equals, raw = text.partition("=")
@@ -185,33 +183,29 @@ def _read_override(
     section, keys = parts[0], parts[1:]
     if section not in shapes:
         raise _unknown_section(section, where, shapes)
-    value = _override_value(raw, where=where)
+    shape, value, set_here = shapes[section], _override_value(raw, where=where), changes[section]
     if not keys:
         if not isinstance(value, dict):
             fix = f"write {section}.key=value"
             raise BadInput(f"'{section}' is a section, not a value", where=where, fix=fix)
-        changes |= {(section, str(key)): Entry(v, where, True) for key, v in value.items()}
+        set_here |= {str(key): Setting(inner, where) for key, inner in value.items()}
         return
-    place = (section, keys[0])
-    tagged = shapes[section].nested(keys[0])
-    if tagged is not None:  # loss=lk_lambda and loss.scale=0.5 in any order
-        value = _with({}, keys[1:], value) if keys[1:] else tagged.spread(value)
-        earlier = changes.get(place)
+    key, inside = keys[0], keys[1:]
+    earlier = set_here.get(key)
+    if (tagged := shape.nested(key)) is not None:  # loss=lk_lambda, loss.scale=0.5 in any order
+        value = _with({}, inside, value) if inside else tagged.spread(value)
         if earlier is not None and isinstance(earlier.value, dict) and isinstance(value, dict):
             value, where = {**earlier.value, **value}, f"{earlier.where} and {where}"
-        changes[place] = Entry(value, where, True)
-    elif len(keys) == 1:
-        changes[place] = Entry(value, where, True)
-    elif _holds_mapping(shapes[section], keys[0]):
-        old = changes.get(place) or below.get(place)
+    elif inside:
+        if key not in shape.all_keys():
+            raise _unknown_key(section, key, where, shapes=shapes, kind=shape.default_kind)
+        if not any(get_origin(field.annotation) is dict for field in shape.fields_named(key)):
+            fix = f"write {section}.{key}=value"
+            raise BadInput(f"'{section}.{key}' has no parts", where=where, fix=fix)
+        old = earlier or below[section].get(key)
         base = old.value if old is not None and isinstance(old.value, dict) else {}
-        changes[place] = Entry(_with(base, keys[1:], value), where, True)
-    elif keys[0] not in shapes[section].all_keys():
-        kind = shapes[section].default_kind
-        raise _unknown_key(section, keys[0], where, shapes=shapes, kind=kind)
-    else:
-        fix = f"write {section}.{keys[0]}=value"
-        raise BadInput(f"'{section}.{keys[0]}' has no parts", where=where, fix=fix)
+        value = _with(base, inside, value)
+    set_here[key] = Setting(value, where)
 
 
 def _override_value(raw: str, *, where: str) -> Any:
@@ -232,17 +226,19 @@ def _with(base: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str,
     return {**base, keys[0]: _with(inner if isinstance(inner, dict) else {}, keys[1:], value)}
 
 
-def _holds_mapping(shape: Shape, key: str) -> bool:
-    fields = (shape.fields(kind).get(key) for kind in shape.kinds)
-    return any(field is not None and get_origin(field.annotation) is dict for field in fields)
-
-
-def _kind(
-    name: str, shape: Shape, entries: Mapping[Key, Entry], changes: Mapping[Key, Entry]
-) -> str:
-    entry = _named_kind(name, shape, changes) or _named_kind(name, shape, entries)
-    if entry is None:
-        return shape.default_kind
+def _kind(name: str, shape: Shape, layer: Mapping[str, Setting], default: str) -> str:
+    """The kind that a file, or the overrides, ask for: by the tag, else by a key that one kind
+    alone has and cannot do without (`target.cached_target_path` is of no use to another)."""
+    if shape.tag is None:
+        return default
+    if shape.tag not in layer:
+        present = {key for key, entry in layer.items() if entry.value is not None}
+        for kind in shape.kinds:
+            fields = shape.fields(kind)
+            if any(fields[key].is_required() for key in present & fields.keys()):
+                return kind
+        return default
+    entry = layer[shape.tag]
     if not isinstance(entry.value, str) or entry.value not in shape.kinds:
         what = f"{name}.{shape.tag}: unknown {shape.tag} {_shown(entry.value)}"
         fix = nearest(str(entry.value), sorted(shape.kinds))
@@ -250,44 +246,9 @@ def _kind(
     return entry.value
 
 
-def _named_kind(name: str, shape: Shape, layer: Mapping[Key, Entry]) -> Entry | None:
-    """The kind that a file, or the overrides, ask for: by the tag, else by a key that one kind
-    alone has and cannot do without (`target.cached_target_path` is of no use to another)."""
-    if shape.tag is None or (name, shape.tag) in layer:
-        return layer.get((name, shape.tag or ""))
-    for kind, model in shape.kinds.items():
-        for key, field in model.model_fields.items():
-            written = layer.get((name, key))
-            if field.is_required() and written is not None and written.value is not None:
-                return Entry(kind, written.where, written.override)
-    return None
-
-
-def _left_behind(
-    entries: Mapping[Key, Entry],
-    changes: Mapping[Key, Entry],
-    *,
-    shapes: Mapping[str, Shape],
-    kinds: Mapping[str, str],
-) -> list[Key]:
-    """Keys of the file that the kind chosen by an override does not know, but the old one does."""
-    gone = []
-    for section, key in entries:
-        shape = shapes[section]
-        if _named_kind(section, shape, changes) is None:
-            continue
-        old = _kind(section, shape, entries, {})
-        if key in shape.fields(old) and key not in shape.fields(kinds[section]):
-            gone.append((section, key))
-    return gone
-
-
 def _unknown_section(name: str, where: str, shapes: Mapping[str, Shape]) -> BadInput:
     homes = [f"{section}.{name}" for section, shape in shapes.items() if name in shape.all_keys()]
-    if homes:
-        fix = f"did you mean '{homes[0]}'?"
-    else:
-        fix = nearest(name, list(shapes))
+    fix = f"did you mean '{homes[0]}'?" if homes else nearest(name, list(shapes))
     return BadInput(f"unknown section '{name}'", where=where, fix=fix)
 
 
@@ -297,12 +258,10 @@ def _unknown_key(
     shape = shapes[section]
     owners = [name for name in shape.kinds if key in shape.fields(name)]
     homes = [f"{name}.{key}" for name, other in shapes.items() if key in other.all_keys()]
+    fix = f"did you mean '{homes[0]}'?" if homes else nearest(key, list(shape.fields(kind)))
     if owners:
-        fix = (
-            f"it belongs to {section}.{shape.tag}={owners[0]}, but {section}.{shape.tag} is {kind}"
-        )
-    else:
-        fix = f"did you mean '{homes[0]}'?" if homes else nearest(key, list(shape.fields(kind)))
+        tag = f"{section}.{shape.tag}"
+        fix = f"it belongs to {tag}={owners[0]}, but {tag} is {kind}"
     return BadInput(f"unknown key '{section}.{key}'", where=where, fix=fix)
 
 

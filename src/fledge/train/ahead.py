@@ -11,12 +11,11 @@ from dataclasses import replace
 import torch
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.distributed import World
 from fledge.core.errors import TargetUnreachable
 from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
 from fledge.train.batches import StepBatch
-from fledge.train.step import Parts
+from fledge.train.step import Models, Parts
 
 _LOOK_AROUND_S = 0.5
 
@@ -34,14 +33,13 @@ def ask_ahead(
     if not target.supports_async:
         yield from batches
         return
+    ahead = max(1, target.prefetch)
     asked: deque[StepBatch] = deque()
     try:
         for batch in batches:
             futures = tuple(target.answer_async(rows) for rows in batch.micro if rows is not None)
             asked.append(replace(batch, answers=futures))
-            while sum(len(later.answers) for later in asked) - len(asked[0].answers) >= max(
-                1, target.prefetch
-            ):
+            while sum(len(later.answers) for later in asked) >= len(asked[0].answers) + ahead:
                 yield _arrived(parts, asked.popleft(), stopping)
         while asked:
             yield _arrived(parts, asked.popleft(), stopping)
@@ -76,21 +74,19 @@ def _arrived(parts: Parts, batch: StepBatch, stopping: Callable[[], bool]) -> St
             future.result()
 
     with parts.clock.phase("target"):
-        together(parts.target, parts.world, parts.device, wait)
+        together(parts, wait)
     return batch
 
 
-def together(
-    target: Eagle3TargetBackend, world: World, device: torch.device, ask: Callable[[], None]
-) -> None:
+def together(models: Models, ask: Callable[[], None]) -> None:
     """Call `ask` on every rank; when the target is gone for one of them, raise on all of them."""
     failure: TargetUnreachable | None = None
     try:
         ask()
     except TargetUnreachable as error:
         failure = error
-    if target.supports_async and world.size > 1:
-        lost = world.sum_(torch.tensor([int(failure is not None)], device=device))
+    if models.target.supports_async and models.world.size > 1:
+        lost = models.world.sum_(torch.tensor([int(failure is not None)], device=models.device))
         if failure is None and int(lost):
             failure = TargetUnreachable("the target servers of another rank do not answer")
     if failure is not None:

@@ -57,11 +57,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    run: Path,
-    state: Mapping[str, Any],
-    *,
-    draft: Any,
-    tensors: Mapping[str, Tensor],
+    run: Path, state: Mapping[str, Any], *, draft: Any, tensors: Mapping[str, Tensor]
 ) -> Path:
     """Write everything a run needs to go on as if nothing had happened."""
     path = checkpoint_path(run, state["step"])
@@ -156,9 +152,8 @@ def restore_optimizer(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"optimizer.{names[id(parameter)]}."
-            moments = {
-                k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
-            }
             optimizer.state[parameter] = {
-                key: value.to(parameter.device) for key, value in moments.items()
+                name.removeprefix(prefix): tensor.to(parameter.device)
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
             }

@@ -30,10 +30,10 @@ def make_draft(
     mask = torch.from_numpy(vocabulary.t2d)
     if section.init_from is not None:
         draft = _warm_draft(recipe, target, vocabulary, tokenizer)
-        draft.set_vocab_mapping(ids, mask)
     else:
         draft = recipe.method.draft_type()(_draft_config(recipe, target, vocabulary, tokenizer))
-        draft.set_vocab_mapping(ids, mask)
+    draft.set_vocab_mapping(ids, mask)
+    if section.init_from is None:
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
@@ -74,28 +74,20 @@ def _warm_draft(
     draft = load_draft(start, dtype=torch.float32)
     vocab_size = target.info().vocab_size
     if draft.config.vocab_size != vocab_size:
-        raise BadInput(
-            f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}",
-            where=str(start),
-        )
+        what = f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}"
+        raise BadInput(what, where=str(start))
     layers = getattr(draft.config, "aux_layer_ids", None)  # foreign drafts do not say
     if layers is not None and list(layers) != list(target.aux_layer_ids):
-        raise BadInput(
-            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}",
-            where=str(start),
-            fix=f"target.aux_layer_ids={','.join(map(str, layers))}",
-        )
+        what = f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}"
+        fix = f"target.aux_layer_ids={','.join(map(str, layers))}"
+        raise BadInput(what, where=str(start), fix=fix)
     old = method_of(draft.config)
     if old is recipe.method:
         return draft
-    config = _draft_config(recipe, target, vocabulary, tokenizer)
-    grown = recipe.method.grow(draft, config)
+    grown = recipe.method.grow(draft, _draft_config(recipe, target, vocabulary, tokenizer))
     if grown is None:
-        raise BadInput(
-            f"a {old.title} draft",
-            where=str(start),
-            fix=f"objective.kind={old.name} goes on training it",
-        )
+        fix = f"objective.kind={old.name} goes on training it"
+        raise BadInput(f"a {old.title} draft", where=str(start), fix=fix)
     return grown
 
 

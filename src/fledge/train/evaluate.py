@@ -11,12 +11,12 @@ from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
-from fledge.train.step import Parts, Sums
+from fledge.train.step import Models, Sums
 
 
 @torch.no_grad()
 def evaluate(
-    parts: Parts, batches: list[TokenBatch], picks: dict[int, Ints] | None = None
+    models: Models, batches: list[TokenBatch], picks: dict[int, Ints] | None = None
 ) -> dict[str, Any]:
     """Two views of this rank's share of the held-out packs, summed over ranks.
 
@@ -27,29 +27,29 @@ def evaluate(
     `picks` caches, by batch, the frozen target's picks, so its head runs once per run.
     """
     picks = {} if picks is None else picks
-    objective, world = parts.objective, parts.world
+    target, objective, device, world = models.target, models.objective, models.device, models.world
     draft: Any = objective.draft_model
     was_training = draft.training
     draft.eval()
     rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
-    head = parts.target.info().head.to(parts.device)
-    sums = Sums.zeros(objective.depths, parts.device)
+    head = target.info().head.to(device)
+    sums = Sums.zeros(objective.depths, device)
     replayed = Acceptance.none(objective.depths)
     mine = range(world.rank, len(batches), world.size)
 
     def measure() -> None:
         nonlocal replayed
-        asked = answers_ahead(parts.target, [batches[index] for index in mine])
+        asked = answers_ahead(target, [batches[index] for index in mine])
         for index, (batch, on_host) in zip(mine, asked, strict=True):
-            answer = on_host.to(parts.device)
+            answer = on_host.to(device)
             ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
             sums.add(objective.score(ready, ready.charged_K))
             if index not in picks:
                 picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
             replayed += replay_held_out(answer, batch, rollouts, picks[index])
 
-    together(parts.target, world, parts.device, measure)
+    together(models, measure)
     draft.train(was_training)
-    counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=parts.device)
+    counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=device)
     total = Acceptance.from_counts(world.sum_(counts).tolist())
     return {**total.to_json(), **acceptance_metrics(sums.over(world))}

@@ -87,9 +87,8 @@ def open_trackers(
         try:
             opened.append(makers[name](project, run, directory))
         except ImportError as error:
-            raise BadInput(
-                f"tracker {name} is not installed ({error})", fix="pip install 'fledge[track]'"
-            ) from None
+            what, fix = f"tracker {name} is not installed ({error})", "pip install 'fledge[track]'"
+            raise BadInput(what, fix=fix) from None
     return opened
 
 
@@ -112,9 +111,8 @@ class _Wandb:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        self._run = wandb.init(
-            project=project, name=run, dir=str(directory), resume="allow", id=run
-        )
+        place = str(directory)
+        self._run = wandb.init(project=project, name=run, dir=place, resume="allow", id=run)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)

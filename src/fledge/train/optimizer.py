@@ -34,13 +34,7 @@ def make_optimizer(
 
 
 def learning_rate(
-    step: int,
-    total: int,
-    *,
-    peak: float,
-    warmup: int,
-    schedule: str,
-    final_share: float,
+    step: int, total: int, *, peak: float, warmup: int, schedule: str, final_share: float
 ) -> float:
     """Linear warm-up to `peak`, then cosine, linear or constant down to `final_share` of it."""
     if step < warmup:

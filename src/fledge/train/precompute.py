@@ -42,9 +42,8 @@ class _Joined:
 def _precomputable(recipe: Recipe) -> TargetKind[Any]:
     kind = kind_of(recipe.target)
     if kind.brings_rows:
-        raise BadInput(
-            "a cache is not made from a cache", where="target.backend", fix="fledge cache convert"
-        )
+        what, fix = "a cache is not made from a cache", "fledge cache convert"
+        raise BadInput(what, where="target.backend", fix=fix)
     return kind
 
 
@@ -81,12 +80,9 @@ def recipe_job(
         held_out = 0 if data.valid else data.valid_rows
         counted, _ = split_rows(train, held_out, drop_truncated=data.drop_truncated)
         vocabulary = choose_vocabulary(
-            recipe,
-            counted,
-            vocab_size=model.vocab_size,
+            recipe, counted, vocab_size=model.vocab_size, fingerprint=train.fingerprint,
             special_ids=special_token_ids(model.tokenizer),
-            fingerprint=train.fingerprint,
-        )
+        )  # fmt: skip
     facts = {
         "data": sources.fingerprint(list(data.train)),
         "valid": sources.fingerprint(list(data.valid)) if data.valid else None,
@@ -97,15 +93,11 @@ def recipe_job(
         "draft_vocab_size": None if vocabulary is None else recipe.draft.draft_vocab_size,
     }
     view = RowView(rows, np.arange(len(rows), dtype=np.int64))
+    held_out_rows = 0 if valid is None else len(valid)
     job = make_job(
-        directory,
-        view,
-        model,
-        options,
-        facts=facts,
-        vocabulary=vocabulary,
-        held_out_rows=0 if valid is None else len(valid),
-    )
+        directory, view, model, options, facts=facts, vocabulary=vocabulary,
+        held_out_rows=held_out_rows,
+    )  # fmt: skip
     return job, model
 
 

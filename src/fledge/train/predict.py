@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 
 from fledge.target.kinds import kind_of
@@ -44,9 +44,8 @@ class Prediction:
         return {**asdict(self), "peak_bytes": self.peak_bytes}
 
     def table(self, truth: dict[str, Any] | None = None) -> Table:
-        table = Table(title="plan", title_justify="left", box=None)
-        table.add_column("")
-        table.add_column("predicted", justify="right")
+        table = Table("", Column("predicted", justify="right"), title="plan", box=None)
+        table.title_justify = "left"
         rows = [
             ("peak memory", _size(self.peak_bytes), "peak_bytes"),
             ("disk", _size(self.disk_bytes), "disk_bytes"),
@@ -66,11 +65,10 @@ class Prediction:
         return table
 
 
-def predict(recipe: Any, training: "Training") -> Prediction:
+def predict(training: "Training") -> Prediction:
     """Cost of a run that is set up: its target and draft are there to be counted."""
-    parts, stream, draft = training.parts, training.stream, training.draft
-    target_bytes = sum(p.nbytes for p in _target_weights(training))
-    target_bytes += _kept_states(recipe, training)
+    recipe, parts, stream, draft = training.recipe, training.parts, training.stream, training.draft
+    target_bytes = sum(p.nbytes for p in _target_weights(training)) + _kept_states(training)
     trained = sum(p.numel() for p in parts.parameters)
     frozen = sum(p.numel() for p in draft.parameters()) - trained
     depths = parts.objective.depths
@@ -91,7 +89,7 @@ def predict(recipe: Any, training: "Training") -> Prediction:
         draft_bytes=16 * trained + 4 * frozen,
         step_bytes=int(layer_bytes + 2 * states + chunk + head_grad),
         disk_bytes=disk,
-        seconds=_seconds(recipe, training, tokens),
+        seconds=_seconds(training, tokens),
         tokens=tokens,
     )
 
@@ -102,26 +100,31 @@ def _target_weights(training: "Training") -> list[nn.Parameter]:
     return [] if module is None else list(module.parameters())
 
 
-def _kept_states(recipe: Any, training: "Training") -> int:
+def _kept_states(training: "Training") -> int:
     config = training.draft.config
     per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * 4
     wanted: int = int(training.stream.rows.lengths.sum()) * per_token
-    return min(kind_of(recipe.target).kept_bytes(recipe.target), wanted)
+    return min(_kept_at_most(training), wanted)
 
 
-def _seconds(recipe: Any, training: "Training", tokens: int) -> float:
+def _kept_at_most(training: "Training") -> int:
+    section = training.recipe.target
+    return kind_of(section).kept_bytes(section)
+
+
+def _seconds(training: "Training", tokens: int) -> float:
     kind = training.parts.device.type
     rate = _RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
-    per_rank = _operations(recipe, training, tokens) / training.parts.world.size
+    per_rank = _operations(training, tokens) / training.parts.world.size
     return per_rank / rate + training.stream.steps * _STEP_SECONDS[kind]
 
 
-def _operations(recipe: Any, training: "Training", tokens: int) -> float:
+def _operations(training: "Training", tokens: int) -> float:
     """Multiply-adds counted twice: the target's forward, the draft's rollout with its backward."""
     parts, config = training.parts, training.draft.config
     target = sum(p.numel() for p in _target_weights(training) if p.ndim == 2)
-    epochs = recipe.training.epochs if recipe.training.steps is None else 1
-    reused = epochs if kind_of(recipe.target).kept_bytes(recipe.target) else 1
+    section = training.recipe.training
+    reused = section.epochs if section.steps is None and _kept_at_most(training) else 1
     weights = training.draft.named_parameters()
     layer = sum(p.numel() for name, p in weights if name.startswith("layers.") and p.ndim == 2)
     head = config.draft_vocab_size * config.hidden_size

@@ -6,13 +6,14 @@ in a collective while one of them tokenizes for an hour.
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fledge.core.distributed import World, join_world, pick_device
+from fledge.core.distributed import join_world, pick_device
 from fledge.core.errors import BadInput, in_words
 from fledge.core.rows import TokenBatch
 from fledge.data.pack import collate, pack_rows
@@ -34,24 +35,33 @@ from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, make_optimizer
-from fledge.train.step import Parts
+from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
 
 VOCABULARY_NAME = "vocabulary.safetensors"
 
 
 @dataclass
-class Training:
-    """A run, ready to go."""
+class OpenRun:
+    """A run with its rows and models: enough to evaluate its draft."""
 
     recipe: Recipe
     directory: Path
-    parts: Parts
-    stream: PackStream
+    parts: Models
+    train: RowView
     held_out: list[TokenBatch]
+    pad_id: int
     draft: DraftModel
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change between a run and its resumption
+
+
+@dataclass
+class Training(OpenRun):
+    """A run, ready to go."""
+
+    parts: Parts
+    stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
 
     @property
@@ -71,14 +81,13 @@ def prepare_data(
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     model = local_model(model_name(recipe.target), weights=False)
     rows = tokenised(data.train, model, data, on_progress)
-    if not data.valid:
-        train, held_out = split_rows(rows, data.valid_rows, drop_truncated=data.drop_truncated)
-        fingerprint = rows.fingerprint
-    else:
-        train, _ = split_rows(rows, 0, drop_truncated=data.drop_truncated)
+    held_out_rows = 0 if data.valid else data.valid_rows
+    train, held_out = split_rows(rows, held_out_rows, drop_truncated=data.drop_truncated)
+    fingerprint = rows.fingerprint
+    if data.valid:
         valid = tokenised(data.valid, model, data, on_progress)
         held_out, _ = split_rows(valid, 0)
-        fingerprint = f"{rows.fingerprint}+{valid.fingerprint}"
+        fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
 
 
@@ -88,12 +97,9 @@ def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, Ro
     assert known is not None, f"{type(target).__name__} brings no rows"
     longest = int(known.rows.lengths.max())
     if longest > recipe.packing.tokens:
-        raise BadInput(
-            f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
-            f"{recipe.target.backend} ({longest})",
-            where="packing.tokens",
-            fix=f"packing.tokens={longest} or more",
-        )
+        what = f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
+        what += f"{recipe.target.backend} ({longest})"
+        raise BadInput(what, where="packing.tokens", fix=f"packing.tokens={longest} or more")
     train, held_out = known.split(data.valid_rows, drop_truncated=data.drop_truncated)
     return _not_empty(train), held_out, known.fingerprint
 
@@ -105,13 +111,8 @@ def _not_empty(train: RowView) -> RowView:
 
 
 def tokenise_options(data: Data) -> TokeniseOptions:
-    return TokeniseOptions(
-        max_length=data.max_length,
-        overlong=data.overlong,
-        last_turn_only=data.last_turn_only,
-        mask_reasoning=data.mask_reasoning,
-        template_options=data.template_options,
-    )
+    supervised = data.last_turn_only, data.mask_reasoning
+    return TokeniseOptions(data.max_length, data.overlong, *supervised, data.template_options)
 
 
 def tokenised(
@@ -119,83 +120,64 @@ def tokenised(
 ) -> TokenRows:
     """The rows of some sources under the recipe's options."""
     return prepare_rows(
-        list(names),
-        model,
-        tokenise_options(data),
-        workers=data.workers,
-        max_drop_share=data.max_drop_share,
-        on_progress=on_progress,
-    )
+        list(names), model, tokenise_options(data), workers=data.workers,
+        max_drop_share=data.max_drop_share, on_progress=on_progress,
+    )  # fmt: skip
 
 
 def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
     """Build a run. Nothing is written but caches."""
+    opened = open_run(recipe, on_progress)
+    with ExitStack() as undo:
+        undo.enter_context(opened.parts.target)
+        parts, stream = _parts(recipe, opened.parts), _stream(opened)
+        undo.pop_all()
+    return Training(**{**vars(opened), "parts": parts, "stream": stream})
+
+
+def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> OpenRun:
+    """The rows and the models of a run; its target is let go of when something is missing."""
     device = pick_device(recipe.training.device)
-    brings_rows = kind_of(recipe.target).brings_rows
-    data = None if brings_rows else prepare_data(recipe, on_progress)
+    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
-    target = make_target(recipe, device)
-    try:
-        rows = known_data(recipe, target) if data is None else data
-        return _assemble(recipe, target, *rows, device=device, world=world)
-    except BaseException:
-        target.close()
-        raise
+    with ExitStack() as undo:
+        target = undo.enter_context(make_target(recipe, device))
+        train, held_out, fingerprint = data or known_data(recipe, target)
+        tokenizer = load_tokenizer(model_name(recipe.target))
+        vocabulary = _vocabulary(recipe, target, train, tokenizer, fingerprint)
+        target.set_vocab_mapping(
+            torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
+        )
+        train, held_out = target.read_ahead(train), target.read_ahead(held_out)
+        draft = make_draft(recipe, target, vocabulary, tokenizer, device)
+        world.copy_from_main(draft)
+        objective = make_objective(recipe, draft, vocabulary, target, device)
+        pad_id = tokenizer.pad_token_id or 0
+        opened = OpenRun(
+            recipe=recipe,
+            directory=Path(recipe.run.output_dir),
+            parts=Models(target, objective, device, world),
+            train=train,
+            held_out=_held_out_batches(held_out, recipe, pad_id),
+            pad_id=pad_id,
+            draft=draft,
+            vocabulary=vocabulary,
+            fingerprints={
+                "data": fingerprint,
+                "target": target.info().weights_fingerprint,
+                "vocabulary": vocabulary.digest(),
+            },
+        )
+        undo.pop_all()
+    return opened
 
 
-def _assemble(
-    recipe: Recipe,
-    target: Eagle3TargetBackend,
-    train: RowView,
-    held_out: RowView,
-    data_fingerprint: str,
-    *,
-    device: torch.device,
-    world: World,
-) -> Training:
-    """Everything that depends on both the rows and the target."""
-    directory = Path(recipe.run.output_dir)
-    tokenizer = load_tokenizer(model_name(recipe.target))
-    vocabulary = _vocabulary(recipe, directory, target, train, tokenizer, data_fingerprint)
-    target.set_vocab_mapping(
-        torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
-    )
-    train, held_out = target.read_ahead(train), target.read_ahead(held_out)
-    draft = make_draft(recipe, target, vocabulary, tokenizer, device)
-    world.copy_from_main(draft)
-    objective = make_objective(recipe, draft, vocabulary, target, device)
-    pad_id = tokenizer.pad_token_id or 0
-    fingerprints = {
-        "data": data_fingerprint,
-        "target": target.info().weights_fingerprint,
-        "vocabulary": vocabulary.digest(),
-    }
-    return Training(
-        recipe=recipe,
-        directory=directory,
-        parts=_parts(recipe, target, objective, device=device, world=world),
-        stream=_stream(recipe, train, pad_id, world),
-        held_out=_held_out_batches(held_out, recipe, pad_id),
-        draft=draft,
-        vocabulary=vocabulary,
-        fingerprints=fingerprints,
-    )
-
-
-def _parts(
-    recipe: Recipe,
-    target: Eagle3TargetBackend,
-    objective: Objective[Any],
-    *,
-    device: torch.device,
-    world: World,
-) -> Parts:
+def _parts(recipe: Recipe, models: Models) -> Parts:
     training = recipe.training
-    parameters = [p for p in objective.draft_model.parameters() if p.requires_grad]
+    parameters = [p for p in models.objective.draft_model.parameters() if p.requires_grad]
     return Parts(
-        target=target,
-        objective=objective,
+        **vars(models),
         parameters=parameters,
         optimizer=make_optimizer(
             parameters,
@@ -204,28 +186,26 @@ def _parts(
             eps=training.eps,
             weight_decay=training.weight_decay,
         ),
-        guard=StepGuard(training.spike_factor, device),
-        device=device,
-        world=world,
+        guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
-        clock=Clock(device),
+        clock=Clock(models.device),
         seed=training.seed,
     )
 
 
-def _stream(recipe: Recipe, train: RowView, pad_id: int, world: World) -> PackStream:
-    training = recipe.training
+def _stream(opened: OpenRun) -> PackStream:
+    packing, training = opened.recipe.packing, opened.recipe.training
     return PackStream(
-        train,
-        tokens=recipe.packing.tokens,
-        pad_id=pad_id,
-        seed=recipe.packing.seed,
-        padded=recipe.packing.padded,
+        opened.train,
+        tokens=packing.tokens,
+        pad_id=opened.pad_id,
+        seed=packing.seed,
+        padded=packing.padded,
         micro_batch=training.micro_batch,
         accumulate=training.accumulate,
         epochs=training.epochs,
         steps=training.steps,
-        world=world,
+        world=opened.parts.world,
     )
 
 
@@ -241,49 +221,36 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     target = kind_of(recipe.target).open(recipe.target, device=device, aux_layers=layers)
     if len(target.aux_layer_ids) != layers:
         target.close()
-        raise BadInput(
-            f"the target shows layers {target.aux_layer_ids}, a draft of {recipe.method.title} "
-            f"listens to {in_words(layers)}",
-            where="target.aux_layer_ids",
-        )
+        what = f"the target shows layers {target.aux_layer_ids}, a draft of {recipe.method.title} "
+        what += f"listens to {in_words(layers)}"
+        raise BadInput(what, where="target.aux_layer_ids")
     return target
 
 
 def _vocabulary(
-    recipe: Recipe,
-    directory: Path,
-    target: Eagle3TargetBackend,
-    train: RowView,
-    tokenizer: Any,
-    fingerprint: str,
+    recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
 ) -> DraftVocabulary:
     """The draft's vocabulary: the run's own, else the only one of a target that answers with
     probabilities from a cache, else chosen; `init_from` goes before it, which then has to fit."""
-    saved, dictated = directory / VOCABULARY_NAME, target.info().vocabulary
+    saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
+    dictated = target.info().vocabulary
     vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
     if dictated is not None and dictated.size != (dictated.vocab_size if size is None else size):
-        raise BadInput(
-            f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}",
-            where=f"target.backend={recipe.target.backend}",
-            fix=f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states",
-        )
+        what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
+        fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
+        raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
     if saved.exists():  # a resumed run keeps its map, always
         kept = DraftVocabulary.load(saved)
         if kept.vocab_size != vocab_size:
-            raise BadInput(
-                f"made for a target of {kept.vocab_size} tokens, this one has {vocab_size}",
-                where=str(saved),
-                fix="name the target that the run was started with",
-            )
+            what = f"made for a target of {kept.vocab_size} tokens, this one has {vocab_size}"
+            fix = "name the target that the run was started with"
+            raise BadInput(what, where=str(saved), fix=fix)
         return kept
     if dictated is not None and recipe.draft.init_from is None:
         return dictated
+    special_ids = special_token_ids(tokenizer)
     return choose_vocabulary(
-        recipe,
-        train,
-        vocab_size=vocab_size,
-        special_ids=special_token_ids(tokenizer),
-        fingerprint=fingerprint,
+        recipe, train, vocab_size=vocab_size, special_ids=special_ids, fingerprint=fingerprint
     )
 
 

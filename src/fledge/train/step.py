@@ -20,16 +20,22 @@ from fledge.train.optimizer import StepGuard
 
 
 @dataclass
-class Parts:
-    """What a step works with."""
+class Models:
+    """What evaluation works with: a target, and the objective that holds the draft."""
 
     target: Eagle3TargetBackend
     objective: Objective[Any]  # whatever it prepares, it scores
+    device: torch.device
+    world: World
+
+
+@dataclass
+class Parts(Models):
+    """What a step works with besides."""
+
     parameters: list[nn.Parameter]  # the trained ones
     optimizer: torch.optim.AdamW
     guard: StepGuard
-    device: torch.device
-    world: World
     clip: float | None
     clock: Clock
     seed: int = 0

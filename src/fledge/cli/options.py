@@ -1,0 +1,39 @@
+"""Arguments and options that several verbs share, word for word."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+RecipeWords = Annotated[
+    list[str], Argument(metavar="RECIPE [section.key=value ...]", show_default=False)
+]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+OutcomeAsJson = Annotated[bool, Option("--json", help="Print the outcome as JSON.")]
+DeviceOption = Annotated[str, Option(help="cpu, cuda, ...; default: a GPU if any.")]
+
+# drafts and how they are used
+DraftArgument = Annotated[Path, Argument(metavar="DRAFT", help="A draft, or a run (its best).")]
+TargetOption = Annotated[str, Option(help="The target; a run of fledge knows its own.")]
+MethodOption = Annotated[
+    str, Option(help="chain, parallel or tree; default: what the draft was trained for.")
+]
+TrainedTokens = Annotated[int, Option(min=0, help="Tokens drafted per round (k); 0: as trained.")]
+Prompts = Annotated[
+    list[str] | None,
+    Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),
+]
+AnswerTokens = Annotated[int, Option(min=1, help="Length limit of an answer.")]
+Temperature = Annotated[float, Option(min=0.0, help="0: the likeliest answer.")]
+Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="For temperatures above 0.")]
+
+# caches
+EncodingOption = Annotated[str, Option(help="hidden | hidden-fp8 | probs | topk.")]
+CacheDtype = Annotated[str, Option(help="float32 | bfloat16 | float16; auto: the target's.")]
+TopK = Annotated[int | None, Option("--top-k", min=1, help="Probabilities kept (topk).")]
+SupervisedOnly = Annotated[
+    bool, Option("--supervised-only", help="No supervision at unsupervised tokens.")
+]
+ShardSize = Annotated[int, Option(min=1, help="Rows per shard.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the cache that is there.")]
+Quota = Annotated[float | None, Option("--quota-gb", help="Never write more than this.")]
