@@ -129,7 +129,7 @@ def _draft_rope(text: Any, rope_layers: str | None, name: str) -> dict[str, Any]
 
 def _chosen_layers(parameters: Mapping[str, Any], rope_layers: str | None, refuse: Any) -> Any:
     """One layer type's settings, when they differ by layer type."""
-    if rope_layers in parameters:
+    if rope_layers is not None and rope_layers in parameters:
         return parameters[rope_layers]
     first, *others = parameters.values()
     if any(other != first for other in others):
