@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from export.export_cases import KINDS, make_draft
 from fledge import export_draft
-from fledge.bench.server import Answer, Load, measure, parse_counters, percentiles
+from fledge.bench.server import Answer, Load, measure_server, parse_counters, percentiles
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 
@@ -235,7 +235,7 @@ LOAD = Load([[{"role": "user", "content": "hello"}], [{"role": "user", "content"
 def test_acceptance_is_the_growth_of_vllms_counters():
     heard = []
     with serving("vllm") as server:
-        found = measure(f"{server.url}/v1/", LOAD, on_answer=heard.append)
+        found = measure_server(f"{server.url}/v1/", LOAD, on_answer=heard.append)
         assert len(server.bodies) == 8  # two to warm up
         assert {body["temperature"] for body in server.bodies} == {0.0}
         assert [body["messages"][0]["content"] for body in server.bodies[2:]] == [
@@ -254,7 +254,7 @@ def test_acceptance_is_the_growth_of_vllms_counters():
 def test_as_many_requests_at_a_time_as_asked_for():
     with serving("vllm", meet=3) as server:  # the server answers only when three have come
         load = Load(LOAD.messages, requests=6, concurrency=3)
-        assert measure(server.url, load, model="mine").concurrency == 3
+        assert measure_server(server.url, load, model="mine").concurrency == 3
         assert {body["model"] for body in server.bodies} == {"mine"}
 
 
@@ -264,7 +264,7 @@ def test_as_many_requests_at_a_time_as_asked_for():
 )
 def test_acceptance_of_others(kind, length):
     with serving(kind) as server:
-        found = measure(server.url, LOAD)
+        found = measure_server(server.url, LOAD)
     assert (found.acceptance.length if found.acceptance else None) == length
 
 
@@ -272,11 +272,11 @@ def test_servers_that_do_not_answer():
     with serving("vllm") as server:
         gone = server.url
     with pytest.raises(BadInput, match="is it running"):
-        measure(gone, LOAD)
+        measure_server(gone, LOAD)
     with serving("something else") as server, pytest.raises(BadInput, match="OpenAI-compatible"):
-        measure(server.url, LOAD)
+        measure_server(server.url, LOAD)
     with serving("broken") as server, pytest.raises(BadInput, match=r"500.*out of memory"):
-        measure(server.url, LOAD)
+        measure_server(server.url, LOAD)
 
 
 def test_the_command_compares_two_servers():

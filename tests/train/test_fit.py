@@ -170,8 +170,10 @@ def layout(directory):
 def test_a_kill_right_behind_a_checkpoint(recipe, monkeypatch, tmp_path, undone):
     """The checkpoint is whole, but `best` still points elsewhere, or old ones are still there."""
     options = ("checkpoint.keep=1", "evaluation.every_steps=2")
-    real, calls = getattr(fit_module, undone), []
-    monkeypatch.setattr(fit_module, undone, lambda *given: (calls.append(given), real(*given)))
+    real, calls = getattr(fit_module.checkpoints, undone), []
+    monkeypatch.setattr(
+        fit_module.checkpoints, undone, lambda *given: (calls.append(given), real(*given))
+    )
     train(recipe(*options, run="whole"))
 
     def dying(*given):
@@ -180,10 +182,10 @@ def test_a_kill_right_behind_a_checkpoint(recipe, monkeypatch, tmp_path, undone)
             raise KeyboardInterrupt
         real(*given)
 
-    monkeypatch.setattr(fit_module, undone, dying)  # at its last call
+    monkeypatch.setattr(fit_module.checkpoints, undone, dying)  # at its last call
     with pytest.raises(KeyboardInterrupt):
         train(recipe(*options, run="cut"))
-    monkeypatch.setattr(fit_module, undone, real)
+    monkeypatch.setattr(fit_module.checkpoints, undone, real)
     assert layout(tmp_path / "cut") != layout(tmp_path / "whole")
     assert train(recipe(*options, run="cut")).finished
     assert layout(tmp_path / "cut") == layout(tmp_path / "whole")

@@ -31,9 +31,8 @@ def step_flops(parts: Parts, batch: StepBatch) -> float:
         total += 2 * _weights(target._layers) * tokens
         total += 4 * width * seen * config.num_hidden_layers
         head = target.info().head.weight_VD
-        total += (
-            2 * (len(head) + draft.config.draft_vocab_size) * head.shape[1] * len(plan.target_M)
-        )
+        logits = len(head) + draft.config.draft_vocab_size
+        total += 2 * logits * head.shape[1] * len(plan.target_M)
         total += 3 * _draft_flops(draft, plan, seen / max(1, tokens))
     return total
 

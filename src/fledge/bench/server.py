@@ -58,7 +58,7 @@ class ServerAcceptance:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServerFigures:
     """One server under one load."""
 
     url: str
@@ -80,9 +80,9 @@ class Measured:
         return {**asdict(self), "tokens_per_s": self.tokens_per_s}
 
 
-def measure(
+def measure_server(
     url: str, load: Load, *, model: str = "", on_answer: Callable[[int], None] = lambda done: None
-) -> Measured:
+) -> ServerFigures:
     """Send the load after two requests that warm the server up; `on_answer` hears how many are in.
 
     `model` defaults to the one the server names first.
@@ -90,7 +90,9 @@ def measure(
     return asyncio.run(_measure(url.rstrip("/").removesuffix("/v1"), load, model, on_answer))
 
 
-async def _measure(url: str, load: Load, model: str, on_answer: Callable[[int], None]) -> Measured:
+async def _measure(
+    url: str, load: Load, model: str, on_answer: Callable[[int], None]
+) -> ServerFigures:
     limits = httpx.Limits(max_connections=load.concurrency + 1)
     async with httpx.AsyncClient(base_url=url, timeout=load.timeout_s, limits=limits) as client:
         try:
@@ -105,7 +107,7 @@ async def _measure(url: str, load: Load, model: str, on_answer: Callable[[int], 
         except httpx.TransportError as error:
             what = f"no answer ({type(error).__name__}: {error})"
             raise BadInput(what, where=url, fix="is it running?") from None
-    return Measured(
+    return ServerFigures(
         url=url,
         model=model,
         concurrency=load.concurrency,

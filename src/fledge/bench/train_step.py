@@ -62,7 +62,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepFigures:
     tokens: int
     seconds: float  # of the median step
     slowest_seconds: float  # a step that compiled something would show here
@@ -163,7 +163,7 @@ def build_batches(case: Case, count: int) -> list[StepBatch]:
     ]
 
 
-def measure(
+def measure_step(
     case: Case,
     device: torch.device,
     *,
@@ -171,7 +171,7 @@ def measure(
     warmup: int,
     on_step: Callable[[], None] = lambda: None,
     look: Callable[[Parts, StepBatch], None] | None = None,
-) -> Measured:
+) -> StepFigures:
     """Run `warmup` + `steps` steps; `look` may run one more in its own way."""
     gpu = device.type == "cuda"
     parts = build_parts(case, device)
@@ -192,7 +192,7 @@ def measure(
     above = torch.cuda.max_memory_allocated() - built - moments if gpu else None
     if look is not None:
         look(parts, batches[-1])
-    return Measured(
+    return StepFigures(
         tokens=batches[0].micro[0].input_ids.numel() if batches[0].micro[0] else 0,
         seconds=statistics.median(seconds[warmup:]),
         slowest_seconds=max(seconds[warmup:]),

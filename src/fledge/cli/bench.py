@@ -39,7 +39,7 @@ TRAIN_EXAMPLE = (
 
 
 @app.command(name="train", epilog=TRAIN_EXAMPLE)
-def train(
+def bench_train(
     shape: Annotated[str, Option(help="Target's shape: tiny, 135m, 1b or 8b.")] = "135m",
     kind: Annotated[
         str, Option(help="The method, as objective.kind names it; default: EAGLE-3.")
@@ -100,10 +100,10 @@ def train(
         if profile:
             notes.append(bench_cost.profile(parts, rows))
 
-    with progress_bar("steps") as bar:
-        task = bar.add_task(f"{kind} {shape}", total=steps + warmup, note="")
-        measured = bench.measure(
-            case, where, steps=steps, warmup=warmup, on_step=lambda: bar.advance(task), look=look
+    with progress_bar(f"{kind} {shape}", "steps") as update:
+        update(total=steps + warmup)
+        measured = bench.measure_step(
+            case, where, steps=steps, warmup=warmup, on_step=lambda: update(advance=1), look=look
         )
     figures = {"kind": kind, "shape": shape, **measured.to_json()}
     if as_json:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import out, print_json, table, watching
+from fledge.cli.console import out, plain_table, print_json, watching
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput
 
@@ -36,7 +36,7 @@ def bench(
     from fledge.measure.prompts import read_prompts
 
     try:
-        from fledge.bench.server import Load, measure
+        from fledge.bench.server import Load, measure_server
     except ModuleNotFoundError as error:
         fix = "pip install 'fledge[serve]'"
         raise BadInput(f"{error.name} is not installed", fix=fix) from None
@@ -59,7 +59,7 @@ def bench(
                     watch(label, done, requests)
 
                 on_answer(0)
-                runs.append((name, measure(address, load, model=model, on_answer=on_answer)))
+                runs.append((name, measure_server(address, load, model=model, on_answer=on_answer)))
     if as_json:
         print_json([{"server": name, **run.to_json()} for name, run in runs])
     else:
@@ -67,7 +67,7 @@ def bench(
 
 
 def _show(runs: list[tuple[str, Any]]) -> None:
-    shown = table(
+    shown = plain_table(
         "server", "at a\ntime", "tokens/s", "speed-up", "first token\np50 / p99 ms",
         "per token\np50 / p99 ms", "request\np50 / p99 ms", "acceptance\nlength",
         no_wrap=True,

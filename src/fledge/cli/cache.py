@@ -30,31 +30,25 @@ def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
 
 
 def _facts(directory: Path) -> dict[str, Any]:
+    from fledge.target.cache import manifest as manifests
     from fledge.target.cache.format import shard_name
-    from fledge.target.cache.manifest import (
-        LATE,
-        existing_shards,
-        read_manifest,
-        shape_of,
-        shards_of,
-    )
     from fledge.target.cache.shard import Shard
 
-    manifest = read_manifest(directory)
-    shape, there = shape_of(manifest), sorted(existing_shards(directory))
+    manifest = manifests.read_manifest(directory)
+    shape, there = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
     opened = [Shard(directory / shard_name(index), shape) for index in there]
     tokens = sum(int(shard.layout.row_start[-1]) for shard in opened)
     in_shards = sum(shard.layout.n_bytes for shard in opened)
     return {
         "directory": str(directory),
-        "complete": len(there) == shards_of(manifest),
+        "complete": len(there) == manifests.shards_of(manifest),
         "encoding": manifest["encoding"],
         "dtype": manifest["dtype"],
         "supervised_only": shape.compact,
         "rows": manifest["rows"],
         "held_out_rows": manifest["held_out_rows"],
         "shards": len(there),
-        "shards_wanted": shards_of(manifest),
+        "shards_wanted": manifests.shards_of(manifest),
         "tokens": tokens,
         "supervised": sum(int(shard.loss_mask.sum()) for shard in opened),
         "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
@@ -64,8 +58,8 @@ def _facts(directory: Path) -> dict[str, Any]:
         "vocab_size": manifest["vocab_size"],
         "draft_vocabulary": (manifest["vocabulary"] or {}).get("size"),
         "top_k": manifest["top_k"],
-        "weights": manifest[LATE]["weight_dtypes"],
-        "weights_fingerprint": manifest[LATE]["weights_fingerprint"],
+        "weights": manifest[manifests.LATE]["weight_dtypes"],
+        "weights_fingerprint": manifest[manifests.LATE]["weights_fingerprint"],
     }
 
 
@@ -78,13 +72,13 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     store = CacheStore(directory.expanduser())
     read_target(store.directory, store.manifest)
     damaged = []
-    with progress_bar("rows") as bar:
-        task = bar.add_task("reading", total=len(store), note="")
+    with progress_bar("reading", "rows") as update:
+        update(total=len(store))
         for row in range(len(store)):
             shard, local = store.at(row)
             if not shard.is_whole(local):
                 damaged.append(store.name(row))
-            bar.advance(task)
+            update(advance=1)
     if as_json:
         print_json({"rows": len(store), "damaged": damaged})
     else:
@@ -99,7 +93,7 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
 def convert(
     source: Directory,
     output_dir: Annotated[Path, Argument(help="The new cache.", show_default=False)],
-    encoding: opt.Encoding = "hidden-fp8",
+    encoding: opt.EncodingOption = "hidden-fp8",
     dtype: opt.CacheDtype = "auto",
     top_k: opt.TopK = None,
     draft_vocab_size: Annotated[
@@ -127,10 +121,9 @@ def convert(
         supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
         quota_gb=quota_gb,
     )  # fmt: skip
-    with progress_bar("rows") as bar:
-        task = bar.add_task("converting", total=None, note="")
+    with progress_bar("converting", "rows") as update:
         job = convert_job(target, output_dir, chosen, draft_vocab_size=draft_vocab_size)
         head_bytes = (target.store.directory / TARGET).stat().st_size
-        code = run_job(job, head_bytes, lambda: target, device, bar, task, as_json=as_json)
+        code = run_job(job, head_bytes, lambda: target, device, update, as_json=as_json)
     if code:
         raise Exit(code)

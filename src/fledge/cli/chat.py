@@ -21,10 +21,10 @@ _PROBE_TOKENS = 24  # decoded plainly, to know the target's own speed
 
 
 def chat(
-    draft: opt.Draft,
-    target: opt.Target = "",
+    draft: opt.DraftArgument,
+    target: opt.TargetOption = "",
     draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted per round.")] = 5,
-    method: opt.Method = "",
+    method: opt.MethodOption = "",
     max_new_tokens: opt.AnswerTokens = 512,
     temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,
@@ -36,7 +36,7 @@ def chat(
         str, Option(help="Three layers, e.g. 1,14,26; default: the draft's own.")
     ] = "",
     dtype: Annotated[str, Option(help="float32, bfloat16, ...; default: the run's.")] = "",
-    device: opt.Device = "",
+    device: opt.DeviceOption = "",
     as_json: Annotated[bool, Option("--json", help="One JSON line per answer.")] = False,
 ) -> None:
     """Chat in the terminal: the draft's accepted words in green, speed with and without it.
@@ -50,11 +50,10 @@ def chat(
     path = draft_directory(draft)
     with err.status("loading the target"):
         backend = load_target(path, target, aux_layers, dtype, device)
-        talk = _Talk(
-            backend, load_draft_beside(backend, path), str(path), method=method or None,
-            draft_tokens=draft_tokens, max_new_tokens=max_new_tokens, temperature=temperature,
-            seed=seed,
-        )  # fmt: skip
+        drafting = {"method": method or None, "num_draft_tokens": draft_tokens}
+        sampling = {"temperature": temperature, "seed": seed}
+        loaded = load_draft_beside(backend, path)
+        talk = _Talk(backend, loaded, str(path), max_new_tokens, drafting, sampling)
     start = [{"role": "system", "content": system}] if system else []
     conversation = list(start)
     for line in _lines():
@@ -67,8 +66,7 @@ def chat(
         answer = talk.answer(conversation, compare=compare, quiet=as_json)
         conversation.append({"role": "assistant", "content": answer["text"]})
         if as_json:
-            sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
-            sys.stdout.flush()
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
         else:
             err.say(_figures(answer), style="dim")
 
@@ -96,12 +94,9 @@ class _Talk:
         backend: Any,
         draft: Any,
         name: str,
-        *,
-        method: Any,
-        draft_tokens: int,
         max_new_tokens: int,
-        temperature: float,
-        seed: int,
+        drafting: dict[str, Any],
+        sampling: dict[str, Any],
     ) -> None:
         from fledge.data.template import ChatTemplate
         from fledge.decode.speculative import SpeculativeDecoder
@@ -116,14 +111,10 @@ class _Talk:
         self._template = ChatTemplate.of(self._tokenizer)
         self._stops = Stops(max_new_tokens, eos_token_ids(backend.model, self._tokenizer))
         self._decoder = SpeculativeDecoder(
-            backend.model,
-            draft,
-            aux_layer_ids=backend.aux_layer_ids,
-            method=method,
-            num_draft_tokens=draft_tokens,
+            backend.model, draft, aux_layer_ids=backend.aux_layer_ids, **drafting
         )
         self._plain = SpeculativeDecoder(backend.model)
-        self._temperature, self._seed = temperature, seed
+        self._sampling = sampling
         self._room = longest_text(backend.model.config)
         self._plain_speed: float | None = None
 
@@ -139,11 +130,7 @@ class _Talk:
             raise BadInput(what, fix="/reset, or a lower --max-new-tokens")
         stream = _Stream(self._tokenizer, quiet=quiet)
         [generation] = self._decoder.generate(
-            [ids],
-            self._stops,
-            temperature=self._temperature,
-            seed=self._seed,
-            on_round=lambda rows: stream.show(rows[0]),
+            [ids], self._stops, **self._sampling, on_round=lambda rows: stream.show(rows[0])
         )
         stream.end(generation)
         rounds = sum(r.emitted for r in generation.rounds), len(generation.rounds)
@@ -165,10 +152,10 @@ class _Talk:
         if not compare and self._plain_speed is not None:
             return {"plain_tokens_per_s": self._plain_speed}
         stops = self._stops if compare else Stops(min(_PROBE_TOKENS, self._stops.max_new_tokens))
-        [alone] = self._plain.generate([ids], stops, temperature=self._temperature, seed=self._seed)
+        [alone] = self._plain.generate([ids], stops, **self._sampling)
         self._plain_speed = _speed(alone, self._plain.timing)
         figures: dict[str, Any] = {"plain_tokens_per_s": self._plain_speed}
-        if compare and self._temperature == 0:
+        if compare and self._sampling["temperature"] == 0:
             figures["same_text"] = alone.token_ids == generation.token_ids
         return figures
 
@@ -202,8 +189,7 @@ class _Stream:
         if out.is_terminal:
             out.print(coloured(pieces, depths), end="", soft_wrap=True)
         else:  # a pipe gets every character as it is
-            sys.stdout.write("".join(pieces))
-            sys.stdout.flush()
+            print("".join(pieces), end="", flush=True)
 
 
 def accepted_depths(generation: Any) -> list[int]:

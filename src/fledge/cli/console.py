@@ -4,18 +4,11 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 
@@ -49,9 +42,9 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def table(*columns: str, words: int = 1, no_wrap: bool = False, title: str | None = None) -> Table:
+def plain_table(*columns: str, words: int = 1, no_wrap: bool = False, title: str = "") -> Table:
     """A plain table: the first `words` columns hold words, the others numbers."""
-    plain = Table(title=title, title_justify="left", box=None)
+    plain = Table(title=title or None, title_justify="left", box=None)
     for index, column in enumerate(columns):
         plain.add_column(column, justify="right" if index >= words else "left", no_wrap=no_wrap)
     return plain
@@ -76,29 +69,25 @@ def shown_on_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar(unit: str) -> Iterator[Progress]:
-    """A bar with counts, elapsed and remaining time, and a free text column `note`."""
+def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
+    """A bar with counts, elapsed and remaining time, and a free text column; it is moved by
+    `update(total=, completed=, advance=, description=, note=)`."""
     columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("[bold]{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn(unit),
+        progress.TextColumn("{task.fields[note]}"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as progress:
-        yield progress
+    with progress.Progress(*columns, console=err, transient=True) as bar:
+        yield partial(bar.update, bar.add_task(what, total=None, note=""))
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Callable[[str, float, int], None]]:
     """One bar that says what is going on: `watch(what, done, total)`."""
-    with progress_bar("") as bar:
-        task = bar.add_task("", total=None, note="")
-
-        def watch(what: str, done: float, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield watch
+    with progress_bar("") as update:
+        yield lambda what, done, total: update(description=what, completed=done, total=total)

@@ -14,7 +14,7 @@ from fledge.core.errors import BadInput, nearest
 
 app = Typer(help="Prepare conversations for training, and look at them.", no_args_is_help=True)
 
-Data = Annotated[
+Sources = Annotated[
     list[str],
     Argument(
         help="Files (.jsonl, .json, .parquet), directories, or data set ids such as "
@@ -72,13 +72,12 @@ def _prepare(data: list[str], model: str, options: Any, workers: int | None, dro
 
     directory = local_model(model, weights=False)
     start = time.perf_counter()
-    with progress_bar("parts") as bar:
-        task = bar.add_task("tokenising", total=None, note="")
+    with progress_bar("tokenising", "parts") as update:
 
         def show(at: Progress) -> None:
             rate = at.tokens / max(1e-9, time.perf_counter() - start)
             note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
-            bar.update(task, total=at.parts, completed=at.done, note=note)
+            update(total=at.parts, completed=at.done, note=note)
 
         return prepare_rows(
             data, directory, options, workers=workers, max_drop_share=drop, on_progress=show
@@ -89,7 +88,7 @@ def _prepare(data: list[str], model: str, options: Any, workers: int | None, dro
     epilog="Example: fledge data prepare chats.jsonl --model smollm2-135m --max-length 4096"
 )
 def prepare(
-    data: Data,
+    data: Sources,
     model: Model = "smollm2-135m",
     max_length: MaxLength = None,
     overlong: OverlongRows = "cut",
@@ -126,7 +125,7 @@ def prepare(
 
 @app.command(epilog="Example: fledge data preview chats.jsonl -n 3 --html preview.html")
 def preview(
-    data: Data,
+    data: Sources,
     model: Model = "smollm2-135m",
     count: Annotated[int, Option("--count", "-n", min=1, help="Conversations to show.")] = 3,
     html: Annotated[Path | None, Option(help="Write a page instead of printing.")] = None,
@@ -173,7 +172,7 @@ def preview(
 
 @app.command(epilog="Example: fledge data stats chats.jsonl --pack 4096 --json")
 def stats(
-    data: Data,
+    data: Sources,
     model: Model = "smollm2-135m",
     pack: Annotated[int, Option(min=2, help="Tokens per pack, for the padding share.")] = 4096,
     max_length: MaxLength = None,

@@ -94,7 +94,7 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     options = EvalOptions(
         num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
     )
-    measured = eval.measure([run], [str(prompts)], options)
+    measured = eval.measure_drafts([run], [str(prompts)], options)
     write_json(run / EVALUATION_NAME, measured.to_json())
     [draft] = measured.reports
     for shown in draft.samples[:2]:

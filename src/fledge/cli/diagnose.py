@@ -23,7 +23,7 @@ def diagnose(
     draft: Annotated[
         str, Argument(metavar="DRAFT", help="A directory or hub id, anybody's; or a run.")
     ],
-    target: opt.Target = "",
+    target: opt.TargetOption = "",
     fix: Annotated[
         Path | None, Option(metavar="OUT", help="Write a copy with the certain repairs.")
     ] = None,
@@ -36,7 +36,7 @@ def diagnose(
     prompts: Annotated[int, Option(min=1, help="Prompts to decode, of 32 shipped.")] = 16,
     max_new_tokens: Annotated[int, Option(min=4, help="Length limit of answers.")] = 64,
     dtype: Annotated[str, Option(help="The target's: float32, ...; auto: as stored.")] = "",
-    device: opt.Device = "",
+    device: opt.DeviceOption = "",
     as_json: opt.AsJson = False,
 ) -> None:
     """Check an EAGLE-3 or P-EAGLE draft of any trainer against its target.

@@ -4,6 +4,7 @@ Read-only: no network, no download, nothing written. Each check is independent, 
 broken part (a torch that does not import, a driver that does not answer) is reported, not raised.
 """
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -30,7 +31,7 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Part:
+class Ability:
     """An optional ability: whether it works here, and if not, why and what to do."""
 
     name: str
@@ -76,7 +77,7 @@ def examine() -> dict[str, Any]:
     """Everything the command prints, as plain values."""
     accelerator = look_at_torch()
     return {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
         "python": sys.executable,
         "platform": platform.platform(),
         "devices": {
@@ -113,63 +114,58 @@ def look_at_torch() -> Accelerator:
     return Accelerator("", build, tuple(gpus), mps=torch.backends.mps.is_available())
 
 
-def optional_parts(accelerator: Accelerator) -> list[Part]:
-    return [
-        _gpu_training(accelerator),
-        *_precisions(accelerator),
-        *_kernels(accelerator),
-        *_packages(),
-        *_models(),
-    ]
+def optional_parts(accelerator: Accelerator) -> list[Ability]:
+    on_device = (*_precisions(accelerator), *_kernels(accelerator))
+    return [_gpu_training(accelerator), *on_device, *_packages(), *_models()]
 
 
-def _gpu_training(accelerator: Accelerator) -> Part:
+def _gpu_training(accelerator: Accelerator) -> Ability:
     name = "GPU training"
     if accelerator.gpus:
         several = len(accelerator.gpus)
         how = "torchrun uses all of them" if several > 1 else "one GPU"
-        return Part(name, True, f"{several} x {accelerator.gpus[0].name}, {how}")
+        return Ability(name, True, f"{several} x {accelerator.gpus[0].name}, {how}")
     if accelerator.problem:
-        return Part(name, False, accelerator.problem)
+        return Ability(name, False, accelerator.problem)
     if accelerator.build == "CPU only":
         note = "torch is a CPU-only build; install a CUDA build of torch for GPU training"
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         note = "no GPU is visible; check the driver (nvidia-smi)"
         note += f" and CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
-    return Part(name, False, f"{note}; the CPU works, slowly")
+    return Ability(name, False, f"{note}; the CPU works, slowly")
 
 
-def _precisions(accelerator: Accelerator) -> Iterator[Part]:
+def _precisions(accelerator: Accelerator) -> Iterator[Ability]:
     capability = accelerator.capability
     rocm = accelerator.build.startswith("ROCm")
     checks = (("bf16 compute", (8, 0), "Ampere"), ("fp8 targets", (8, 9), "Ada or Hopper"))
     for name, needed, family in checks:
         if not accelerator.gpus:
-            yield Part(name, False, "needs a GPU; CPUs compute in float32")
+            yield Ability(name, False, "needs a GPU; CPUs compute in float32")
         elif rocm or capability >= needed:
-            yield Part(name, True, f"compute capability {capability[0]}.{capability[1]}")
+            yield Ability(name, True, f"compute capability {capability[0]}.{capability[1]}")
         else:
             note = f"compute capability {capability[0]}.{capability[1]}: needs {family} or newer"
-            yield Part(name, False, f"{note}; float32 is used")
+            yield Ability(name, False, f"{note}; float32 is used")
 
 
-def _kernels(accelerator: Accelerator) -> Iterator[Part]:
+def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
     triton = _version("triton")
     if triton and accelerator.gpus:
-        yield Part("Triton and flex attention", True, f"triton {triton}")
+        yield Ability("Triton and flex attention", True, f"triton {triton}")
     else:
         why = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
-        yield Part("Triton and flex attention", False, f"{why}; the PyTorch reference is used")
+        yield Ability("Triton and flex attention", False, f"{why}; the PyTorch reference is used")
     compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
     note = compiler or "no C++ compiler on the path; install g++, or leave compile: false"
-    yield Part("torch.compile", compiler is not None, note)
+    yield Ability("torch.compile", compiler is not None, note)
     flash = _version("flash-attn")
     needs = "not installed; optional, sdpa is used instead"
-    yield Part("flash-attn", flash is not None, f"flash-attn {flash}" if flash else needs)
+    yield Ability("flash-attn", flash is not None, f"flash-attn {flash}" if flash else needs)
 
 
-def _packages() -> Iterator[Part]:
+def _packages() -> Iterator[Ability]:
     groups = (
         ("vLLM targets", ("vllm",), "fledge[vllm]"),
         ("SGLang targets", ("sglang",), "fledge[sglang]"),
@@ -186,28 +182,28 @@ def _packages() -> Iterator[Part]:
             note = f"{', '.join(missing)} not installed: pip install '{extra}'"
         else:
             note = ", ".join(f"{package} {_version(package)}" for package in packages)
-        yield Part(name, not missing, note)
+        yield Ability(name, not missing, note)
 
 
-def _models() -> Iterator[Part]:
+def _models() -> Iterator[Ability]:
     missing = [package for package in ("gguf", "accelerate") if _version(package) is None]
     note = f"pip install {' '.join(missing)}" if missing else f"gguf {_version('gguf')}"
-    yield Part("GGUF targets", not missing, note)
+    yield Ability("GGUF targets", not missing, note)
     from fledge.models import embedded
     from fledge.models.convert_gguf import directory_name
 
     for name, model in embedded.MODELS.items():
         if (cache_dir() / "models" / directory_name(model.sha256)).is_dir():
-            yield Part(f"embedded {name}", True, "in the cache, works offline")
+            yield Ability(f"embedded {name}", True, "in the cache, works offline")
         elif importlib.util.find_spec("pip") is not None:
             note = f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip"
-            yield Part(f"embedded {name}", True, note)
+            yield Ability(f"embedded {name}", True, note)
         else:
-            yield Part(f"embedded {name}", False, "this Python has no pip: python -m ensurepip")
+            yield Ability(f"embedded {name}", False, "this Python has no pip: python -m ensurepip")
     offline = [flag for flag in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(flag)]
     token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
     note = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
-    yield Part("models by hub id", not offline, note if offline else f"not tried; {token}")
+    yield Ability("models by hub id", not offline, note if offline else f"not tried; {token}")
 
 
 def cache_contents(root: Path) -> list[dict[str, Any]]:
@@ -223,10 +219,6 @@ def cache_contents(root: Path) -> list[dict[str, Any]]:
         name = str(record.get("name", place.relative_to(root)))
         entries.append({"name": name, "path": str(place), "bytes": _size(place)})
     return entries
-
-
-def _versions() -> dict[str, str | None]:
-    return {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str | None:
@@ -249,10 +241,8 @@ def _disk(path: Path) -> dict[str, Any]:
 def _size(directory: Path) -> int:
     total = 0
     for file in directory.rglob("*"):
-        try:
+        with contextlib.suppress(OSError):  # removed while we look
             total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # removed while we look
-            continue
     return total
 
 

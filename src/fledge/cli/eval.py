@@ -8,7 +8,7 @@ from rich.table import Table
 from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, out, print_json, quiet_libraries, table, watching
+from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import load_draft_beside, load_target, numbers
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
@@ -24,7 +24,7 @@ def evaluate(
     prompts: opt.Prompts = None,
     limit: Annotated[int, Option(min=0, help="Prompts per file; 0: all.")] = 0,
     draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted per round (k).")] = 7,
-    method: opt.Method = "",
+    method: opt.MethodOption = "",
     tree: Annotated[str, Option(help="Shape of a tree: depth,width,nodes.")] = "5,4,24",
     max_new_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 256,
     live: Annotated[
@@ -37,10 +37,9 @@ def evaluate(
     dtype: Annotated[
         str, Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
     ] = "",
-    device: opt.Device = "",
+    device: opt.DeviceOption = "",
     output: Annotated[
-        Path | None,
-        Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json."),
+        Path | None, Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json.")
     ] = None,
     samples: Annotated[int, Option(min=0, help="Answers kept token by token with --out.")] = 6,
     as_json: opt.AsJson = False,
@@ -51,12 +50,17 @@ def evaluate(
     answers, which gives the acceptance of live decoding exactly, and a few answers are decoded live
     to prove it and to take the time. The exit code is 1 when live decoding disagrees.
     """
-    options = _options(
-        draft_tokens, method, tree, live, max_new_tokens, samples if output is not None else 0
-    )
+    from fledge.decode.strategies.shape import TreeShape
+    from fledge.measure.evaluation import EvalOptions
+
+    options = EvalOptions(
+        num_draft_tokens=draft_tokens, method=method or None, live=live,
+        tree=TreeShape(*numbers(tree, 3, "--tree")), max_new_tokens=max_new_tokens,
+        samples=samples if output is not None else 0,
+    )  # fmt: skip
     if output is not None:
         check_place(output, read=prompts or ())
-    measured = measure(
+    measured = measure_drafts(
         drafts, prompts or ["mixed"], options, target=target, limit=limit, batch=batch,
         aux_layers=aux_layers, dtype=dtype, device=device,
     )  # fmt: skip
@@ -65,14 +69,14 @@ def evaluate(
     if as_json:
         print_json(measured.to_json())
     else:
-        show(measured.reports, measured.answers)
+        show_tables(measured.reports, measured.answers)
     if not measured.agrees:
         err.say("live decoding disagrees with the replay: do not trust these figures", "red")
         raise Exit(1)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Evaluated:
     """The result of an evaluation."""
 
     reports: list[Any]
@@ -103,19 +107,18 @@ class Measured:
         }
 
 
-def measure(
+def measure_drafts(
     drafts: list[Path],
     prompts: list[str],
     options: Any,
     *,
-    target: str = "",
     limit: int = 0,
     batch: int = 16,
-    aux_layers: str = "",
-    dtype: str = "",
-    device: str = "",
-) -> Measured:
-    """The target answers, every draft is replayed and decoded live; a bar shows how far it is."""
+    **named: str,
+) -> Evaluated:
+    """The target answers, every draft is replayed and decoded live; a bar shows how far it is.
+
+    `named` says what `load_target` takes besides the first draft."""
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
     from fledge.measure.prompts import read_prompts
@@ -126,7 +129,7 @@ def measure(
     asked = read_prompts(prompts, limit=limit or None)
     with watching() as watch:
         watch("loading the target", 0, 1)
-        backend = load_target(paths[0], target, aux_layers, dtype, device)
+        backend = load_target(paths[0], **named)
         loaded = []
         for label, path in zip(labels, paths, strict=True):  # bad ones fail before the answers
             loaded.append((label, load_draft_beside(backend, path)))
@@ -142,7 +145,7 @@ def measure(
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         evaluation = DraftEvaluation(backend, answers.turns, options, watch)
         reports = [evaluation.evaluate(label, draft) for label, draft in loaded]
-    return Measured(reports, answers, backend, prompts)
+    return Evaluated(reports, answers, backend, prompts)
 
 
 def _labels(drafts: list[Path]) -> list[str]:
@@ -155,23 +158,7 @@ def _labels(drafts: list[Path]) -> list[str]:
     return [str(path) for path in drafts]
 
 
-def _options(
-    draft_tokens: int, method: str, tree: str, live: int, max_new_tokens: int, samples: int
-) -> Any:
-    from fledge.decode.strategies.shape import TreeShape
-    from fledge.measure.evaluation import EvalOptions
-
-    return EvalOptions(
-        num_draft_tokens=draft_tokens,
-        method=method or None,
-        tree=TreeShape(*numbers(tree, 3, "--tree")),
-        live=live,
-        max_new_tokens=max_new_tokens,
-        samples=samples,
-    )
-
-
-def show(reports: Any, answers: Any) -> None:
+def show_tables(reports: Any, answers: Any) -> None:
     """The tables."""
     tokens = sum(len(turn.answer_ids) for turn in answers.turns)
     cut = sum(turn.finish == "length" for turn in answers.turns)
@@ -200,7 +187,7 @@ def show(reports: Any, answers: Any) -> None:
 
 
 def positions(reports: Any) -> Table:
-    shown = table("draft", "method", "length", words=2)
+    shown = plain_table("draft", "method", "length", words=2)
     shown.add_column("")
     for k in range(max(len(report.acceptance.joint) for report in reports)):
         shown.add_column(f"{k + 1}", justify="right")
@@ -216,7 +203,7 @@ def positions(reports: Any) -> Table:
 
 
 def _groups(reports: Any, attribute: str) -> Table:
-    shown = table("", *(report.name for report in reports), "rounds")
+    shown = plain_table("", *(report.name for report in reports), "rounds")
     for name in getattr(reports[0], attribute):
         row = [getattr(report, attribute).get(name) for report in reports]
         lengths = [f"{part.length:.3f}" if part is not None else "-" for part in row]
@@ -225,7 +212,7 @@ def _groups(reports: Any, attribute: str) -> Table:
 
 
 def _speeds(reports: Any) -> Table:
-    shown = table(
+    shown = plain_table(
         "draft", "plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
         "predicted\nspeed-up", "measured\n(live)", no_wrap=True,
     )  # fmt: skip

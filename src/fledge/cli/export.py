@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import out, print_json, quiet_libraries, table, watching
+from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import parse_dtype
 
 EXAMPLE = (
@@ -23,7 +23,7 @@ def export(
     engine_version: Annotated[
         str, Option(help="For example 0.5.9; default: the newest tested one.")
     ] = "",
-    target: opt.Target = "",
+    target: opt.TargetOption = "",
     destination: Annotated[
         Path | None, Option("--out", help="Directory; default: exports/ENGINE in the run.")
     ] = None,
@@ -42,10 +42,9 @@ def export(
     limit: Annotated[int, Option(min=1, help="Prompts to decode.")] = 8,
     max_new_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 64,
     shortfall: Annotated[
-        float,
-        Option(min=0, max=1, help="Share of the estimated gain that decoding may miss."),
+        float, Option(min=0, max=1, help="Share of the estimated gain that decoding may miss.")
     ] = 0.5,
-    device: opt.Device = "",
+    device: opt.DeviceOption = "",
     as_json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Write a draft as an engine reads it, and prove that the files do what training measured.
@@ -93,7 +92,7 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         f"({record['format']}, {record['dtype']}); {check['tensors']} tensors read back, bit for "
         "bit"
     )
-    lengths = table("acceptance length", "")
+    lengths = plain_table("acceptance length", "")
     if check["estimate"] is not None:
         lengths.add_row("estimated in training", f"{check['estimate']:.3f}")
     if check["same_rows"] is not None:

@@ -15,7 +15,9 @@ def recipe_of_words(words: Sequence[str]) -> Any:
     return load_recipe(*split_arguments(words))
 
 
-def load_target(draft: Path, target: str, aux_layers: str, dtype: str, device: str) -> Any:
+def load_target(
+    draft: Path, target: str = "", aux_layers: str = "", dtype: str = "", device: str = ""
+) -> Any:
     from fledge.draft.files import read_config, read_draft_config
     from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.train.runs import recipe_of

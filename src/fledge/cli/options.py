@@ -10,12 +10,12 @@ RecipeWords = Annotated[
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 OutcomeAsJson = Annotated[bool, Option("--json", help="Print the outcome as JSON.")]
-Device = Annotated[str, Option(help="cpu, cuda, ...; default: a GPU if any.")]
+DeviceOption = Annotated[str, Option(help="cpu, cuda, ...; default: a GPU if any.")]
 
 # drafts and how they are used
-Draft = Annotated[Path, Argument(metavar="DRAFT", help="A draft, or a run (its best).")]
-Target = Annotated[str, Option(help="The target; a run of fledge knows its own.")]
-Method = Annotated[
+DraftArgument = Annotated[Path, Argument(metavar="DRAFT", help="A draft, or a run (its best).")]
+TargetOption = Annotated[str, Option(help="The target; a run of fledge knows its own.")]
+MethodOption = Annotated[
     str, Option(help="chain, parallel or tree; default: what the draft was trained for.")
 ]
 TrainedTokens = Annotated[int, Option(min=0, help="Tokens drafted per round (k); 0: as trained.")]
@@ -28,7 +28,7 @@ Temperature = Annotated[float, Option(min=0.0, help="0: the likeliest answer.")]
 Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="For temperatures above 0.")]
 
 # caches
-Encoding = Annotated[str, Option(help="hidden | hidden-fp8 | probs | topk.")]
+EncodingOption = Annotated[str, Option(help="hidden | hidden-fp8 | probs | topk.")]
 CacheDtype = Annotated[str, Option(help="float32 | bfloat16 | float16; auto: the target's.")]
 TopK = Annotated[int | None, Option("--top-k", min=1, help="Probabilities kept (topk).")]
 SupervisedOnly = Annotated[

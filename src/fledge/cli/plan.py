@@ -14,9 +14,8 @@ def plan(arguments: RecipeWords, as_json: AsJson = False) -> None:
 
     recipe = recipe_of_words(arguments)
     quiet_libraries()
-    with progress_bar("parts") as bar:
-        task = bar.add_task("preparing data", total=None, note="")
-        training = set_up(recipe, lambda at: bar.update(task, total=at.parts, completed=at.done))
+    with progress_bar("preparing data", "parts") as update:
+        training = set_up(recipe, lambda at: update(total=at.parts, completed=at.done))
     predicted = predict(training)
     if as_json:
         print_json(predicted.to_json())

@@ -22,7 +22,7 @@ EXAMPLE = (
 def precompute(
     arguments: opt.RecipeWords,
     output_dir: Annotated[Path, Option("--output-dir", "-o", help="Where the cache goes.")],
-    encoding: opt.Encoding = "hidden",
+    encoding: opt.EncodingOption = "hidden",
     dtype: opt.CacheDtype = "auto",
     top_k: opt.TopK = None,
     supervised_only: opt.SupervisedOnly = False,
@@ -49,16 +49,15 @@ def precompute(
         supervised_only=supervised_only, shard_size=shard_size, batch_size=batch_size,
         resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
-    with progress_bar("rows") as bar:
-        task = bar.add_task("preparing data", total=None, note="")
+    with progress_bar("preparing data", "rows") as update:
 
         def prepared(at: Any) -> None:
-            bar.update(task, total=at.parts, completed=at.done, note="parts")
+            update(total=at.parts, completed=at.done, note="parts")
 
         job, model = recipe_job(recipe, output_dir, chosen, prepared)
-        bar.update(task, description="asking the target", total=None, completed=0)
+        update(description="asking the target", total=None, completed=0)
         load, head_bytes = partial(recipe_target, recipe, device), model.head_bytes(chosen.dtype)
-        code = run_job(job, head_bytes, load, device, bar, task, as_json=as_json)
+        code = run_job(job, head_bytes, load, device, update, as_json=as_json)
     if code:
         raise Exit(code)
 
@@ -85,14 +84,14 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
 
 
 def run_job(
-    job: Any, head_bytes: int, load: Any, device: Any, bar: Any, task: Any, *, as_json: bool
+    job: Any, head_bytes: int, load: Any, device: Any, update: Any, *, as_json: bool
 ) -> int:
     """Run a job with its progress shown; the exit code."""
     from fledge.target.cache.job import readable
     from fledge.target.cache.precompute import STOPPED, execute
 
     def show(at: Any) -> None:
-        bar.update(task, total=len(job.rows), completed=at.rows, note=readable(at.bytes))
+        update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
 
     def say(line: str) -> None:
         err.say(line, style="cyan")

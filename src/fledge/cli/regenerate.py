@@ -52,7 +52,7 @@ def regenerate(
         float, Option(min=0.0, max=1.0, help="Exit with code 1 above this share.")
     ] = 0.05,
     dtype: Annotated[str, Option(help="Of a model run here; auto: as stored.")] = "auto",
-    device: opt.Device = "",
+    device: opt.DeviceOption = "",
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Rewrite every answer with the target's own words: what a draft should learn from.
@@ -80,14 +80,13 @@ def regenerate(
         answerer = _local(target, sampling, batch, dtype, device, extra, model)
     else:
         answerer = _servers(url or [], model, sampling, concurrency, retries, timeout, extra)
-    with progress_bar("rows") as bar:
-        task = bar.add_task("answering", total=None, note="")
+    with progress_bar("answering", "rows") as update:
 
         def watch(done: int, so_far: Any) -> None:
             speed = so_far.tokens_now / so_far.seconds_now if so_far.seconds_now else 0.0
             failed = f", {so_far.failed_now} failed" if so_far.failed_now else ""
             note = f"{speed:,.0f} tok/s{failed}"
-            bar.update(task, completed=done, total=so_far.rows, note=note)
+            update(completed=done, total=so_far.rows, note=note)
 
         summary = run(
             sources, output, answerer, sampling, limit=limit or None, watch=watch,

@@ -55,7 +55,7 @@ def report(
         objective = gather(run)["recipe"].get("objective", {})
         trained = objective.get("ttt_steps") or objective.get("num_depths") or 7
         options = EvalOptions(num_draft_tokens=draft_tokens or trained, samples=samples)
-        measured = eval.measure(
+        measured = eval.measure_drafts(
             [run], prompts or ["mixed"], options, target=target, limit=limit, device=device
         )
         write_json(run / EVALUATION_NAME, measured.to_json())

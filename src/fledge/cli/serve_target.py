@@ -1,7 +1,6 @@
 """`fledge serve-target`: serve a target to trainers in other processes or on other machines."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,8 +143,7 @@ def _argument(text: str) -> tuple[str, Any]:
 def _announce(url: str, info: dict[str, Any], *, as_json: bool) -> None:
     facts = ("model", "engine", "aux_layer_ids", "dtype", "weights_fingerprint")
     if as_json:
-        sys.stdout.write(json.dumps({"url": url, **{name: info[name] for name in facts}}) + "\n")
-        sys.stdout.flush()
+        print(json.dumps({"url": url, **{name: info[name] for name in facts}}), flush=True)
         return
     layers = ", ".join(map(str, info["aux_layer_ids"]))
     err.say(

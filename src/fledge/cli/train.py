@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from typer import Exit
 
-from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries, table
+from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.errors import BadInput
@@ -68,21 +68,20 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
 
     quiet_libraries()
     begin = time.perf_counter()
-    with progress_bar("") as bar:
-        task = bar.add_task("preparing data", total=None, note="")
+    with progress_bar("preparing data") as update:
         training = set_up(
-            recipe, lambda at: bar.update(task, total=at.parts, completed=at.done, note="parts")
+            recipe, lambda at: update(total=at.parts, completed=at.done, note="parts")
         )
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
         predicted = predict(training)
-        watcher = _Watcher(bar, task, quiet=not is_main)
+        watcher = _Watcher(update, quiet=not is_main)
         watcher.note(
             f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "
             f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
             f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
         )
-        bar.update(task, description="training", total=stream.steps, completed=0)
+        update(description="training", total=stream.steps, completed=0)
         with training.parts.target:  # let go of it on every way out
             outcome = fit(training, watcher)
     seconds = time.perf_counter() - begin
@@ -100,8 +99,8 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
 class _Watcher:
     """Shows a run while it goes on."""
 
-    def __init__(self, bar: Any, task: Any, *, quiet: bool) -> None:
-        self._bar, self._task, self._quiet = bar, task, quiet
+    def __init__(self, update: Any, *, quiet: bool) -> None:
+        self._update, self._quiet = update, quiet
 
     def note(self, text: str) -> None:
         if not self._quiet:
@@ -112,7 +111,7 @@ class _Watcher:
             f"loss {values['loss']:.3f} tau {values['tau']:.2f} "
             f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
         )
-        self._bar.update(self._task, completed=values["step"], note=note)
+        self._update(completed=values["step"], note=note)
 
     def evaluated(self, values: dict[str, Any]) -> None:
         evaluation = values["evaluation"]
@@ -153,7 +152,7 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
 def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str) -> Table:
     """Held-out acceptance before and after training, per drafted token."""
     tokens = [f"token {depth + 1}" for depth in range(len(after["joint"]))]
-    shown = table("", "length", *tokens, title=f"held-out acceptance, greedy {drafted}")
+    shown = plain_table("", "length", *tokens, title=f"held-out acceptance, greedy {drafted}")
     shown.columns[0].no_wrap = True
     for name, values in (("before training", before), ("after training", after)):
         rates = [f"{rate:.1%}" for rate in values["joint"]]

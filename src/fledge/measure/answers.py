@@ -58,7 +58,7 @@ def cached_answers(
     *,
     max_new_tokens: int,
     batch: int = 16,
-    on_answer: Watch | None = None,
+    on_answer: Watch = lambda done, total: None,
 ) -> Answers:
     """The answers from the cache, or generated now and kept there."""
     tokenizer = target.tokenizer
@@ -128,9 +128,7 @@ class _Writer:
         self._stops = Stops(max_new_tokens, eos_token_ids(target.model, tokenizer))
         self._room = longest_text(target.model.config)
 
-    def answer(
-        self, prompts: Sequence[Prompt], on_answer: Watch | None
-    ) -> tuple[list[AnsweredTurn], int]:
+    def answer(self, prompts: Sequence[Prompt], on_answer: Watch) -> tuple[list[AnsweredTurn], int]:
         """Turn after turn: a follow-up is asked when what goes before it is answered."""
         turns: list[AnsweredTurn] = []
         skipped = number = 0
@@ -145,8 +143,7 @@ class _Writer:
             before = len(turns)
 
             def watch(done: float, before: int = before) -> None:
-                if on_answer is not None:
-                    on_answer(before + done, total)
+                on_answer(before + done, total)
 
             names = [number * len(prompts) + row for row, _ in asked]  # in the journal
             answers = self._generate(names, encoded, watch)
@@ -180,11 +177,10 @@ class _Writer:
             def on_round(rows: list[Generation], begin: int = begin) -> None:
                 watch(begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows))
 
-            out = self._finished([names[i] for i in members], [encoded[i] for i in members])
+            asked = [encoded[i] for i in members]
+            out = self._finished([names[i] for i in members], asked)
             if out is None:
-                out = self._decoder.generate(
-                    [encoded[i] for i in members], self._stops, on_round=on_round
-                )
+                out = self._decoder.generate(asked, self._stops, on_round=on_round)
                 for i, text in zip(members, out, strict=True):
                     value = {"token_ids": text.token_ids, "finish": text.finish}
                     self._journal.add(names[i], value, good=True)

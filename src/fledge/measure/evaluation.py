@@ -17,18 +17,9 @@ from fledge.decode.strategies.base import Strategy
 from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.draft.base import DraftModel
+from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
-from fledge.measure.figures import (
-    Acceptance,
-    Sample,
-    VocabularyMisses,
-    acceptance,
-    by_context,
-    by_label,
-    definition,
-    every_slot_length,
-    vocabulary_misses,
-)
+from fledge.measure.figures import Acceptance, Sample, VocabularyMisses
 from fledge.measure.replay import Replay, Text, replay
 from fledge.measure.speed import Speed, Stopwatch
 from fledge.measure.tokens import WrittenToken, look_closely, written_tokens
@@ -62,6 +53,16 @@ class LiveCheck:
     def agrees(self) -> bool:
         """Whether live decoding confirms the replay, up to ties that rounding breaks either way."""
         return self.rounds == 0 or self.same_rounds >= 0.95 * self.rounds
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "texts": self.texts,
+            "same_texts": self.same_texts,
+            "compared_rounds": self.rounds,
+            "same_rounds": self.same_rounds,
+            "agrees": self.agrees,
+            "acceptance_length": self.acceptance.length,
+        }
 
 
 @dataclass(frozen=True)
@@ -115,22 +116,11 @@ class DraftReport:
             "draft_vocabulary_misses": self.misses.to_json(),
             "target_picks_that_differ": self.other_picks,
             "replay_s": self.replay_s,
-            "live": None,
-            "speed": None,
+            "live": None if self.live is None else self.live.to_json(),
+            "speed": None if self.speed is None else self.speed.to_json(self.acceptance.length),
         }
         if self.samples:
             value["samples"] = [answer.to_json() for answer in self.samples]
-        if self.live is not None:
-            value["live"] = {
-                "texts": self.live.texts,
-                "same_texts": self.live.same_texts,
-                "compared_rounds": self.live.rounds,
-                "same_rounds": self.live.same_rounds,
-                "agrees": self.live.agrees,
-                "acceptance_length": self.live.acceptance.length,
-            }
-            if self.speed is not None:
-                value["speed"] = self.speed.to_json(self.acceptance.length)
         return value
 
 
@@ -175,13 +165,13 @@ class DraftEvaluation:
         return DraftReport(
             name=name,
             method=strategy.name,
-            definition=definition(strategy.label),
-            acceptance=acceptance(samples, depth),
-            every_slot=every_slot_length(samples, depth),
-            groups=by_label(samples, depth, lambda sample: sample.group),
-            categories=by_label(samples, depth, lambda sample: sample.category),
-            contexts=by_context(samples, depth),
-            misses=vocabulary_misses(samples, depth, sayable.__contains__),
+            definition=figures.definition(strategy.label),
+            acceptance=figures.acceptance(samples, depth),
+            every_slot=figures.every_slot_length(samples, depth),
+            groups=figures.by_label(samples, depth, lambda sample: sample.group),
+            categories=figures.by_label(samples, depth, lambda sample: sample.category),
+            contexts=figures.by_context(samples, depth),
+            misses=figures.vocabulary_misses(samples, depth, sayable.__contains__),
             other_picks=None if replays is None else sum(text.other_picks for text in replays),
             live=self._check(live, replays, depth) if live else None,
             speed=speed,
@@ -198,8 +188,8 @@ class DraftEvaluation:
         else:
             rollouts = strategy.rollouts(strategy.draft, strategy.depth)
             tokens = look_closely(self.target, rollouts, text, sample.rounds, tokenizer)
-        figures = acceptance([sample], strategy.depth)
-        return ShownAnswer(self.answers[index].question, sample.category, figures, tokens)
+        acceptance = figures.acceptance([sample], strategy.depth)
+        return ShownAnswer(self.answers[index].question, sample.category, acceptance, tokens)
 
     def _replay(self, strategy: Strategy) -> list[Replay]:
         texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers]
@@ -253,7 +243,9 @@ class DraftEvaluation:
                 rounds += len(compared)
                 same_rounds += len(compared & set(replays[index].rounds))
         samples = [_live_sample(text, self.answers[i]) for i, text in live.items()]
-        return LiveCheck(len(live), same_texts, rounds, same_rounds, acceptance(samples, depth))
+        return LiveCheck(
+            len(live), same_texts, rounds, same_rounds, figures.acceptance(samples, depth)
+        )
 
 
 def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> None:
@@ -266,11 +258,9 @@ def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> Non
         if ours != theirs:
             complaint = f"the draft's {what} is {ours}, the target's {theirs}"
             raise BadInput(complaint, where=name, fix=another)
-    layers = getattr(config, "aux_layer_ids", None)
-    if layers is not None and list(layers) != list(target.aux_layer_ids):
-        complaint = (
-            f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}"
-        )
+    layers, shown = getattr(config, "aux_layer_ids", None), list(target.aux_layer_ids)
+    if layers is not None and list(layers) != shown:
+        complaint = f"trained on the target's layers {list(layers)}, not {shown}"
         raise BadInput(complaint, where=name, fix=f"--aux-layers {','.join(map(str, layers))}")
     if config.vocab_size > info.vocab_size:
         complaint = f"the draft knows {config.vocab_size} tokens, the target {info.vocab_size}"
@@ -286,7 +276,7 @@ def _shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def _to_json(groups: dict[str, Acceptance]) -> dict[str, Any]:
-    return {name: figures.to_json() for name, figures in groups.items()}
+    return {name: acceptance.to_json() for name, acceptance in groups.items()}
 
 
 def _live_sample(text: Generation, turn: AnsweredTurn) -> Sample:

@@ -3,8 +3,7 @@
 Texts lie in packs, as in training; the loss mask marks the answers. Which slots count, and what is
 drafted from them, `decode.strategies.rollouts` says.
 
-Shapes: B packs, T tokens of a pack, S = B * T slots, N rollout elements, E draft hidden,
-W / V draft / target vocabulary.
+Shapes: N rollout elements of a depth.
 """
 
 from collections.abc import Iterator

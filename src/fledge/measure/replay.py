@@ -10,7 +10,7 @@ The text must be the target's own greedy text. How often the target, shown the t
 another token is counted and returned: ties that rounding breaks differently, or a wrong text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch, TokenRow
-from fledge.data.pack import Pack, Piece, collate, pack_rows
+from fledge.data.pack import Piece, collate, pack_rows
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.strategies.registry import rollouts_of
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
@@ -68,20 +68,17 @@ def replay(
     rollouts = rollouts_of(draft, num_draft_tokens, name=method, dtype=draft_dtype)
     if not all(len(text.prompt_ids) for text in texts):
         raise ValueError("texts: a prompt needs at least one token")
+    if not texts:
+        return []
     replays: dict[int, Replay] = {}
-    for pack in _packs([len(text) for text in texts], batch_tokens):
+    lengths = [len(text) for text in texts]
+    for pack in pack_rows(lengths, max(batch_tokens, *lengths)).packs:  # the longest run alone
         members = [piece.row for piece in pack]
         done = _replay_pack(target, rollouts, [texts[i] for i in members])
         replays |= zip(members, done, strict=True)
         if on_text is not None:
             on_text(len(replays))
     return [replays[i] for i in range(len(texts))]
-
-
-def _packs(lengths: Sequence[int], batch_tokens: int) -> Iterator[Pack]:
-    """Texts that run together. Longer ones than a pack run alone."""
-    if lengths:
-        yield from pack_rows(lengths, max(batch_tokens, *lengths)).packs
 
 
 def _replay_pack(

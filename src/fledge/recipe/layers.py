@@ -20,14 +20,14 @@ _SHOWN = 60  # characters of an offending value
 
 
 @dataclass(frozen=True)
-class Entry:
+class Setting:
     """One written value and where it was written."""
 
     value: Any
     where: str
 
 
-Layer = dict[str, dict[str, Entry]]  # by section and key: what a file sets, or the overrides
+Layer = dict[str, dict[str, Setting]]  # by section and key: what a file sets, or the overrides
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def layered(
 
 def _settled(
     name: str,
-    written: Mapping[str, Entry],
-    changes: Mapping[str, Entry],
+    written: Mapping[str, Setting],
+    changes: Mapping[str, Setting],
     *,
     shapes: Mapping[str, Shape],
-) -> tuple[dict[str, Any], dict[str, Entry]]:
+) -> tuple[dict[str, Any], dict[str, Setting]]:
     """A section's values, and the entries they come from: overrides over the file. Keys of the file
     that the kind chosen by an override does not know, but the old one does, are dropped."""
     shape = shapes[name]
@@ -112,7 +112,7 @@ def _settled(
     return values | ({} if shape.tag is None else {shape.tag: kind}), entries
 
 
-def _nested(section: str, key: str, field: Any, layers: Sequence[Entry]) -> Any:
+def _nested(section: str, key: str, field: Any, layers: Sequence[Setting]) -> Any:
     """The value of a field that has kinds of its own (`objective.loss`): settled as a section, of
     which the file says something and overrides say more."""
     name, tagged = f"{section}.{key}", _tagged(field)
@@ -121,7 +121,7 @@ def _nested(section: str, key: str, field: Any, layers: Sequence[Entry]) -> Any:
     if not isinstance(values[-1], dict):
         return values[-1]  # refused later, with its place
     parts = [
-        {str(part): Entry(inner, layer.where) for part, inner in value.items()}
+        {str(part): Setting(inner, layer.where) for part, inner in value.items()}
         for value, layer in zip(values, layers, strict=True)
         if isinstance(value, dict)
     ]
@@ -169,7 +169,7 @@ def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> No
             fix = "write its keys on indented lines below it"
             raise BadInput(f"section '{section}' holds {_shown(body)}", where=where, fix=fix)
         for key, value in (body or {}).items():
-            written[section][str(key)] = Entry(value, place(section, str(key)))
+            written[section][str(key)] = Setting(value, place(section, str(key)))
 
 
 def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, below: Layer) -> None:
@@ -188,7 +188,7 @@ def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, be
         if not isinstance(value, dict):
             fix = f"write {section}.key=value"
             raise BadInput(f"'{section}' is a section, not a value", where=where, fix=fix)
-        set_here |= {str(key): Entry(inner, where) for key, inner in value.items()}
+        set_here |= {str(key): Setting(inner, where) for key, inner in value.items()}
         return
     key, inside = keys[0], keys[1:]
     earlier = set_here.get(key)
@@ -205,7 +205,7 @@ def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, be
         old = earlier or below[section].get(key)
         base = old.value if old is not None and isinstance(old.value, dict) else {}
         value = _with(base, inside, value)
-    set_here[key] = Entry(value, where)
+    set_here[key] = Setting(value, where)
 
 
 def _override_value(raw: str, *, where: str) -> Any:
@@ -226,7 +226,7 @@ def _with(base: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str,
     return {**base, keys[0]: _with(inner if isinstance(inner, dict) else {}, keys[1:], value)}
 
 
-def _kind(name: str, shape: Shape, layer: Mapping[str, Entry], default: str) -> str:
+def _kind(name: str, shape: Shape, layer: Mapping[str, Setting], default: str) -> str:
     """The kind that a file, or the overrides, ask for: by the tag, else by a key that one kind
     alone has and cannot do without (`target.cached_target_path` is of no use to another)."""
     if shape.tag is None:

@@ -1,5 +1,6 @@
 """The reference of all recipe fields, written from the schema itself: JSON schema and Markdown."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,9 +61,7 @@ def _default(field: Any) -> str:
         value = value.kind
     if isinstance(value, tuple):
         value = list(value)
-    words = {None: "null", True: "true", False: "false"}
-    plain = words[value] if value is None or isinstance(value, bool) else str(value)
-    return f"`{plain}`"
+    return f"`{json.dumps(value) if value is None or isinstance(value, bool) else value}`"
 
 
 def _plain(text: str | None) -> str:

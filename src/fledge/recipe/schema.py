@@ -22,17 +22,8 @@ from fledge.core.settings import Section, Tagged, refused
 from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
+from fledge.recipe import sections
 from fledge.recipe.layers import Shape, layered, one_line, shapes_of
-from fledge.recipe.sections import (
-    Checkpoint,
-    Data,
-    Draft,
-    Evaluation,
-    Packing,
-    Run,
-    Tracking,
-    Training,
-)
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, target_sections
@@ -48,13 +39,13 @@ class Recipe(Section):
     )
     """Who answers: the frozen model that the draft will serve."""
 
-    data: Data = Field(default_factory=Data)
+    data: sections.Data = Field(default_factory=sections.Data)
     """Conversations, and what of them is supervised."""
 
-    packing: Packing = Field(default_factory=Packing)
+    packing: sections.Packing = Field(default_factory=sections.Packing)
     """How rows share a token budget."""
 
-    draft: Draft = Field(default_factory=Draft)
+    draft: sections.Draft = Field(default_factory=sections.Draft)
     """The model that is trained."""
 
     objective: Annotated[
@@ -62,19 +53,19 @@ class Recipe(Section):
     ] = Field(default_factory=lambda: METHODS[DEFAULT_METHOD].section.model_validate({}))
     """What it is trained for."""
 
-    training: Training = Field(default_factory=Training)
+    training: sections.Training = Field(default_factory=sections.Training)
     """The optimizer and its schedule."""
 
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: sections.Checkpoint = Field(default_factory=sections.Checkpoint)
     """What is saved, and whether a run continues."""
 
-    evaluation: Evaluation = Field(default_factory=Evaluation)
+    evaluation: sections.Evaluation = Field(default_factory=sections.Evaluation)
     """Acceptance on held-out rows, replayed."""
 
-    tracking: Tracking = Field(default_factory=Tracking)
+    tracking: sections.Tracking = Field(default_factory=sections.Tracking)
     """Where metrics go."""
 
-    run: Run = Field(default_factory=Run)
+    run: sections.Run = Field(default_factory=sections.Run)
     """Where the run lives."""
 
     @model_validator(mode="before")
@@ -124,13 +115,12 @@ class Recipe(Section):
     def differences(self, other: "Recipe") -> list[str]:
         """`section.key: ours -> theirs` for every field in which two recipes differ."""
         ours, theirs = self.model_dump(), other.model_dump()
-        lines = []
-        for section in ours:
-            for key in {**ours[section], **theirs[section]}:
-                mine, two = ours[section].get(key), theirs[section].get(key)
-                if mine != two:
-                    lines.append(f"{section}.{key}: {mine!r} -> {two!r}")
-        return lines
+        return [
+            f"{section}.{key}: {ours[section].get(key)!r} -> {theirs[section].get(key)!r}"
+            for section in ours
+            for key in {**ours[section], **theirs[section]}
+            if ours[section].get(key) != theirs[section].get(key)
+        ]
 
 
 def recipe_shapes() -> dict[str, Shape]:

@@ -6,6 +6,7 @@ build step and no library. A content security policy in the page forbids every r
 
 import json
 import math
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def render(data: dict[str, Any]) -> str:
     # "<" escaped: no text inside the data can end the script element it lies in.
     embedded = json.dumps(_finite(data), ensure_ascii=False).replace("<", "\\u003c")
     parts = {
-        "title": _escaped(f"{data['name']} · fledge report"),
+        "title": escape(f"{data['name']} · fledge report", quote=False),
         "style": (_HERE / "page.css").read_text(),
         "script": (_HERE / "page.js").read_text(),
         "data": embedded,
@@ -29,10 +30,6 @@ def render(data: dict[str, Any]) -> str:
         name, _, rest = piece.partition("}}")
         out += [parts[name], rest]
     return "".join(out)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _finite(value: Any) -> Any:

@@ -54,13 +54,12 @@ class PackStream:
         self._epochs: list[Packing] = []  # packings made so far, in order
         self._first: list[int] = [0]  # stream position at which each epoch begins
         self.packs_per_step = micro_batch * accumulate * self._world.size
+        self._end: int | None = None
         if steps is None:
             while len(self._epochs) < epochs:
                 self._add_epoch()
             steps = -(-self._first[epochs] // self.packs_per_step)
-            self._end: int | None = self._first[epochs]
-        else:
-            self._end = None
+            self._end = self._first[epochs]
         self.steps = steps
 
     def _add_epoch(self) -> None:

@@ -11,28 +11,10 @@ from typing import Any, Protocol
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.files import alone_in, removed, write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine
+from fledge.train import checkpoint as checkpoints
+from fledge.train import metrics
 from fledge.train.ahead import ask_ahead
-from fledge.train.checkpoint import (
-    Checkpoint,
-    best_step,
-    checkpoint_path,
-    mark_best,
-    newest_checkpoint,
-    optimizer_tensors,
-    prune,
-    restore_optimizer,
-    restore_rng,
-    rng_tensors,
-    save_checkpoint,
-)
 from fledge.train.evaluate import evaluate
-from fledge.train.metrics import (
-    MetricsFile,
-    Tracker,
-    acceptance_metrics,
-    flat_numbers,
-    open_trackers,
-)
 from fledge.train.optimizer import learning_rate
 from fledge.train.setup import VOCABULARY_NAME, Training
 from fledge.train.step import StepResult, Sums, train_step
@@ -218,7 +200,7 @@ def _log(
             "loss": float(sums.loss) / max(1, steps),
             "lr": lr,
             "grad_norm": float(result.grad_norm),
-            **acceptance_metrics(sums),
+            **metrics.acceptance_metrics(sums),
             "tokens_per_s": tokens / wall if wall else 0.0,
             "padding_share": stream.padding_share,
             "target_share": phases.get("target", 0.0) / wall if wall else 0.0,
@@ -251,16 +233,18 @@ def _save(training: Training, state: State, window: Sums, *, best: bool) -> None
             raise removed(training.directory)
         names = _names(training)
         tensors = {
-            **optimizer_tensors(parts.optimizer, names),
+            **checkpoints.optimizer_tensors(parts.optimizer, names),
             **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
             **{f"window.{name}": tensor for name, tensor in vars(kept).items()},
-            **rng_tensors(),
+            **checkpoints.rng_tensors(),
         }
         record = {**vars(state), "fingerprints": training.fingerprints}
-        path = save_checkpoint(training.directory, record, draft=training.draft, tensors=tensors)
+        path = checkpoints.save_checkpoint(
+            training.directory, record, draft=training.draft, tensors=tensors
+        )
         if best:
-            mark_best(training.directory, path)
-        prune(training.directory, training.recipe.checkpoint.keep)
+            checkpoints.mark_best(training.directory, path)
+        checkpoints.prune(training.directory, training.recipe.checkpoint.keep)
     parts.world.barrier()
 
 
@@ -272,7 +256,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     """Continue from the newest whole checkpoint, or start: write recipe and vocabulary."""
     parts, directory = training.parts, training.directory
     window = Sums.zeros(parts.objective.depths, parts.device)
-    checkpoint, complaints = newest_checkpoint(directory)
+    checkpoint, complaints = checkpoints.newest_checkpoint(directory)
     for complaint in complaints:
         observer.note(f"passing over a checkpoint: {complaint}")
     if parts.world.is_main and not (directory / VOCABULARY_NAME).exists():
@@ -287,9 +271,9 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     state = State(**{name: held[name] for name in vars(State()) if name in held})
     tensors = checkpoint.tensors()
     training.draft.load_state_dict(checkpoint.draft_tensors())
-    restore_optimizer(parts.optimizer, _names(training), tensors)
+    checkpoints.restore_optimizer(parts.optimizer, _names(training), tensors)
     parts.guard.load({name: tensors[f"guard.{name}"] for name in parts.guard.state()})
-    restore_rng(tensors)
+    checkpoints.restore_rng(tensors)
     if parts.world.is_main:
         _finish_save(training, state, keep_all=bool(complaints))
         for name, tensor in vars(window).items():
@@ -301,14 +285,14 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
 def _finish_save(training: Training, state: State, *, keep_all: bool) -> None:
     """What a process that was killed right after its last checkpoint did not finish."""
     directory = training.directory
-    best = checkpoint_path(directory, state.best_step)
-    if best_step(directory) != state.best_step and best.is_dir():
-        mark_best(directory, best)
+    best = checkpoints.checkpoint_path(directory, state.best_step)
+    if checkpoints.best_step(directory) != state.best_step and best.is_dir():
+        checkpoints.mark_best(directory, best)
     if not keep_all:  # a damaged checkpoint counts for nothing
-        prune(directory, training.recipe.checkpoint.keep)
+        checkpoints.prune(directory, training.recipe.checkpoint.keep)
 
 
-def _check_same_run(training: Training, checkpoint: Checkpoint) -> None:
+def _check_same_run(training: Training, checkpoint: checkpoints.Checkpoint) -> None:
     for name, value in training.fingerprints.items():
         if checkpoint.state["fingerprints"].get(name) != value:
             what = f"the {name} is not what this run was started with"
@@ -325,8 +309,8 @@ class _Logs:
         self.timed_from = state.step  # a resumed run has not seen the whole window
         self._observer = observer
         resume_at = state.step or -1  # a run that starts over measures step 0 again
-        self._file = MetricsFile(training.directory / "metrics.jsonl", resume_at=resume_at)
-        self._trackers: list[Tracker] = open_trackers(
+        self._file = metrics.MetricsFile(training.directory / "metrics.jsonl", resume_at=resume_at)
+        self._trackers: list[metrics.Tracker] = metrics.open_trackers(
             recipe.tracking.trackers,
             project=recipe.tracking.project,
             run=recipe.run_name,
@@ -347,7 +331,7 @@ class _Logs:
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
         for tracker in self._trackers:
-            tracker.log(step, flat_numbers(values))
+            tracker.log(step, metrics.flat_numbers(values))
 
     def close(self) -> None:
         self._file.close()

@@ -111,13 +111,8 @@ def _not_empty(train: RowView) -> RowView:
 
 
 def tokenise_options(data: Data) -> TokeniseOptions:
-    return TokeniseOptions(
-        max_length=data.max_length,
-        overlong=data.overlong,
-        last_turn_only=data.last_turn_only,
-        mask_reasoning=data.mask_reasoning,
-        template_options=data.template_options,
-    )
+    supervised = data.last_turn_only, data.mask_reasoning
+    return TokeniseOptions(data.max_length, data.overlong, *supervised, data.template_options)
 
 
 def tokenised(
