@@ -10,7 +10,6 @@ import time
 import pytest
 
 from fledge.cli.train import acceptance_table
-from fledge.decode.strategies.registry import own_strategy
 from fledge.methods.registry import METHODS
 from train.tiny import make_chats, make_target, recipe_for
 
@@ -52,7 +51,9 @@ def test_plan_train_and_train_again(place):
 def test_the_table_says_how_tokens_were_drafted():
     figures = {"acceptance_length": 1.5, "joint": [0.4, 0.1]}
     titles = {
-        name: acceptance_table(figures, figures, own_strategy(method).drafted).title
+        name: acceptance_table(
+            figures, figures, method.strategies[method.own_strategy].drafted
+        ).title
         for name, method in METHODS.items()
     }
     assert titles["eagle3"].endswith("greedy chain")

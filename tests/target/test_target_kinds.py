@@ -98,7 +98,7 @@ def test_a_kind_from_outside_is_read_opened_and_planned(toy, tiny_target):
         doubled = 2 * plain.answer(rows).aux_hidden_states
         assert torch.equal(ours.answer(rows).aux_hidden_states, doubled)
     training = set_up(recipe)
-    assert predict(recipe, training).target_bytes == sum(
+    assert predict(training).target_bytes == sum(
         weight.nbytes for weight in training.parts.target.info().module.parameters()
     )
 

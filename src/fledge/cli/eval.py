@@ -116,9 +116,8 @@ def measure_drafts(
     batch: int = 16,
     **named: str,
 ) -> Evaluated:
-    """The target answers, every draft is replayed and decoded live; a bar shows how far it is.
-
-    `named` says what `load_target` takes besides the first draft."""
+    """The target (`named` as `load_target` takes it) answers, every draft is replayed and decoded
+    live; a bar shows how far it is."""
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
     from fledge.measure.prompts import read_prompts

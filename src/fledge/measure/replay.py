@@ -81,6 +81,11 @@ def replay(
     return [replays[i] for i in range(len(texts))]
 
 
+def _packs(lengths: Sequence[int], batch_tokens: int) -> Sequence[Pack]:
+    """Texts that run together. Longer ones than a pack run alone."""
+    return pack_rows(lengths, max(batch_tokens, *lengths)).packs if lengths else ()
+
+
 def _replay_pack(
     target: Eagle3TargetBackend, rollouts: Rollouts, texts: list[Text]
 ) -> list[Replay]:
