@@ -13,7 +13,6 @@ from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import eos_token_ids
-from fledge.decode.strategies.registry import STRATEGIES
 from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.measure.answers import cached_answers
@@ -29,6 +28,7 @@ from fledge.measure.figures import (
 )
 from fledge.measure.prompts import SETS, read_prompts
 from fledge.measure.speed import Speed, Stopwatch
+from fledge.methods.peagle import PEAGLE
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -370,7 +370,7 @@ def test_every_method_has_its_definition():
     target, shape = make_target(), DraftShape(4, TreeShape(depth=3, nodes=5))
     labels = {
         name: strategy(make_draft(target, parallel=name == "parallel"), shape).label
-        for name, strategy in STRATEGIES.items()
+        for name, strategy in PEAGLE.strategies.items()
     }
     assert "A chain of k = 4 drafted tokens per round" in definition(labels["chain"])
     assert "K = 4 tokens drafted in parallel per round" in definition(labels["parallel"])

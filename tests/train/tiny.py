@@ -61,7 +61,8 @@ def make_chats(path: Path, count: int = 60) -> Path:
 
 
 def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
-    if not any(text.startswith("objective.kind=") for text in overrides):
+    kinds = {text for text in overrides if text.startswith("objective.kind=")}
+    if kinds <= {"objective.kind=eagle3"}:
         overrides = ("objective.ttt_steps=3", *overrides)
     return load_recipe(
         None,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch, TokenRow
-from fledge.data.pack import Piece, collate, pack_rows
+from fledge.data.pack import Pack, Piece, collate, pack_rows
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.strategies.registry import rollouts_of
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
@@ -68,11 +68,8 @@ def replay(
     rollouts = rollouts_of(draft, num_draft_tokens, name=method, dtype=draft_dtype)
     if not all(len(text.prompt_ids) for text in texts):
         raise ValueError("texts: a prompt needs at least one token")
-    if not texts:
-        return []
     replays: dict[int, Replay] = {}
-    lengths = [len(text) for text in texts]
-    for pack in pack_rows(lengths, max(batch_tokens, *lengths)).packs:  # the longest run alone
+    for pack in _packs([len(text) for text in texts], batch_tokens):
         members = [piece.row for piece in pack]
         done = _replay_pack(target, rollouts, [texts[i] for i in members])
         replays |= zip(members, done, strict=True)
