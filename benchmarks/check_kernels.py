@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig
 
-from fledge import triton_gate
 from fledge.core.head import TargetHead
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.kernels import gate as triton_gate
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
 
