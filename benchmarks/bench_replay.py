@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fledge.cli.loading import load_draft, load_target
+from fledge.cli.loading import load_draft_beside, load_target
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.measure.answers import AnsweredTurn, cached_answers
@@ -89,7 +89,7 @@ def main() -> None:
 
     path = draft_directory(options.draft)
     target = load_target(path, options.target, "", options.dtype, options.device)
-    draft = load_draft(path, target)
+    draft = load_draft_beside(path, target)
     prompts = read_prompts(options.prompts, limit=options.limit)
     answers = cached_answers(target, prompts, max_new_tokens=options.max_new_tokens)
     turns = answers.turns

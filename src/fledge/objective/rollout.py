@@ -222,14 +222,30 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
 
     def forward(
         self,
-        *rows: Tensor,
+        input_ids: Tensor,  # [B, T], shifted, as all that follows except aux and attention mask
+        attention_mask: Tensor,  # [B, T]
+        loss_mask: Tensor,  # [B, T]
+        aux_hidden_states: Tensor,  # [B, T, aux layers * D]
+        target_logits: Tensor | None = None,  # [B, T, V]
+        *,
+        target_probs: Tensor | None = None,  # [B, T, W]
+        position_mask: Tensor | None = None,  # [B, T, 1]
+        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
         normalizer: Tensor | None = None,  # [K]
         seed: int | None = None,
-        **inputs: Any,
     ) -> RolloutOutput:
         """Loss and metrics of one batch: `prepare_inputs` and `score`. With `normalizer` it is one
         of several; a loss that weighs by acceptance wants those scored as `train_step` does."""
-        return self.score(self.prepare_inputs(*rows, seed=seed, **inputs), normalizer)
+        ready = self.prepare_inputs(
+            input_ids, attention_mask, loss_mask, aux_hidden_states, target_logits, seed=seed,
+            target_probs=target_probs, position_mask=position_mask,
+            target_last_hidden_states=target_last_hidden_states,
+            position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining,
+        )  # fmt: skip
+        return self.score(ready, normalizer)
 
     # --- its parts ------------------------------------------------------------------------------
 
