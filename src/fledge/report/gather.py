@@ -18,6 +18,7 @@ import yaml
 from fledge import __version__
 from fledge.core.errors import BadInput, first_line
 from fledge.core.machine import MACHINE_NAME
+from fledge.methods.registry import METHODS
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show
@@ -30,12 +31,12 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
     recipe = _recipe(run / "recipe.yaml")
     if evaluation is None and (run / EVALUATION_NAME).is_file():
         evaluation = run / EVALUATION_NAME
-    machine = run / MACHINE_NAME
+    machine, kind = run / MACHINE_NAME, recipe.get("objective", {}).get("kind", "")
     return {
         "name": recipe.get("run", {}).get("name") or run.absolute().name,
         "version": __version__,
         "target": recipe.get("target", {}).get("model", ""),
-        "objective": recipe.get("objective", {}).get("kind", ""),
+        "method": METHODS[kind].title if kind in METHODS else kind,
         "training": _curves(steps),
         "held_out": _held_out(held_out),
         "evaluation": None if evaluation is None else _evaluation(evaluation),

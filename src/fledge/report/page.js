@@ -189,8 +189,7 @@ function head() {
     make("path", { fill: "currentColor", d: "M6 29c7 1 11-2 14-8 3-7 8-11 14-11 3 0 5 1 6 4l5 2-5 2c0 12-8 21-20 21-3 0-6-.5-8-1.5l-8 5.500 2.500-8.500C4.500 33 4.500 31 6 29z" }),
     make("path", { fill: "none", stroke: "var(--paper)", "stroke-width": 2, "stroke-linecap": "round", d: "M20 31c6 0 11-4 12-10" }),
     make("circle", { cx: 35, cy: 14.5, r: 1.6, fill: "var(--paper)" }));
-  const kind = { eagle3: "EAGLE-3", peagle: "P-EAGLE" }[data.objective] ?? data.objective;
-  const words = [kind && `${kind} draft`, data.target && `for ${data.target}`].filter(Boolean).join(" ");
+  const words = [data.method && `${data.method} draft`, data.target && `for ${data.target}`].filter(Boolean).join(" ");
   page.append(make("header", {}, bird, make("div", {}, make("h1", {}, data.name), make("p", {}, words))));
 }
 
