@@ -34,7 +34,7 @@ class RoundState:
         return self.length_B - self.count_B
 
     @property
-    def anchor_B(self) -> Tensor:  # noqa: N802
+    def anchor_B(self) -> Tensor:  # noqa: N802  (its shape)
         """Each row's last slot: where its rollout starts."""
         return self.length_B - 1
 

@@ -1,5 +1,6 @@
 """The section of a recipe that says what is trained for: each method has its own. No torch here."""
 
+from abc import abstractmethod
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -21,9 +22,9 @@ class ObjectiveSection(Section):
     """Each method says its own name; it stands here so that it comes first."""
 
     @property
+    @abstractmethod
     def depths(self) -> int:
         """Tokens that a draft is trained to propose: as many as serving should ask for."""
-        raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
         """What the method's objective is told, by the names of its arguments."""

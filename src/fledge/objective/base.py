@@ -23,7 +23,7 @@ class Ready(Protocol):
     """What an objective keeps of a micro-batch until it is scored: its own affair, but a count."""
 
     @property
-    def charged_K(self) -> Tensor:  # noqa: N802
+    def charged_K(self) -> Tensor:  # noqa: N802  (its shape)
         """int64 per depth: the elements that pay. The step divides by their sum over everybody."""
         ...
 

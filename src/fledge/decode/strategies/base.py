@@ -81,6 +81,7 @@ class Strategy(ABC):
         """What a round drafts, for the sentence that goes with a figure."""
 
     # --- its memory of the texts ----------------------------------------------------------------
+    # Empty bodies on purpose (B027): a strategy may remember nothing.
 
     def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:  # noqa: B027
         """New texts: the prompts and the target's states of their tokens, left-aligned.
@@ -92,7 +93,7 @@ class Strategy(ABC):
         """Make room for a round behind `end` slots; how far its pass looks (`RoundState.used`)."""
         return 0
 
-    def select(self, rows: Sequence[int]) -> None:  # noqa: B027  (nothing is remembered)
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Go on with these rows only, moved to the front."""
 
     # --- a round --------------------------------------------------------------------------------
