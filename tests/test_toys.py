@@ -177,9 +177,6 @@ class Twin(Method):
     def aux_layers(self, section=None):
         return 2
 
-    def default_aux_layer_ids(self, depth, count):
-        return [0, depth - 1]
-
     def draft_settings(self, section, *, tokenizer, vocab_size):
         return {"twin": True, "num_aux_hidden_states": 2}
 

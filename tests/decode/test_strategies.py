@@ -73,9 +73,6 @@ class PairMethod(Eagle3):
     def draft_type(self):
         return PairDraft
 
-    def default_aux_layer_ids(self, depth, count):
-        return list(range(count))
-
 
 @pytest.fixture(autouse=True)
 def outside():
@@ -97,6 +94,7 @@ def make_pair(target, layers, prompts):
         LlamaConfig(
             vocab_size=vocab, draft_vocab_size=vocab, hidden_size=16, target_hidden_size=16,
             num_aux_hidden_states=layers, num_attention_heads=4, pair=True,
+            aux_layer_ids=list(range(layers)),
         )
     ).double()  # fmt: skip
     ids = target.generate(

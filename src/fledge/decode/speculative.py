@@ -26,8 +26,11 @@ from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.decode.target import CachedTarget, take
 from fledge.draft.base import DraftModel
-from fledge.methods.registry import method_of
-from fledge.target.layers import target_depth, validate_aux_layer_ids
+from fledge.target.layers import (
+    default_aux_layer_ids,
+    target_depth,
+    validate_aux_layer_ids,
+)
 
 
 @dataclass
@@ -285,8 +288,8 @@ def verify(
 
 
 def _aux_layer_ids(model: nn.Module, draft: DraftModel, wanted: Sequence[int] | None) -> list[int]:
-    """The layers that a draft listens to: as asked, as it was trained, or its method's own."""
+    """The layers that a draft listens to: as asked, as it was trained, or the default ones."""
     depth, count = target_depth(model.config), draft.config.num_aux_hidden_states
     trained = getattr(draft.config, "aux_layer_ids", None)
-    ids = wanted or trained or method_of(draft.config).default_aux_layer_ids(depth, count)
+    ids = wanted or trained or default_aux_layer_ids(depth, count)
     return validate_aux_layer_ids(ids, depth, count)

@@ -89,10 +89,6 @@ class Method(ABC):
     def aux_layers(self, section: "ObjectiveSection | None" = None) -> int:
         """How many of the target's layers its drafts listen to; without a section, the usual."""
 
-    @abstractmethod
-    def default_aux_layer_ids(self, depth: int, count: int) -> list[int]:
-        """Which layers of a target with `depth` layers, where nobody says."""
-
     def draft_settings(
         self, section: "ObjectiveSection", *, tokenizer: Any, vocab_size: int
     ) -> dict[str, Any]:

@@ -44,11 +44,6 @@ class Eagle3(Method):
     def aux_layers(self, section: Any = None) -> int:
         return 3  # low, middle, high
 
-    def default_aux_layer_ids(self, depth: int, count: int) -> list[int]:
-        from fledge.target.layers import default_aux_layer_ids
-
-        return default_aux_layer_ids(depth)
-
     def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
         from fledge.objective.eagle3 import Eagle3TrainerModule
 
