@@ -21,7 +21,7 @@ from fledge.decode.recorded import Passes
 from fledge.target.capture import layer_outputs
 from fledge.target.hf.one_row import lent_attention
 from fledge.target.hf.probe import find_head_module
-from fledge.target.layers import find_layers, text_config
+from fledge.target.layers import find_layers, inner_layers, text_config
 
 _ATTENTION = ("full_attention", "sliding_attention")
 
@@ -150,7 +150,7 @@ class CachedTarget:
     ) -> PassOutput:
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
-            stack.enter_context(layer_outputs(self._layers, self.aux_layer_ids, seen.__setitem__))
+            stack.enter_context(self._watched(seen))
             if mask is not None and self._attention is not None:
                 stack.enter_context(lent_attention(self.model, self._attention))
             output = self.model(
@@ -164,6 +164,21 @@ class CachedTarget:
             return PassOutput(output.logits, output.logits.new_empty((*token_BN.shape, 0)))
         aux_BND = torch.cat([seen[i] for i in self.aux_layer_ids], -1)
         return PassOutput(output.logits, aux_BND)
+
+    @contextmanager
+    def _watched(self, seen: dict[int, Tensor]) -> Iterator[None]:
+        """While open, the aux layers' states are put into `seen`."""
+        depth = len(self._layers)
+
+        def keep_last(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            seen[depth] = args[0]
+
+        with ExitStack() as stack:
+            inner = inner_layers(self.aux_layer_ids, depth)
+            stack.enter_context(layer_outputs(self._layers, inner, seen.__setitem__))
+            if depth in self.aux_layer_ids:  # first of all: another hook cuts the head's input
+                stack.enter_context(self._head.register_forward_pre_hook(keep_last, prepend=True))
+            yield
 
     def _layer_kinds(self) -> dict[str, int | None]:
         """The kinds of attention in the model and how far each looks back (None: all the way).

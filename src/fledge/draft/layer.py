@@ -1,9 +1,10 @@
 """One decoder layer of the draft: its parameters, and the arithmetic as plain functions.
 
-Layer 0 is fused: q, k and v read [input_layernorm(embedding); hidden_norm(hidden)], twice as wide.
-A product with a concatenation is the sum of two products, and the embedding half depends only on
-the token: it is computed once per token and read by offset at every depth. Deeper layers are
-ordinary pre-norm Llama layers.
+EAGLE-3's layer 0 is fused: q, k and v read [input_layernorm(embedding); hidden_norm(hidden)], twice
+as wide. EAGLE-1 merges the two before its layer 0, fc([embedding; hidden]), which then has no norm
+of its input. A product with a concatenation is the sum of two products, and the embedding half
+depends only on the token: it is computed once per token and read by offset at every depth. Deeper
+layers are ordinary pre-norm Llama layers.
 
 The modules hold parameters under the names that engines read. `LayerWeights` is what a step
 computes with: cast once per step, so that fp32 masters can train in bf16. `forward_peagle` is the
@@ -27,8 +28,10 @@ def linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Statistics in fp32 whatever the dtype."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Statistics in fp32 whatever the dtype; without a weight there is no norm."""
+    if weight is None:
+        return x
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -148,7 +151,7 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: Any, *, fused: bool) -> None:
+    def __init__(self, config: Any, *, fused: bool = False, normed: bool = True) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fused = fused
@@ -156,7 +159,9 @@ class DraftLayer(nn.Module):
         self.norm_residual = fused and bool(config.norm_before_residual)
         self.self_attn = DraftAttention(config, in_features=2 * size if fused else size)
         self.mlp = DraftMLP(config)
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.normed = normed
+        if normed:
+            self.input_layernorm = nn.RMSNorm(size, eps=eps)
         if fused:
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
@@ -170,11 +175,11 @@ class DraftLayer(nn.Module):
         attn, mlp = self.self_attn, self.mlp
         qkv = torch.cat([proj.weight.to(dtype) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)])
         size = mlp.gate_proj.in_features
-        state_norm = self.hidden_norm if self.fused else self.input_layernorm
+        first = self.input_layernorm.weight.to(dtype) if self.normed else None
         return LayerWeights(
-            token_norm=self.input_layernorm.weight.to(dtype) if self.fused else None,
-            token_qkv=qkv[:, :size] if self.fused else None,
-            state_norm=state_norm.weight.to(dtype),
+            token_norm=first if self.fused else None,
+            token_weight=qkv[:, :size] if self.fused else None,
+            state_norm=self.hidden_norm.weight.to(dtype) if self.fused else first,
             state_qkv=qkv[:, size:] if self.fused else qkv,
             q_size=attn.q_proj.out_features,
             norm_residual=self.norm_residual,
@@ -183,7 +188,7 @@ class DraftLayer(nn.Module):
             gate=mlp.gate_proj.weight.to(dtype),
             up=mlp.up_proj.weight.to(dtype),
             down=mlp.down_proj.weight.to(dtype),
-            eps=state_norm.eps or 0.0,
+            eps=self.post_attention_layernorm.eps or 0.0,
             recompute_mlp=recompute_mlp,
         )
 
@@ -207,11 +212,18 @@ class FusedDraftLayer(DraftLayer):
         return self._finish(normed[1] if self.norm_residual else hidden_states, attended)
 
 
+class MergedDraftLayer(DraftLayer):
+    """EAGLE-1's layer 0: what it reads was merged by fc and is not normed."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, normed=False)
+
+
 class DeepDraftLayer(DraftLayer):
     """Any layer above: an ordinary pre-norm Llama layer."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, fused=False)
+        super().__init__(config)
 
     def forward_peagle(
         self, hidden_states: Tensor, position_ids: Tensor, block_mask: BlockMask
@@ -225,9 +237,10 @@ class DeepDraftLayer(DraftLayer):
 class LayerWeights:
     """The layer's weights in the dtype of the step; the fused ones split into their two halves."""
 
-    token_norm: Tensor | None  # layer 0: the embedding half
-    token_qkv: Tensor | None
-    state_norm: Tensor
+    # layer 0: what makes the token's part of its input from the embedding
+    token_norm: Tensor | None
+    token_weight: Tensor | None
+    state_norm: Tensor | None
     state_qkv: Tensor
     q_size: int
     norm_residual: bool  # the residual is the normed state
@@ -238,12 +251,22 @@ class LayerWeights:
     down: Tensor
     eps: float
     recompute_mlp: bool = False  # the MLP's activations are recomputed: long batches need memory
+    # EAGLE-1's layer 0: fc's half for the state, and its bias
+    merge_EE: Tensor | None = None
+    token_bias: Tensor | None = None
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
-        """The embedding half of q, k, v side by side, for every token once."""
-        if self.token_norm is None or self.token_qkv is None:
+        """For every token once: the embedding half of q, k, v side by side, or of fc."""
+        if self.token_weight is None:
             return None
-        return F.linear(rms_norm(embedding_TE, self.token_norm, self.eps), self.token_qkv)
+        normed_TE = rms_norm(embedding_TE, self.token_norm, self.eps)
+        return F.linear(normed_TE, self.token_weight, self.token_bias)
+
+    def enter(self, state_NE: Tensor, token_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The state that the layer works on, and what of the token is left for `project`."""
+        if self.merge_EE is None or token_N is None:
+            return state_NE, token_N
+        return torch.addmm(token_N, state_NE, self.merge_EE.t()), None
 
     def normed(self, state_NE: Tensor) -> Tensor:
         return rms_norm(state_NE, self.state_norm, self.eps)

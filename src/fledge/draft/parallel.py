@@ -78,7 +78,7 @@ class _ParallelStep:
             model.config, rows, dtype, kept_gib=1.5
         )
         self.layers = model.layer_weights(dtype, recompute_mlp=forget)
-        self.norm = model.norm.weight.to(dtype)
+        self.norm = model.norm_weight(dtype)
 
     def segment(
         self, segment: Segment, state: Tensor, token: Tensor, earlier: list[tuple[KeysValues, ...]]

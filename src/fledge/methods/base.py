@@ -48,6 +48,9 @@ class Method(ABC):
     draft_defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults for keys of the draft's section that differ from the usual ones."""
 
+    fixed_draft: ClassVar[Mapping[str, Any]] = {}
+    """Keys of the draft's section that can have no other value."""
+
     carries_states: ClassVar[bool] = True
     """Whether its drafts carry a state from depth to depth."""
 
@@ -67,6 +70,12 @@ class Method(ABC):
     def own_strategy(self) -> str:
         """The way of drafting that it trains for."""
         return next(iter(self.strategies))
+
+    @property
+    def replayed_strategy(self) -> str | None:
+        """The way of drafting in which texts are replayed: its own, if that has a replay."""
+        known = self.strategies
+        return next((name for name in known if known[name].rollouts is not None), None)
 
     # --- its recipe -----------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ METHODS: Registry[Method] = Registry(
     {
         "eagle3": "fledge.methods.eagle3:EAGLE3",
         "peagle": "fledge.methods.peagle:PEAGLE",
+        "eagle1": "fledge.methods.eagle1:EAGLE1",
+        "eagle2": "fledge.methods.eagle1:EAGLE2",
     },
 )
 DEFAULT_METHOD = "eagle3"

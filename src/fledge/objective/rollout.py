@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
@@ -23,7 +24,13 @@ from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.draft.base import DraftModel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.base import RolloutOutput
-from fledge.objective.head_loss import HeadTask, head_acceptance, head_loss, mean_acceptance
+from fledge.objective.head_loss import (
+    HeadLoss,
+    HeadTask,
+    head_acceptance,
+    head_loss,
+    mean_acceptance,
+)
 from fledge.objective.losses.base import Loss
 from fledge.objective.supervision import (
     HiddenSupervision,
@@ -205,13 +212,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         with _no_autocast(self.selected_token_ids.device.type) as asked_dtype:
             hidden_PE = self._hidden(ready, asked_dtype)
             task = self._head_task(ready)
-            scored = head_loss(
-                hidden_PE,
-                self.draft_model.lm_head.weight,
-                task,
-                coefficient_N=self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N],
-                acceptance_L=acceptance,
-            )
+            coefficient_N = self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N]
+            scored = self._score(ready, task, hidden_PE, coefficient_N, acceptance)
             loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
             # a target that the draft cannot say is a rejection, charged or not
             covered_N = ready.covered_M[plan.head.target_N]
@@ -265,6 +267,19 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             chunk_rows=self.chunk_rows,
         )
 
+    def _score(
+        self,
+        ready: ReadyBatch[Plan],
+        task: HeadTask,
+        hidden_PE: Tensor,
+        coefficient_N: Tensor,  # what a charged element counts in the loss
+        acceptance: Tensor | None,
+    ) -> HeadLoss:
+        head_WE = self.draft_model.lm_head.weight
+        return head_loss(
+            hidden_PE, head_WE, task, coefficient_N=coefficient_N, acceptance_L=acceptance
+        )
+
     def _output(
         self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
     ) -> RolloutOutput:
@@ -284,10 +299,14 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             loss_sums=loss_sums,
             charged=charged_K,
             correct=self._per_depth(plan, correct_N),
-            step_valid=plan.step_valid_K,
-            step_reached=torch.stack(reached),
-            step_prefix_hits=torch.stack(hits),
+            step_valid=self._at_all_depths(plan.step_valid_K),
+            step_reached=self._at_all_depths(torch.stack(reached)),
+            step_prefix_hits=self._at_all_depths(torch.stack(hits)),
         )
+
+    def _at_all_depths(self, count_K: Tensor) -> Tensor:
+        """Counts of a plan that may be shallower than the figures that are kept."""
+        return F.pad(count_K, (0, self.depths - len(count_K)))
 
     def _check_shapes(self, input_ids: Tensor, **given: Tensor | None) -> None:
         """Everything fits the rows, the draft and its vocabulary, or is named."""

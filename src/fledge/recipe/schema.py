@@ -76,7 +76,8 @@ class Recipe(Section):
         kind = objective.get("kind") if isinstance(objective, dict) else None
         draft = data.get("draft", {}) if isinstance(data, dict) else None
         if isinstance(kind, str) and kind in METHODS and isinstance(draft, dict):
-            return {**data, "draft": {**METHODS[kind].draft_defaults, **draft}}
+            method = METHODS[kind]
+            return {**data, "draft": {**method.draft_defaults, **method.fixed_draft, **draft}}
         return data
 
     @model_validator(mode="after")
@@ -90,6 +91,10 @@ class Recipe(Section):
         if ids is not None and not len(ids) == len(set(ids)) == layers:
             why = f"{in_words(layers)} distinct layers are wanted"
             raise refused("target", "aux_layer_ids", value=list(ids), why=why)
+        for key, value in self.method.fixed_draft.items():
+            if (asked := getattr(self.draft, key)) != value:
+                why = f"{self.method.title} needs {'null' if value is None else value}"
+                raise refused("draft", key, value=asked, why=why)
         return self
 
     @property

@@ -138,10 +138,15 @@ def surviving_depths(documents: Documents, *, num_depths: int, keep: float, seed
     """[slots] the deepest depth of each anchor's rollout when every step deeper is survived with
     the chance `keep`, independently: depth k is reached with the chance keep^k, never without the
     depths before it."""
-    word = _noise(seed, 0, _keys(*documents), documents.place)
+    word = slot_words(documents, seed)
     chance = (word.astype(np.float64) + 1) / 2.0**64  # (0, 1]
     deepest: Ints = np.minimum(np.log(chance) / np.log(keep), num_depths - 1).astype(np.int64)
     return deepest
+
+
+def slot_words(documents: Documents, seed: int) -> Words:
+    """[slots] a random word for each place of each document: the root of a draw per slot."""
+    return _noise(seed, 0, _keys(*documents), documents.place)
 
 
 def _documents(document: Ints) -> int:

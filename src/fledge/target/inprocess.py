@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
 from fledge.target.capture import AuxBuffer
+from fledge.target.layers import inner_layers
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
 from fledge.target.weights import tokenizer_fingerprint
 
@@ -95,6 +97,7 @@ class InProcessTarget(Eagle3TargetBackend):
         aux = AuxBuffer(rows.input_ids.shape, self.aux_layer_ids)
         if documents is None:
             answer_BTX = self._forward(rows.input_ids, rows.attention_mask, aux, None)
+            self._keep_last(answer_BTX, aux, None)
         else:
             answer_BTX = self._run_documents(rows.input_ids, documents, aux)
         self._check_captured(aux.captured)
@@ -109,12 +112,31 @@ class InProcessTarget(Eagle3TargetBackend):
         answer_BTX: Tensor | None = None
         for group in self._groups(documents, ids_BT):
             answer_NLX = self._forward(group.take(ids_BT), group.attention_mask_NL, aux, group)
+            self._keep_last(answer_NLX, aux, group)
             if answer_BTX is None:
                 answer_BTX = answer_NLX.new_zeros((*ids_BT.shape, answer_NLX.shape[-1]))
             group.put(answer_NLX, answer_BTX)
         if answer_BTX is None:
             raise ValueError("attention_mask marks no token at all")
         return answer_BTX
+
+    def _keep_last(self, answer: Tensor, aux: AuxBuffer, group: Group | None) -> None:
+        """The last hidden state is the answer itself: as an aux state it costs one copy."""
+        if self._depth in self.aux_layer_ids:
+            aux.write(self._depth, answer, group)
+
+    @property
+    def _inner_layers(self) -> list[int]:
+        return inner_layers(self.aux_layer_ids, self._depth)
+
+    def _check_last_state(self) -> None:
+        """Where the answer is logits, the state in front of the head is not seen."""
+        if self._depth in self.aux_layer_ids and self._answers_logits():
+            raise BadInput(
+                f"aux layer {self._depth} is the last hidden state, which is not there with "
+                f"{self.supervision} supervision",
+                fix="use hidden supervision",
+            )
 
     def _plan(self, documents: Documents, ids_BT: Tensor) -> list[list[int]]:
         """Which documents run together as rows; no pass larger than the batch itself."""

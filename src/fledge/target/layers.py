@@ -115,17 +115,26 @@ def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
 
 def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[int]:
     """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28].
-    Another number of layers is spread evenly from the second to the fourth from the end."""
+    One alone is what stands behind all layers, [n] (see `inner_layers`). Another number of layers
+    is spread evenly from the second to the fourth from the end."""
+    if count == 1:
+        return [depth]
     if count == EAGLE3_AUX_LAYERS:
         ids = [1, depth // 2 - 1, depth - 4]
     else:
-        ids = [1 + i * (depth - 5) // max(1, count - 1) for i in range(count)]
+        ids = [1 + i * (depth - 5) // (count - 1) for i in range(count)]
     if len(set(ids)) < count or not all(0 <= i < depth for i in ids):
         raise BadInput(
             f"the target is too shallow for the default aux layers: {depth} layers give {ids}; "
             f"pass {in_words(count)} distinct aux_layer_ids"
         )
     return ids
+
+
+def inner_layers(aux_layer_ids: Sequence[int], depth: int) -> list[int]:
+    """Those whose output is asked for; the id `depth` behind them stands for the last hidden state,
+    after the final norm, as the head reads it."""
+    return [i for i in aux_layer_ids if i < depth]
 
 
 def validate_aux_layer_ids(
@@ -147,7 +156,8 @@ def validate_aux_layer_ids(
         raise BadInput(f"aux_layer_ids must be exactly {wanted}layers, got {len(ids)}: {ids}")
     if len(set(ids)) != len(ids):
         raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
-    outside = [i for i in ids if not 0 <= i < depth]
+    last = depth if len(ids) == 1 else depth - 1  # no engine hands the last state out among others
+    outside = [i for i in ids if not 0 <= i <= last]
     if outside:
         raise BadInput(
             f"aux_layer_ids {outside} out of range: the target has layers 0 .. {depth - 1}"

@@ -103,7 +103,8 @@ class RunnerEagle3TargetModel(InProcessTarget):
         self.tokenizer = tokenizer
         self._depth = target_depth(runner.model.config)
         self.aux_layer_ids = validate_aux_layer_ids(aux_layer_ids, self._depth, num_aux_layers)
-        runner.set_aux_layers(list(self.aux_layer_ids))
+        self._check_last_state()
+        runner.set_aux_layers(self._inner_layers)
         self._get_ready()
 
     def _get_ready(self) -> None:
@@ -143,14 +144,16 @@ class RunnerEagle3TargetModel(InProcessTarget):
         else:
             assert isinstance(runner, HiddenTargetRunner)
             answer, aux_NLD = runner.forward_eagle3_hidden(ids, mask)
-        layers = len(self.aux_layer_ids)
+        layers = len(self._inner_layers)
+        if layers == 0:
+            return answer
         width = stated(runner.model.config, "hidden_size") or aux_NLD.shape[-1] // layers
         if aux_NLD.shape[-1] != layers * width:  # some engines drop a layer without a word
             raise RuntimeError(
                 f"{type(runner).__name__} returned aux states {aux_NLD.shape[-1]} wide for layers "
-                f"{self.aux_layer_ids}; {in_words(layers)} layers of {width} are {layers * width}"
+                f"{self._inner_layers}; {in_words(layers)} layers of {width} are {layers * width}"
             )
-        for layer_id, states_NLD in zip(self.aux_layer_ids, aux_NLD.chunk(layers, -1), strict=True):
+        for layer_id, states_NLD in zip(self._inner_layers, aux_NLD.chunk(layers, -1), strict=True):
             aux.write(layer_id, states_NLD, group)
         return answer
 

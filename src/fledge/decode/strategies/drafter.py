@@ -19,9 +19,9 @@ from fledge.decode.recorded import Passes
 from fledge.decode.state import RoundState
 from fledge.decode.strategies.base import Strategy
 from fledge.draft.base import DraftModel
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import rms_norm
 from fledge.draft.rotary import rotate
+from fledge.draft.unroll import UnrolledDraftModel
 
 
 class Drafter:
@@ -29,7 +29,7 @@ class Drafter:
 
     def __init__(
         self,
-        draft: LlamaEagle3DraftModel,
+        draft: UnrolledDraftModel,
         *,
         dtype: torch.dtype | None = None,
         passes: Passes | None = None,
@@ -37,7 +37,7 @@ class Drafter:
         self.draft, self.device, self.dtype = draft, draft.device, dtype or draft.dtype
         self.passes = passes or Passes(self.device, record=False)
         self.layers = draft.layer_weights(self.dtype)
-        self._norm = draft.norm.weight.to(self.dtype)
+        self._norm = draft.norm_weight(self.dtype)
         self._head = draft.lm_head.weight.to(self.dtype)
         self._cache = self._empty(0, 0)  # [layers, keys and values, B, U, G, C]
 
@@ -123,6 +123,7 @@ class Drafter:
         for layer, (keys_BUGC, values_BUGC) in zip(
             self.layers, self._cache[:, :, :batch], strict=True
         ):
+            state, token = layer.enter(state, token)
             qkv = layer.project(layer.normed(state), token, slice(None))
             q, kv = qkv.tensor_split([layer.q_size], dim=1)
             keys, values = self._heads(kv).chunk(2, dim=1)
@@ -167,13 +168,13 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
 
 
 class DrafterStrategy(Strategy):
-    """What the strategies of EAGLE-3's kind of draft share: they draft with a `Drafter`."""
+    """What the strategies of drafts with a state from depth to depth share: they draft with a `Drafter`."""
 
-    draft: LlamaEagle3DraftModel
+    draft: UnrolledDraftModel
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        return isinstance(draft, LlamaEagle3DraftModel)
+        return isinstance(draft, UnrolledDraftModel)
 
     @property
     def count(self) -> int:

@@ -17,7 +17,10 @@ _LK_TYPES = {"alpha": "lk_alpha", "lambda": "lk_lambda"}  # as trainer modules c
 
 
 def loss_of(
-    loss: str | Loss, lk_loss_type: str | None, lk_kl_scale: float, lk_kl_decay: float
+    loss: str | Loss,
+    lk_loss_type: str | None = None,
+    lk_kl_scale: float = 1.0,
+    lk_kl_decay: float = 3.0,
 ) -> Loss:
     """The loss that the arguments of a trainer module name: `lk_loss_type` replaces `loss`."""
     if lk_loss_type is not None and lk_loss_type not in _LK_TYPES:

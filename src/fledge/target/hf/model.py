@@ -89,6 +89,7 @@ class HFEagle3TargetModel(InProcessTarget):
             aux_layer_ids = default_aux_layer_ids(self._depth, num_aux_layers)
         depth = min(self._depth, len(self._layers))
         self.aux_layer_ids = validate_aux_layer_ids(aux_layer_ids, depth, num_aux_layers)
+        self._check_last_state()
         self.model = model.eval().requires_grad_(False)
         self._options = _accepted(model, use_cache=False, output_hidden_states=False)
         self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
@@ -200,7 +201,7 @@ class HFEagle3TargetModel(InProcessTarget):
             return hidden
 
         with ExitStack() as stack:
-            stack.enter_context(layer_outputs(self._layers, self.aux_layer_ids, write))
+            stack.enter_context(layer_outputs(self._layers, self._inner_layers, write))
             if self.supervision != "logits":
                 assert self._head_module is not None
                 stack.enter_context(muted_head(self._head_module, keep))
@@ -222,10 +223,10 @@ class HFEagle3TargetModel(InProcessTarget):
         def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
             states: dict[int, Tensor] = {}
             answer = self._run(ids, None, group.with_options(options), states.__setitem__)
-            return [*(states[i] for i in self.aux_layer_ids), answer]
+            return [*(states[i] for i in self._inner_layers), answer]
 
         *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
-        for layer_id, layer_states in zip(self.aux_layer_ids, states, strict=True):
+        for layer_id, layer_states in zip(self._inner_layers, states, strict=True):
             write(layer_id, layer_states)
         return answer
 
@@ -271,7 +272,8 @@ class HFEagle3TargetModel(InProcessTarget):
                 aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
                 for group in groups:
                     write = partial(aux.write, group=group)
-                    self._run(group.take(ids_BT), None, group, write)
+                    answer = self._run(group.take(ids_BT), None, group, write)
+                    self._keep_last(answer, aux, group)
                 answers.append(aux.result().double())
         except _REFUSALS:
             return False

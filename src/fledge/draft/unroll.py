@@ -1,0 +1,172 @@
+"""What drafts that carry a state from depth to depth share: EAGLE-1's and EAGLE-3's rollout.
+
+`unroll` is the whole forward of training and replay: features of the target in, one state per
+(anchor, depth) element out. `objective` scores the states.
+
+Shapes: N rows of a depth (see `rollout.plan`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fledge.draft.base import DraftModel
+from fledge.draft.layer import DraftLayer, LayerWeights, forget_mlp, rms_norm
+from fledge.draft.rotary import Rotary, rotate
+from fledge.kernels.attention.blocked import KeysValues
+from fledge.kernels.attention.reference import AttentionKind, rollout_attention
+from fledge.rollout.plan import QueryRows, RolloutPlan
+
+
+class UnrolledDraftModel(DraftModel):
+    """Llama layers that read (the target's feature or the draft's own last state, next token)."""
+
+    fc: nn.Linear
+    layers: nn.ModuleList
+    rotary: Rotary
+
+    @abstractmethod
+    def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[..., A * D] aux states of the target -> [..., E], as the first layer takes them."""
+
+    @abstractmethod
+    def norm_weight(self, dtype: torch.dtype) -> Tensor | None:
+        """[E] of the norm in front of the head; None where there is none."""
+
+    def layer_weights(
+        self, dtype: torch.dtype, *, recompute_mlp: bool = False
+    ) -> list[LayerWeights]:
+        """What a step computes with, layer by layer."""
+        layers = cast(Iterable[DraftLayer], self.layers)
+        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
+
+    def _init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    def unroll(
+        self,
+        aux_TD: Tensor,  # [T, A * D] on the plan's key axis
+        input_ids_T: Tensor,
+        plan: RolloutPlan,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        attention: AttentionKind = "fast",
+    ) -> list[Tensor]:
+        """Head inputs [N, E] (after the final norm) of every depth, rows as the plan orders them.
+
+        Depth 0 reads the target's features at every slot; depth k >= 1 reads the draft's own state
+        of depth k - 1 and the token k places further on, which is an index offset on the key axis.
+        """
+        dtype = compute_dtype or self.fc.weight.dtype
+        step = _Step(self, plan, dtype, attention)
+        embedding_TE = F.embedding(input_ids_T, self.embed_tokens.weight).to(dtype)
+        token_T = step.layers[0].token_part(embedding_TE)
+        assert token_T is not None
+        state_NE = step.depth_zero(self.project_hidden_states(aux_TD, dtype), token_T)
+        norm = self.norm_weight(dtype)
+        outputs = []
+        for depth, rows in enumerate(plan.depths):
+            if depth > 0:
+                state_NE = step.deeper(state_NE[: len(rows)], token_T, depth, rows)
+            outputs.append(rms_norm(state_NE, norm, self.config.rms_norm_eps))
+            if self.config.norm_output:
+                state_NE = outputs[-1]
+        return outputs
+
+    forward = unroll
+
+
+class _Step:
+    """What one rollout carries from depth to depth: depth-0 keys, and the chains, per layer."""
+
+    def __init__(
+        self,
+        model: UnrolledDraftModel,
+        plan: RolloutPlan,
+        dtype: torch.dtype,
+        attention: AttentionKind,
+    ) -> None:
+        self.model, self.plan, self.kind = model, plan, attention
+        self.channels = model.config.head_dim
+        rows = len(model.layers) * sum(plan.counts)
+        forget = not model.checkpoints_layers and forget_mlp(
+            model.config, rows, dtype, kept_gib=2.5
+        )
+        self.layers = model.layer_weights(dtype, recompute_mlp=forget)
+        self.cos_TC, self.sin_TC = model.rotary(plan.position_T, dtype)
+        self.prefix: list[KeysValues] = []
+        self.chains: list[list[KeysValues]] = [[] for _ in self.layers]
+
+    def depth_zero(self, state_TE: Tensor, token_T: Tensor) -> Tensor:
+        """Every slot leaves keys and values; only the last layer's queries are the anchors' own."""
+        token: Tensor | None = token_T
+        for index, layer in enumerate(self.layers):
+            rows = self.plan.depths[0] if index == len(self.layers) - 1 else self.plan.every
+            state_TE, keys, values = self.model._run_draft_layer(
+                self._layer_zero, layer, state_TE, token, rows
+            )
+            self.prefix.append((keys, values))
+            token = None
+        return state_TE
+
+    def deeper(self, state_NE: Tensor, token_T: Tensor, depth: int, rows: QueryRows) -> Tensor:
+        slot_N = rows.slot_N + depth  # documents are contiguous: k tokens on is k places on
+        token: Tensor | None = token_T.index_select(0, slot_N)
+        for index, layer in enumerate(self.layers):
+            # the chain as it is now: a checkpointed layer runs again after it has grown
+            before = tuple(self.chains[index])
+            state_NE, keys, values = self.model._run_draft_layer(
+                self._layer_deeper, layer, state_NE, token, rows, slot_N, self.prefix[index], before
+            )
+            self.chains[index].append((keys, values))
+            token = None
+        return state_NE
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), x.shape[1] // self.channels, self.channels)
+
+    def _layer_zero(
+        self, layer: LayerWeights, state_TE: Tensor, token_T: Tensor | None, rows: QueryRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state_TE, token_T = layer.enter(state_TE, token_T)
+        normed_TE = layer.normed(state_TE)
+        kv = layer.project(normed_TE, token_T, slice(layer.q_size, None))
+        keys, values = self._heads(kv).chunk(2, dim=1)
+        keys = rotate(keys, self.cos_TC, self.sin_TC)
+        cos, sin = self.cos_TC, self.sin_TC
+        if rows is not self.plan.every:
+            state_TE, normed_TE = (x.index_select(0, rows.slot_N) for x in (state_TE, normed_TE))
+            cos, sin = (x.index_select(0, rows.slot_N) for x in (cos, sin))
+            if token_T is not None:
+                token_T = token_T[:, : layer.q_size].index_select(0, rows.slot_N)
+        q = layer.project(normed_TE, token_T, slice(0, layer.q_size))
+        q = rotate(self._heads(q), cos, sin)
+        out = rollout_attention(q, keys, values, rows, kind=self.kind)
+        return layer.finish(state_TE, out), keys, values
+
+    def _layer_deeper(
+        self,
+        layer: LayerWeights,
+        state_NE: Tensor,
+        token_N: Tensor | None,
+        rows: QueryRows,
+        slot_N: Tensor,
+        prefix: KeysValues,
+        before: Sequence[KeysValues],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state_NE, token_N = layer.enter(state_NE, token_N)
+        qkv = layer.project(layer.normed(state_NE), token_N, slice(None))
+        kv_size = (qkv.shape[1] - layer.q_size) // 2
+        parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # gradient: one cat
+        q, keys, values = map(self._heads, parts)
+        cos, sin = (x.index_select(0, slot_N) for x in (self.cos_TC, self.sin_TC))
+        q, keys = rotate(q, cos, sin), rotate(keys, cos, sin)
+        chain = (*before, (keys, values))
+        out = rollout_attention(q, *prefix, rows, chain=chain, kind=self.kind)
+        return layer.finish(state_NE, out), keys, values

@@ -1,0 +1,88 @@
+"""EAGLE-1 and EAGLE-2: the draft foretells the target's last hidden state, and the target's own
+head reads it. They train the same weights; EAGLE-2 drafts a tree of the likeliest continuations.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fledge.core.registry import Registry
+from fledge.methods.base import Method, TrainerInputs
+from fledge.methods.eagle3 import CHAIN, TREE
+
+if TYPE_CHECKING:
+    from fledge.decode.strategies.base import Strategy
+    from fledge.draft.base import DraftModel
+    from fledge.draft.eagle1 import LlamaEagle1DraftModel
+    from fledge.methods.section import LossSection
+    from fledge.objective.base import Objective
+
+
+class Eagle1(Method):
+    name = "eagle1"
+    title = "EAGLE-1"
+    config_version: ClassVar[int] = 1
+    """`eagle_version` in its drafts' configs."""
+
+    fixed_draft: ClassVar[Mapping[str, Any]] = {
+        "draft_vocab_size": None,
+        "head_from_target": True,
+        "freeze_embeddings": True,
+        "fc_norm": False,
+        "norm_output": False,
+    }
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", CHAIN | TREE)
+    formats: ClassVar[Mapping[str, str]] = {"vllm": "eagle1-vllm", "sglang": "eagle1-sglang"}
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle", "sglang": "EAGLE"}
+
+    @property
+    def section(self) -> "type[LossSection]":
+        from fledge.methods.eagle1_section import Eagle1Section
+
+        return Eagle1Section
+
+    def owns(self, config: Any) -> bool:
+        return getattr(config, "eagle_version", None) == self.config_version
+
+    def draft_type(self) -> "type[LlamaEagle1DraftModel]":
+        from fledge.draft.eagle1 import LlamaEagle1DraftModel
+
+        return LlamaEagle1DraftModel
+
+    def aux_layers(self, section: Any = None) -> int:
+        return 1  # the state behind the final norm
+
+    def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+        return self.bench_draft_settings(vocab_size)
+
+    def grow(self, draft: "DraftModel", config: Any) -> "DraftModel | None":
+        if not isinstance(draft, self.draft_type()):
+            return None
+        draft.config.eagle_version = self.config_version  # the weights mean the same in both
+        return draft
+
+    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
+        from fledge.objective.eagle1 import Eagle1TrainerModule
+
+        return Eagle1TrainerModule(draft, **given.arguments(), **options)
+
+    def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
+        return {"draft_tokens": depths or 5}
+
+    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
+        return {"eagle_version": self.config_version, "num_aux_hidden_states": 1}
+
+
+class Eagle2(Eagle1):
+    name = "eagle2"
+    title = "EAGLE-2"
+    config_version = 2
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", TREE | CHAIN)
+
+    @property
+    def section(self) -> "type[LossSection]":
+        from fledge.methods.eagle1_section import Eagle2Section
+
+        return Eagle2Section
+
+
+EAGLE1, EAGLE2 = Eagle1(), Eagle2()

@@ -1,0 +1,148 @@
+"""EAGLE-1's objective: foretell the target's next hidden state, and what its head says of it.
+
+    loss = feature_weight * smooth L1(state, h[t+1]) + token_weight * soft CE(head(state), head(h[t+1]))
+
+at every supervised slot t, one step ahead. The calls are those of `rollout.RolloutTrainerModule`;
+docs/semantics.md has the rules.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.core.head import HeadLike
+from fledge.core.transfer import send
+from fledge.draft.eagle1 import LlamaEagle1DraftModel
+from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.head_loss import HeadLoss, HeadTask, head_loss
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.registry import loss_of
+from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
+from fledge.objective.supervision import HiddenSupervision
+from fledge.rollout.cod import draw_seed, slot_words
+from fledge.rollout.noise import uniform_noise
+from fledge.rollout.plan import RolloutPlan, RowMasks, flatten_slots, plan_rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Plan(RolloutPlan):
+    word_T: Tensor | None  # the root of each slot's noise; None: no noise
+
+
+class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
+    """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
+
+    The batch carries the target's last hidden states twice: as the one aux layer (unshifted: what
+    the draft reads) and as supervision (shifted: what it foretells). In training a rollout is one
+    step long and reads noisy features; in eval mode it is followed for `draft_tokens` steps, each
+    from the draft's own state, as in serving.
+    """
+
+    draft_model: LlamaEagle1DraftModel
+
+    def __init__(
+        self,
+        draft_model: LlamaEagle1DraftModel,
+        *,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        target_head: HeadLike,
+        draft_tokens: int = 5,
+        loss: str | Loss = "ce",
+        feature_weight: float = 1.0,
+        token_weight: float = 0.1,
+        feature_noise: float = 0.1,
+        compute_dtype: torch.dtype | None = None,
+        chunk_rows: int | None = None,
+        attention: AttentionKind = "fast",
+    ) -> None:
+        vocabulary = (selected_token_ids, selected_token_mask)
+        options = (target_head, compute_dtype, chunk_rows, attention)
+        super().__init__(draft_model, vocabulary, loss_of(loss), *options)
+        assert self.target_head is not None
+        if self.target_head.bias_V is not None:
+            raise ValueError(
+                "target_head: it has a bias, which engines do not give an EAGLE-1 draft; use eagle3"
+            )
+        self.draft_tokens = draft_tokens
+        self.feature_weight, self.token_weight = feature_weight, token_weight
+        self.feature_noise = feature_noise
+
+    @property
+    def depths(self) -> int:
+        return self.draft_tokens
+
+    def plan(self, masks: RowMasks, seed: int | None = None) -> Eagle1Plan:
+        """One step from every supervised slot; in eval mode, as many as are drafted."""
+        training, device = self.draft_model.training, self.selected_token_ids.device
+        depths = 1 if training else self.draft_tokens
+        plan = plan_rollout(masks, num_depths=depths, device=device)
+        word_T = None
+        if training and self.feature_noise > 0:
+            words = slot_words(flatten_slots(masks).documents, draw_seed() if seed is None else seed)
+            rows_BT = masks.loss_mask.shape
+            word_T = plan.on_key_axis(
+                send(torch.from_numpy(words.view(np.int64)), device).view(rows_BT)
+            )
+        return Eagle1Plan(**vars(plan), word_T=word_T)
+
+    def _states(
+        self, plan: Eagle1Plan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
+        if plan.word_T is not None:
+            aux_TD = aux_TD + uniform_noise(plan.word_T, aux_TD.shape[1], self.feature_noise)
+        return torch.cat(
+            self.draft_model.unroll(
+                aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
+            )
+        )
+
+    def _charged(self, covered_N: Tensor) -> Tensor:
+        return covered_N  # all: the draft says what the target can
+
+    def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
+        """Every step the same weight; training has one."""
+        wide = torch.promote_types(dtype, torch.float32)
+        present_K = (count_K > 0).to(wide)
+        return present_K / present_K.sum().clamp_min(1) / count_K.clamp_min(1)
+
+    def _score(
+        self,
+        ready: ReadyBatch[Eagle1Plan],
+        task: HeadTask,
+        hidden_PE: Tensor,
+        coefficient_N: Tensor,
+        acceptance: Tensor | None,
+    ) -> HeadLoss:
+        truth = ready.supervision
+        if not isinstance(truth, HiddenSupervision):
+            raise ValueError(
+                "supervision: EAGLE-1 foretells the target's last hidden states; "
+                "use hidden supervision"
+            )
+        tokens = head_loss(
+            hidden_PE,
+            self.draft_model.lm_head.weight,
+            task,
+            coefficient_N=self.token_weight * coefficient_N,
+            acceptance_L=acceptance,
+        )
+        elements = task.elements
+        true_NE = truth.hidden_SD.index_select(0, truth.slot_M.index_select(0, elements.target_N))
+        wrong_N = _distance(hidden_PE.index_select(0, elements.element_N), true_NE)
+        charge_N = torch.where(task.charged_N, coefficient_N, 0.0)
+        return HeadLoss(
+            tokens.loss + self.feature_weight * (wrong_N * charge_N).sum(),
+            self.token_weight * tokens.row_loss_N + self.feature_weight * wrong_N.detach(),
+            tokens.correct_N,
+        )
+
+
+def _distance(state_NE: Tensor, true_NE: Tensor) -> Tensor:
+    """[N] smooth L1, mean over channels."""
+    wide = torch.promote_types(state_NE.dtype, torch.float32)
+    channels_NE = F.smooth_l1_loss(state_NE.to(wide), true_NE.to(wide), reduction="none")
+    return channels_NE.mean(dim=-1)

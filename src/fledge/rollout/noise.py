@@ -1,0 +1,41 @@
+"""Noise on features that does not depend on how a batch is cut: EAGLE-1 trains under it.
+
+A slot's noise is a function of the step's seed, of its document's loss mask, of its place in the
+document and of the channel, and of nothing else: padding, packing, micro-batches, ranks and devices
+do not change it. The slot's part is a word from the host (`cod.slot_words`); the channels are mixed
+in on the device, in whole numbers, whose products wrap alike everywhere.
+"""
+
+import torch
+from torch import Tensor
+
+_CHUNK = 2**23  # numbers at a time: a few arrays of 64 MB
+_BITS = 24  # a float32 holds every one of so many bits
+# splitmix64's constants as the signed numbers that torch has
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def uniform_noise(word_T: Tensor, width: int, bound: float) -> Tensor:
+    """[T, width] fp32, uniform in [-bound, bound), from a word (int64) for each slot."""
+    channel_D = torch.arange(1, width + 1, device=word_T.device) * _GOLDEN
+    noise_TD = torch.empty((len(word_T), width), device=word_T.device)
+    step = max(1, _CHUNK // width)
+    for begin in range(0, len(word_T), step):
+        rows = slice(begin, begin + step)
+        bits_TD = _mix(word_T[rows, None] + channel_D)
+        share_TD = _shifted(bits_TD, 64 - _BITS).float() * 2.0**-_BITS  # [0, 1)
+        noise_TD[rows] = (2 * share_TD - 1) * bound
+    return noise_TD
+
+
+def _mix(word: Tensor) -> Tensor:
+    """splitmix64's finalizer, as in `cod`."""
+    word = (word ^ _shifted(word, 30)) * _FIRST
+    word = (word ^ _shifted(word, 27)) * _SECOND
+    return word ^ _shifted(word, 31)
+
+
+def _shifted(word: Tensor, bits: int) -> Tensor:
+    """To the right with zeros coming in; torch's own shift repeats the sign."""
+    return (word >> bits) & (2 ** (64 - bits) - 1)
