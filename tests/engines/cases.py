@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import transformers
 
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.objective.eagle3 import Eagle3TrainerModule
-from fledge.objective.peagle import PEagleTrainerModule
+from fledge.draft.base import DraftModel
+from fledge.methods.base import TrainerInputs
+from fledge.methods.registry import method_of
 from fledge.target.base import Eagle3TargetBackend
 
 VOCABULARY = 97
@@ -61,7 +61,7 @@ def saved(model: Any, directory: Path) -> Path:
 
 def make_draft(
     model: Any, aux_layer_ids: list[int], *, width: int | None = None, seed: int = 1, **options: Any
-) -> LlamaEagle3DraftModel:
+) -> DraftModel:
     """A random draft for a target, `width` tokens of whose vocabulary it can say."""
     torch.manual_seed(seed)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
@@ -77,15 +77,19 @@ def make_draft(
         "max_position_embeddings": 256,
         "draft_vocab_size": width or vocabulary,
         "aux_layer_ids": aux_layer_ids,
+        "num_aux_hidden_states": len(aux_layer_ids),
+        "parallel_drafting": False,
     }
     config = transformers.LlamaConfig(**plain | options)
-    draft = LlamaEagle3DraftModel(config)
+    draft = method_of(config).draft_type()(config)
     with torch.no_grad():  # norms that matter: nobody must mistake one for another
         for weight in draft.parameters():
             if weight.ndim == 1:
                 weight.add_(0.5 * torch.randn_like(weight))
     if config.hidden_size == hidden:
         draft.copy_embeddings_from_target(model.get_input_embeddings())
+    if not draft.lm_head.weight.requires_grad:
+        draft.copy_head_from_target(model.lm_head)
     if width is not None:
         ids = torch.randperm(vocabulary)[:width].sort().values
         draft.set_vocab_mapping(ids, _marked(ids, vocabulary))
@@ -99,7 +103,7 @@ def _marked(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def train(
-    draft: LlamaEagle3DraftModel,
+    draft: DraftModel,
     target: Eagle3TargetBackend,
     batches: Iterable[tuple[torch.Tensor, ...]],
     *,
@@ -108,18 +112,10 @@ def train(
     """Train the draft on what the target says about each batch; the loss of every step."""
     ids = draft.selected_token_ids
     assert ids is not None
-    common: dict[str, Any] = {
-        "selected_token_ids": ids,
-        "selected_token_mask": _marked(ids, draft.config.vocab_size),
-        "target_head": target.info().head,
-    }
-    module: torch.nn.Module
-    if draft.config.parallel_drafting:
-        mask_token_id = draft.config.mask_token_id
-        module = PEagleTrainerModule(draft, num_depths=4, mask_token_id=mask_token_id, **common)
-    else:
-        module = Eagle3TrainerModule(draft, ttt_steps=4, **common)
-    optimizer = torch.optim.Adam(draft.parameters(), lr=lr)
+    given = TrainerInputs(ids, _marked(ids, draft.config.vocab_size), target.info().head, None)
+    method = method_of(draft.config)
+    module: Any = method.objective(draft, given, **method.bench_options(depths=4))
+    optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=lr)
     losses = []
     for batch in batches:
         optimizer.zero_grad()

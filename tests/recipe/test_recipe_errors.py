@@ -24,7 +24,7 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
         ("lr=1", "did you mean 'training.lr'?"),
         ("training.ttt_steps=3", "did you mean 'objective.ttt_steps'?"),
         ("target.backend=remot", "unknown backend 'remot'; did you mean 'remote'?"),
-        ("objective.kind=eagle2", "unknown kind 'eagle2'; did you mean"),
+        ("objective.kind=eagle9", "unknown kind 'eagle9'; did you mean"),
         ("target.urls=http://a", "belongs to target.backend=remote, but target.backend is hf"),
         (
             "objective.num_depths=3",

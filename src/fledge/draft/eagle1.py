@@ -20,7 +20,7 @@ from fledge.draft.unroll import UnrolledDraftModel
 
 
 class LlamaEagle1DraftModel(UnrolledDraftModel):
-    """fc over token and state, Llama layers, and the target's head, which is never trained.
+    """fc over token and state, and Llama layers; embeddings and head are the target's, not trained.
 
     `config` is a Llama-style transformers config plus `eagle_version` (1 or 2: same weights, the
     second drafts trees) and `fc_bias` (some foreign drafts have one; ours do not).
@@ -39,7 +39,8 @@ class LlamaEagle1DraftModel(UnrolledDraftModel):
         deeper = [DeepDraftLayer(config) for _ in range(config.num_hidden_layers - 1)]
         self.layers = nn.ModuleList([MergedDraftLayer(config), *deeper])
         self.lm_head = linear(size, config.draft_vocab_size)
-        self.lm_head.weight.requires_grad_(False)
+        for shared in (self.embed_tokens, self.lm_head):  # engines take the target's
+            shared.weight.requires_grad_(False)
         self._register_vocabulary(config)
         self.rotary = Rotary(config)
         self._init_weights()

@@ -4,9 +4,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fledge.methods.registry import method_that_drafts
+from fledge.methods.base import Method
+from fledge.methods.registry import METHODS, method_that_drafts
 
 ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
+
+
+def method_of_record(record: Mapping[str, Any]) -> Method:
+    """The method of an export's draft; older records name its way of drafting alone."""
+    name = record.get("objective")
+    return method_that_drafts(record["method"]) if name is None else METHODS[name]
 
 
 def serve_command(
@@ -20,7 +27,7 @@ def serve_command(
 ) -> list[str]:
     """`record` is an export's own (fledge_export.json); k defaults to what it was trained for."""
     depth = num_draft_tokens or record["num_draft_tokens"]
-    method = method_that_drafts(record["method"])
+    method = method_of_record(record)
     where = [] if host is None else ["--host", host]
     where += [] if port is None else ["--port", str(port)]
     if record["engine"] == "sglang":
@@ -28,8 +35,7 @@ def serve_command(
             "python", "-m", "sglang.launch_server", "--model-path", target,
             "--speculative-algorithm", method.algorithms["sglang"],
             "--speculative-draft-model-path", directory,
-            "--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1",
-            "--speculative-num-draft-tokens", str(depth + 1), *where,
+            "--speculative-num-steps", str(depth), *method.sglang_flags(depth), *where,
         ]  # fmt: skip
     as_recorded = num_draft_tokens is None and target == record["target"]["served_as"]
     if record["engine"] == "speculators" and as_recorded:

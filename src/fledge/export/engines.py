@@ -69,6 +69,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
+            Limit("fc bias", None, "--engine sglang reads it"),
         ),
     ),
     "sglang": ServingEngine(

@@ -122,6 +122,10 @@ class _Job:
         self.reordered = list(source.config.aux_layer_ids) != draft.aux_layer_ids
         self.draft = draft if self.dtype is None else draft.to(self.dtype)
         self.method = method_of(draft.config)
+        if name not in self.method.formats:
+            fix = f"--engine {' or '.join(self.method.formats)}"
+            what = f"{self.engine.title} reads no {self.method.title} drafts"
+            raise BadInput(what, where="--engine", fix=fix)
         self.layout = FORMATS[self.method.formats[name]]
         self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # before anything slow
@@ -195,7 +199,9 @@ class _Job:
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
-        check, reread = check_files(directory, self.engine.name, self.draft, self.side)
+        check, reread = check_files(
+            directory, self.engine.name, self.layout, self.draft, self.side
+        )
         if self.in_use is None:
             check.notes.append("exported without the target: nothing was decoded")
             return check
@@ -213,6 +219,7 @@ class _Job:
         return {
             "fledge_version": __version__,
             "kind": self.method.version(self.draft.config),
+            "objective": self.method.name,
             "method": self.method.own_strategy,
             "format": self.layout.name,
             "engine": self.engine.name,

@@ -8,6 +8,8 @@ docs/export.md lists versions and tests).
     plain-sglang         midlayer.* (and layers.N.*), config.json of a Llama       SGLang
     speculators-eagle3   layers.N.*, the nested config of the speculators package  vLLM, speculators
     speculators-peagle   the same for P-EAGLE
+    eagle1-vllm          layers.N.*, config.json of a Llama; the target's embeddings and head
+    eagle1-sglang        the same with a bias of fc, which SGLang's class has
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,7 @@ Need = Literal["required", "optional", "forbidden", "ignored"]
 Feature = Literal[
     "", "parallel drafting", "several layers", "fc_norm", "norm_output", "small vocabulary",
     "trained embeddings", "chosen aux layers", "last layer", "other width", "scaled rotary",
-    "partial rotary", "yarn attention factor",
+    "partial rotary", "yarn attention factor", "fc bias",
 ]  # fmt: skip
 
 CARD_NAME = "README.md"
@@ -42,10 +44,13 @@ class TensorRule:
     shape: tuple[str, ...]  # products of sizes, by their letters in docs/semantics.md, section 18
     need: Need = "required"
     feature: Feature = ""  # only drafts with this feature have it
+    zeros: bool = False  # drafts without the tensor are written with zeros
 
 
-def _layer(ours: str, theirs: str, *, fused: bool, norms: Mapping[str, str]) -> list[TensorRule]:
-    """One decoder layer; `norms` maps our norms to theirs."""
+def _layer(
+    ours: str, theirs: str, *, norms: Mapping[str, str], fused: bool = False, deep: bool = False
+) -> list[TensorRule]:
+    """One decoder layer, or all deep ones; `norms` maps our norms to theirs."""
     width = "2*E" if fused else "E"
     shapes: dict[str, tuple[str, ...]] = {
         "self_attn.q_proj": ("H*C", width),
@@ -57,7 +62,7 @@ def _layer(ours: str, theirs: str, *, fused: bool, norms: Mapping[str, str]) -> 
         "mlp.down_proj": ("E", "I"),
         **dict.fromkeys(norms, ("E",)),
     }
-    feature: Feature = "" if fused else "several layers"
+    feature: Feature = "several layers" if deep else ""
     return [
         TensorRule(
             f"{ours}.{name}.weight",
@@ -91,7 +96,19 @@ def _tensors(
     return (
         *(TensorRule(name, name, *rule) for name, *rule in same),
         *_layer("layers.0", first, fused=True, norms=_FIRST_NORMS),
-        *_layer("layers.{n}", "layers.{n}", fused=False, norms=deep_norms),
+        *_layer("layers.{n}", "layers.{n}", deep=True, norms=deep_norms),
+    )
+
+
+def _eagle1_tensors(*, bias: TensorRule) -> tuple[TensorRule, ...]:
+    after = {"post_attention_layernorm": "post_attention_layernorm"}
+    return (
+        TensorRule("fc.weight", "fc.weight", ("E", "2*E")),
+        bias,
+        *_layer("layers.0", "layers.0", norms=after),
+        *_layer("layers.{n}", "layers.{n}", deep=True, norms=_DEEP_NORMS),
+        TensorRule("embed_tokens.weight", "embed_tokens.weight", ("V", "E"), "ignored"),
+        TensorRule("lm_head.weight", "lm_head.weight", ("V", "E"), "ignored"),
     )
 
 
@@ -146,6 +163,10 @@ _PLAIN_KEYS = (
 )
 
 
+# Read by `fledge import` alone: to an engine both versions are the same.
+_EAGLE1_OWN = _facts("eagle_version", need="optional")
+
+
 def _speculators_keys(kind: str) -> tuple[KeyRule, ...]:
     greedy = "speculators_config.proposal_methods.0"
     title = {"eagle3": "Eagle3", "peagle": "PEagle"}[kind]
@@ -182,8 +203,8 @@ class Format:
     name: str
     tensors: tuple[TensorRule, ...]
     keys: tuple[KeyRule, ...]
-    aux_ids_key: str  # where the aux layers stand; absent: the default of vLLM and SGLang
-    aux_id_offset: int  # the id in the file = number of the layer whose output it is + this
+    aux_ids_key: str  # where the aux layers stand; "": nowhere, the engine knows them
+    aux_id_offset: int = 0  # the id in the file = number of the layer whose output it is + this
     always_aux_ids: bool = False  # even when they are the engine's default
 
     @property
@@ -226,7 +247,19 @@ _SPECULATORS = [
     )
     for kind in ("eagle3", "peagle")
 ]
-_FORMATS = (_PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS)
+_EAGLE1_VLLM = Format(
+    "eagle1-vllm",
+    _eagle1_tensors(bias=TensorRule("fc.bias", "fc.bias", ("E",), "forbidden", "fc bias")),
+    (KeyRule("architectures", value=["EagleLlamaForCausalLM"]), *_llama_keys(), *_EAGLE1_OWN),
+    aux_ids_key="",
+)
+_EAGLE1_SGLANG = Format(
+    "eagle1-sglang",
+    _eagle1_tensors(bias=TensorRule("fc.bias", "fc.bias", ("E",), zeros=True)),
+    (KeyRule("architectures", value=["LlamaForCausalLMEagle"]), *_llama_keys(), *_EAGLE1_OWN),
+    aux_ids_key="",
+)
+_FORMATS = (_PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS, _EAGLE1_VLLM, _EAGLE1_SGLANG)
 FORMATS = {layout.name: layout for layout in _FORMATS}
 
 
@@ -239,6 +272,7 @@ class ExpectedTensor:
     theirs: str
     shape: tuple[int, ...]
     need: Need
+    zeros: bool = False
 
 
 def expected_tensors(
@@ -257,7 +291,7 @@ def expected_tensors(
             numbers = range(facts["num_aux_hidden_states"])
         for number in numbers:
             ours, theirs = (name.format(n=number, a=number) for name in (rule.ours, rule.theirs))
-            expected.append(ExpectedTensor(ours, theirs, shape, rule.need))
+            expected.append(ExpectedTensor(ours, theirs, shape, rule.need, rule.zeros))
     return expected
 
 

@@ -88,12 +88,13 @@ def draft_features(
         "norm_output": config.norm_output,
         "small vocabulary": config.draft_vocab_size < config.vocab_size,
         "trained embeddings": trained_embeddings,
-        "chosen aux layers": ids != usual,
+        "chosen aux layers": ids not in (usual, [layers]),
         "last layer": layers is not None and layers - 1 in ids,
         "other width": config.target_hidden_size != config.hidden_size,
         "scaled rotary": rope["rope_type"] != "default",
         "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "yarn attention factor": any(rope.get(name) is not None for name in _YARN_ATTENTION),
+        "fc bias": "fc.bias" in draft.tensors,
     }
     return frozenset(name for name, there in present.items() if there)
 
@@ -135,6 +136,7 @@ def draft_facts(draft: PlainDraft, target: TargetFacts, *, num_draft_tokens: int
         "rope_scaling": rope,
         "torch_dtype": str(draft.dtype).removeprefix("torch."),
         "aux_layer_ids": draft.aux_layer_ids,
+        "eagle_version": getattr(config, "eagle_version", None),
         "num_draft_tokens": num_draft_tokens,
         "target": target.served_as,
         "target_architectures": target.architectures,
@@ -153,7 +155,7 @@ def config_values(
         if value is None and key.need == "optional":
             continue
         set_path(values, key.theirs, value)
-    if layout.always_aux_ids or "chosen aux layers" in features:
+    if layout.aux_ids_key and (layout.always_aux_ids or "chosen aux layers" in features):
         ids = [layer + layout.aux_id_offset for layer in facts["aux_layer_ids"]]
         set_path(values, layout.aux_ids_key, ids)
     return values
@@ -165,10 +167,14 @@ def file_tensors(
     """The tensors under their names in the file. That the draft is whole was checked when it was
     read; here our rules are: each of its tensors has one, of its shape."""
     expected = {rule.ours: rule for rule in expected_tensors(layout, facts, features)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in draft.tensors.items()}
+    ours = dict(draft.tensors)
+    for name, rule in expected.items():
+        if rule.zeros and name not in ours:
+            ours[name] = torch.zeros(rule.shape, dtype=draft.dtype)
+    shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     assert {name: rule.shape for name, rule in expected.items()} == shapes, layout.name
     return {
-        rule.theirs: draft.tensors[name].detach().contiguous()
+        rule.theirs: ours[name].detach().contiguous()
         for name, rule in expected.items()
         if rule.need in ("required", "optional")
     }

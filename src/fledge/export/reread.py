@@ -48,6 +48,7 @@ class TargetSide:
 
     layers: int | None
     embeddings_VE: Tensor | None = None
+    head_VE: Tensor | None = None
 
 
 def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
@@ -55,6 +56,8 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     values = json.loads((directory / "config.json").read_bytes())
     tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
     readers = {"vllm": _as_vllm, "sglang": _as_sglang, "speculators": _as_speculators}
+    if values.get("architectures") == _EAGLE1_CLASSES.get(engine):
+        return _as_eagle1(values, tensors, target)
     return readers[engine](values, tensors, target)
 
 
@@ -119,6 +122,31 @@ def _as_speculators(
         mask_token_id=values["mask_token_id"] if kind == "peagle" else None,
     )
     return Reread(config, dict(tensors), [])
+
+
+_EAGLE1_CLASSES = {"vllm": ["EagleLlamaForCausalLM"], "sglang": ["LlamaForCausalLMEagle"]}
+
+
+def _as_eagle1(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
+    """Both engines read the same names; embeddings and head are the target's, as is the state that
+    the draft listens to. SGLang's fc has a bias, and one of zeros is none; vLLM's has not."""
+    ours = dict(tensors)
+    bias = ours.get("fc.bias")
+    if values["architectures"] == _EAGLE1_CLASSES["sglang"]:
+        _require(bias is not None, "fc.bias (in model.safetensors)")
+        if bias is not None and not bool(bias.any()):
+            del ours["fc.bias"]
+    else:
+        _require(bias is None, "fc.bias (in model.safetensors)")
+    ours |= _target_embeddings(target, ours)
+    if target.head_VE is not None:
+        ours["lm_head.weight"] = target.head_VE.to(ours["fc.weight"].dtype)
+    ids = [] if target.layers is None else [target.layers]
+    config = _config(values, {}, aux_layer_ids=ids)
+    config.num_aux_hidden_states = 1
+    config.eagle_version = values.get("eagle_version", 1)
+    config.fc_bias = "fc.bias" in ours
+    return Reread(config, ours, [])
 
 
 def _target_embeddings(target: TargetSide, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -192,7 +220,7 @@ _COMPARED = (
     "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "max_position_embeddings", "num_aux_hidden_states", "fc_norm", "norm_output",
-    "parallel_drafting", "mask_token_id", "aux_layer_ids",
+    "parallel_drafting", "mask_token_id", "aux_layer_ids", "eagle_version",
 )  # fmt: skip
 
 
@@ -202,9 +230,9 @@ def differing_flags(ours: Any, theirs: Any) -> list[str]:
     Rotary positions are compared as the angles that come out of them.
     """
     faults = [
-        f"{name}: {getattr(ours, name)} -> {getattr(theirs, name)}"
+        f"{name}: {getattr(ours, name, None)} -> {getattr(theirs, name, None)}"
         for name in _COMPARED
-        if getattr(ours, name) != getattr(theirs, name)
+        if getattr(ours, name, None) != getattr(theirs, name, None)
     ]
     (own, own_scale), (their, their_scale) = rotary_frequencies(ours), rotary_frequencies(theirs)
     if own.shape != their.shape or not torch.equal(own, their) or own_scale != their_scale:

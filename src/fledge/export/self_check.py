@@ -22,6 +22,7 @@ from fledge.decode.stops import Stops, eos_token_ids
 from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape
 from fledge.draft.base import DraftModel
+from fledge.export.formats import Format
 from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
@@ -29,6 +30,7 @@ from fledge.measure.evaluation import check_fits
 from fledge.measure.figures import Sample, acceptance, definition, every_slot_length
 from fledge.measure.prompts import encode_prompt, read_prompts
 from fledge.measure.replay import Text, replay
+from fledge.methods.registry import method_of
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import kind_of
@@ -89,8 +91,9 @@ class TargetInUse:
 
     @property
     def side(self) -> TargetSide:
-        weight = self.target.get_input_embeddings().weight.detach().cpu()
-        return TargetSide(self.target.info().depth, weight)
+        info, embedding = self.target.info(), self.target.get_input_embeddings()
+        weight = embedding.weight.detach().cpu()
+        return TargetSide(info.depth, weight, info.head.weight_VD.detach().cpu())
 
 
 def open_target(
@@ -118,8 +121,9 @@ def open_target(
         notes.append("the run's held-out rows were not measured again (its data has changed)")
         run = None
     if loaded is None:
+        count = len(aux_layer_ids)
         loaded = HFEagle3TargetModel.from_pretrained(
-            name, aux_layer_ids=aux_layer_ids, device=device
+            name, aux_layer_ids=aux_layer_ids, device=device, num_aux_layers=count
         )
     return TargetInUse(loaded, run, notes)
 
@@ -132,13 +136,13 @@ def _comparable(source: DraftSource, run: OpenRun, aux_layer_ids: Sequence[int])
 
 
 def check_files(
-    directory: Path, engine: str, draft: PlainDraft, side: TargetSide
+    directory: Path, engine: str, layout: Format, draft: PlainDraft, side: TargetSide
 ) -> tuple[SelfCheck, Reread]:
     """The static half: names, values, flags."""
     served = reread(directory, engine, side)
     ours = dict(draft.tensors)
-    if engine == "sglang" and side.embeddings_VE is None:  # the target's, which is not here
-        ours.pop("embed_tokens.weight")
+    if side.embeddings_VE is None:  # the target's, which is not here
+        ours = {name: tensor for name, tensor in ours.items() if name not in layout.ignored}
     faults = [f"{name}: the engine skips it" for name in served.unread]
     faults += differing_tensors(ours, served.tensors)
     faults += differing_flags(draft.config, served.config)
@@ -254,7 +258,7 @@ class DecodingCheck:
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
         taken = [Sample(made.prompt_ids, made.token_ids, made.rounds) for made in before]
-        strategy = choose(files)(files, DraftShape(self._depth))
+        strategy = choose(files, method_of(files.config).replayed_strategy)(files, DraftShape(self._depth))
         return Decoded(
             definition=definition(strategy.label),
             prompts=len(prompts),
@@ -269,8 +273,9 @@ class DecodingCheck:
     def _live(self, draft: DraftModel, prompts: list[list[int]], stops: Stops) -> list[Generation]:
         model, layers = self._target.model, draft.config.aux_layer_ids
         decoder = SpeculativeDecoder(
-            model, draft, aux_layer_ids=layers, num_draft_tokens=self._depth
-        )
+            model, draft, aux_layer_ids=layers, num_draft_tokens=self._depth,
+            method=method_of(draft.config).replayed_strategy,
+        )  # fmt: skip
         return decoder.generate(prompts, stops)
 
     def _replayed(self, files: DraftModel, answers: Sequence[Generation]) -> list[Sample]:

@@ -55,7 +55,8 @@ class DraftSource:
         if getattr(self.config, "aux_layer_ids", None) is None:
             ids = list((self.recipe and self.recipe.target.aux_layer_ids) or ())
             if not ids and target.layers is not None:
-                ids = default_aux_layer_ids(target.layers)
+                count = method_of(self.config).aux_layers()
+                ids = default_aux_layer_ids(target.layers, count)
             if not ids:
                 raise BadInput(
                     "which layers of the target it listens to is not known",

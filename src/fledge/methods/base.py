@@ -126,6 +126,11 @@ class Method(ABC):
 
     # --- engines --------------------------------------------------------------------------------
 
+    def sglang_flags(self, num_draft_tokens: int) -> list[str]:
+        """How SGLang is told what a round drafts."""
+        count = str(num_draft_tokens + 1)  # the newest known token is counted
+        return ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", count]
+
     def version(self, config: Any) -> str:
         """What a draft's card calls it."""
         return self.title

@@ -84,5 +84,11 @@ class Eagle2(Eagle1):
 
         return Eagle2Section
 
+    def sglang_flags(self, num_draft_tokens: int) -> list[str]:
+        from fledge.decode.strategies.shape import TreeShape
+
+        tree, topk = TreeShape(), "--speculative-eagle-topk"
+        return [topk, str(tree.width), "--speculative-num-draft-tokens", str(tree.nodes + 1)]
+
 
 EAGLE1, EAGLE2 = Eagle1(), Eagle2()

@@ -22,7 +22,7 @@ from fledge.decode.rounds import walk_rounds
 from fledge.decode.state import RoundState, columns, send_rows
 from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.base import DraftModel
 from fledge.export.commands import serve_command
 from fledge.export.export import export_draft, read_export_record
 from fledge.measure.replay import Text, replay
@@ -48,6 +48,10 @@ KINDS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "eagle3.1": ([1, 3, 4], {"width": 60, "num_hidden_layers": 2} | _NEWER),
     "p-eagle": ([0, 4, 7], {"width": 60, "num_hidden_layers": 2} | _PARALLEL),
 }
+EAGLE1: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "eagle1": ([8], {"eagle_version": 1}),
+    "eagle1, two layers": ([8], {"eagle_version": 1, "num_hidden_layers": 2}),
+}
 UNUSUAL: dict[str, tuple[list[int], dict[str, Any]]] = {
     "wider than the target": ([1, 3, 4], {"width": 60, "hidden_size": 96}),
     "llama3 rotary": ([1, 3, 4], {"rope_parameters": _SCALED | {"rope_type": "llama3"}}),
@@ -60,7 +64,7 @@ UNUSUAL: dict[str, tuple[list[int], dict[str, Any]]] = {
 class Trained:
     """A draft, fitted a little, and texts on which it is watched."""
 
-    draft: LlamaEagle3DraftModel
+    draft: DraftModel
     target: HFEagle3TargetModel
     directory: Path
     target_directory: Path
@@ -117,10 +121,10 @@ def trained(tmp_path_factory: Any, engines: Any) -> Callable[[str], Trained]:
 
     @cache
     def make(kind: str) -> Trained:
-        aux, options = (KINDS | UNUSUAL)[kind]
+        aux, options = (KINDS | UNUSUAL | EAGLE1)[kind]
         directory = tmp_path_factory.mktemp("draft") / kind
         model = engine_target("llama")
-        target = HFEagle3TargetModel(model, aux, supervision="hidden")
+        target = HFEagle3TargetModel(model, aux, supervision="hidden", num_aux_layers=len(aux))
         draft = make_draft(model, aux, **options)
         rows = greedy_texts(model, count=10, prompt=PROMPT, answer=ANSWER + DEPTHS + 1)
         seen = rows[:8]  # two of them are watched again, and two that it has not seen
@@ -156,6 +160,11 @@ def compare(trained: Trained, served: Served) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_proposes_what_we_propose(kind: str, engine: str, trained: Any) -> None:
     assert_parity(trained(kind), engine)
+
+
+@pytest.mark.parametrize("kind", EAGLE1)
+def test_vllm_proposes_what_eagle1_drafts_propose(kind: str, trained: Any) -> None:
+    assert_parity(trained(kind), "vllm")
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
@@ -198,6 +207,8 @@ CONTROLS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "rope": ("eagle3", _change(rope_theta=50.0, rope_parameters=_OTHER_ROPE)),
     "rope scaling": ("llama3 rotary", _change(rope_scaling=None, rope_parameters=_UNSCALED)),
     "output norm": ("eagle3.1", _change(norm_output=False)),
+    "rope, eagle1": ("eagle1", _change(rope_theta=50.0, rope_parameters=_OTHER_ROPE)),
+    "norm eps, eagle1": ("eagle1", _change(rms_norm_eps=10.0)),
     "aux layers, parallel": ("p-eagle", _change(eagle_aux_hidden_state_layer_ids=[2, 6, 7])),
 }
 
