@@ -1,4 +1,4 @@
-"""`LlamaEagle1DraftModel`: the draft of EAGLE-1 and EAGLE-2, which foretells the target's own state.
+"""`LlamaEagle1DraftModel`: the draft of EAGLE-1 and EAGLE-2 foretells the target's own states.
 
     state = fc([embedding of token t + 1; the target's last hidden state at t]) -> Llama layers
 

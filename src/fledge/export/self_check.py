@@ -258,7 +258,8 @@ class DecodingCheck:
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
         taken = [Sample(made.prompt_ids, made.token_ids, made.rounds) for made in before]
-        strategy = choose(files, method_of(files.config).replayed_strategy)(files, DraftShape(self._depth))
+        replayed = choose(files, method_of(files.config).replayed_strategy)
+        strategy = replayed(files, DraftShape(self._depth))
         return Decoded(
             definition=definition(strategy.label),
             prompts=len(prompts),

@@ -1,8 +1,8 @@
 """EAGLE-1's objective: foretell the target's next hidden state, and what its head says of it.
 
-    loss = feature_weight * smooth L1(state, h[t+1]) + token_weight * soft CE(head(state), head(h[t+1]))
+    loss = feature_weight * smooth L1(state, h) + token_weight * soft CE(head(state), head(h))
 
-at every supervised slot t, one step ahead. The calls are those of `rollout.RolloutTrainerModule`;
+at every supervised slot t, h the target's state at t + 1. The calls are those of `rollout.RolloutTrainerModule`;
 docs/semantics.md has the rules.
 """
 
@@ -82,11 +82,10 @@ class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
         plan = plan_rollout(masks, num_depths=depths, device=device)
         word_T = None
         if training and self.feature_noise > 0:
-            words = slot_words(flatten_slots(masks).documents, draw_seed() if seed is None else seed)
-            rows_BT = masks.loss_mask.shape
-            word_T = plan.on_key_axis(
-                send(torch.from_numpy(words.view(np.int64)), device).view(rows_BT)
-            )
+            seed = draw_seed() if seed is None else seed
+            words = slot_words(flatten_slots(masks).documents, seed).view(np.int64)
+            word_BT = send(torch.from_numpy(words), device).view(masks.loss_mask.shape)
+            word_T = plan.on_key_axis(word_BT)
         return Eagle1Plan(**vars(plan), word_T=word_T)
 
     def _states(

@@ -89,11 +89,13 @@ class Recipe(Section):
             )
         layers, ids = self.method.aux_layers(self.objective), self.target.aux_layer_ids
         if ids is not None and not len(ids) == len(set(ids)) == layers:
-            why = f"{in_words(layers)} distinct layers are wanted"
+            words = "one layer is" if layers == 1 else f"{in_words(layers)} distinct layers are"
+            why = f"{words} wanted"
             raise refused("target", "aux_layer_ids", value=list(ids), why=why)
         for key, value in self.method.fixed_draft.items():
             if (asked := getattr(self.draft, key)) != value:
-                why = f"{self.method.title} needs {'null' if value is None else value}"
+                wanted = "null" if value is None else str(value).lower()
+                why = f"must be {wanted} for {self.method.title}"
                 raise refused("draft", key, value=asked, why=why)
         return self
 

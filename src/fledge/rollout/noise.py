@@ -38,4 +38,5 @@ def _mix(word: Tensor) -> Tensor:
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
     """To the right with zeros coming in; torch's own shift repeats the sign."""
-    return (word >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (word >> bits) & (2 ** (64 - bits) - 1)
+    return shifted

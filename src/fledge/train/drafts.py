@@ -76,18 +76,18 @@ def _warm_draft(
     if draft.config.vocab_size != vocab_size:
         what = f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}"
         raise BadInput(what, where=str(start))
+    old = method_of(draft.config)
+    grown: DraftModel | None = draft
+    if old is not recipe.method:
+        grown = recipe.method.grow(draft, _draft_config(recipe, target, vocabulary, tokenizer))
+    if grown is None:
+        fix = f"objective.kind={old.name} goes on training it"
+        raise BadInput(f"a draft of {old.title}", where=str(start), fix=fix)
     layers = getattr(draft.config, "aux_layer_ids", None)  # foreign drafts do not say
     if layers is not None and list(layers) != list(target.aux_layer_ids):
         what = f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}"
         fix = f"target.aux_layer_ids={','.join(map(str, layers))}"
         raise BadInput(what, where=str(start), fix=fix)
-    old = method_of(draft.config)
-    if old is recipe.method:
-        return draft
-    grown = recipe.method.grow(draft, _draft_config(recipe, target, vocabulary, tokenizer))
-    if grown is None:
-        fix = f"objective.kind={old.name} goes on training it"
-        raise BadInput(f"a {old.title} draft", where=str(start), fix=fix)
     return grown
 
 

@@ -168,7 +168,7 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
 
 
 class DrafterStrategy(Strategy):
-    """What the strategies of drafts with a state from depth to depth share: they draft with a `Drafter`."""
+    """What strategies share whose draft carries a state from depth to depth: a `Drafter`."""
 
     draft: UnrolledDraftModel
 

@@ -14,6 +14,7 @@ from fledge.decode.state import RoundState
 from fledge.decode.strategies.drafter import DrafterStrategy
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
 from fledge.draft.base import DraftModel
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.parallel import unroll_parallel
 from fledge.rollout.parallel_plan import ParallelPlan, lay_out_parallel
 from fledge.rollout.plan import RolloutPlan, RowMasks, flatten_slots
@@ -35,6 +36,7 @@ class ParallelRollouts(Rollouts):
 class Parallel(DrafterStrategy):
     drafted = "tokens in parallel"
     rollouts = ParallelRollouts
+    draft: LlamaEagle3DraftModel
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
@@ -55,7 +57,7 @@ class Parallel(DrafterStrategy):
         surplus lies behind everything that is read, and is overwritten.
         """
         drafter, more = self.drafter, self.count - 1
-        draft, device = drafter.draft, drafter.device
+        draft, device = self.draft, drafter.device
         batch, width = state.token_BQ.shape
         place_Q = torch.arange(width + more, device=device)
         count_B1 = state.count_B[:, None]

@@ -32,8 +32,9 @@ def rollouts_of(
     name: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Rollouts:
-    """The teacher-forced twin of a draft's strategy; without a name, of one that has such a twin."""
-    strategy = choose(draft, name or method_of(draft.config).replayed_strategy)(draft, DraftShape(num_draft_tokens))
+    """The teacher-forced twin of a draft's strategy; without a name, of one that has a twin."""
+    kind = choose(draft, name or method_of(draft.config).replayed_strategy)
+    strategy = kind(draft, DraftShape(num_draft_tokens))
     if strategy.rollouts is None:
         raise BadInput(f"method: {strategy.name} drafting cannot be replayed", fix="decode live")
     return strategy.rollouts(draft, strategy.depth, dtype)

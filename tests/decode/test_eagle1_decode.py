@@ -1,0 +1,111 @@
+"""EAGLE-1 and EAGLE-2 drafts decode losslessly, and replay foresees every round."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from decode.tiny_decode import STOPS, random_prompts
+from fledge.core.errors import BadInput
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.strategies.registry import choose
+from fledge.decode.strategies.shape import TreeShape
+from fledge.draft.eagle1 import LlamaEagle1DraftModel
+from fledge.measure.replay import Text, replay
+from fledge.objective.eagle1 import Eagle1TrainerModule
+from fledge.target.hf.model import HFEagle3TargetModel
+
+TREE = TreeShape(depth=4, width=3, nodes=9)
+
+
+def make_eagle1(target, *, layers=1, version=1, fit=0):
+    torch.manual_seed(1)
+    vocab = target.config.vocab_size
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        eagle_version=version, num_aux_hidden_states=1,
+    )  # fmt: skip
+    draft = LlamaEagle1DraftModel(config).double()
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.ndim == 2:
+                weight.mul_(8)
+    draft.copy_embeddings_from_target(target.model.embed_tokens)
+    draft.copy_head_from_target(target.lm_head)
+    if fit:
+        fit_draft(target, draft, fit)
+    return draft.eval()
+
+
+def fit_draft(target, draft, steps):
+    """On the target's own greedy texts."""
+    prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
+    rows = target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    with backend_of(target) as backend:
+        batch = backend.generate_batch(rows, torch.ones_like(rows), torch.ones_like(rows))
+        module = Eagle1TrainerModule(
+            draft, selected_token_ids=torch.arange(40),
+            selected_token_mask=torch.ones(40, dtype=torch.bool), target_head=backend.info().head,
+            token_weight=1.0,
+        )  # fmt: skip
+    optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(**batch.to_trainer_inputs(), seed=step).loss.backward()
+        optimizer.step()
+
+
+def backend_of(target):
+    return HFEagle3TargetModel(target, supervision="hidden", num_aux_layers=1)
+
+
+@pytest.fixture(scope="module")
+def eagle1(target):
+    return {
+        "random": make_eagle1(target),
+        "trained": make_eagle1(target, fit=60),
+        "deep": make_eagle1(target, layers=2, fit=60),
+    }
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("method", ["chain", "tree"])
+@pytest.mark.parametrize("kind", ["random", "trained", "deep"])
+def test_the_text_is_the_targets(target, eagle1, asked, answers, kind, method, batch):
+    decoder = SpeculativeDecoder(target, eagle1[kind], num_draft_tokens=4, method=method, tree=TREE)
+    count = 200 if batch == 8 else 24
+    found = []
+    for begin in range(0, count, batch):
+        found += decoder.generate(asked[begin : begin + batch], STOPS)
+    assert [(one.token_ids, one.finish) for one in found] == answers[:count]
+    accepted = [r.accepted for one in found for r in one.rounds]
+    if kind != "random":
+        assert max(accepted) >= 2
+        assert min(accepted) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["random", "trained", "deep"])
+def test_replayed_rounds_are_the_live_rounds(target, eagle1, asked, kind, depth):
+    draft = eagle1[kind]
+    live = SpeculativeDecoder(target, draft, num_draft_tokens=depth).generate(asked[:40], STOPS)
+    texts = [Text(one.prompt_ids, one.token_ids) for one in live]
+    with backend_of(target) as backend:
+        found = replay(backend, draft, texts, num_draft_tokens=depth, batch_tokens=90)
+    assert [one.rounds for one in found] == [one.rounds for one in live]
+
+
+def test_eagle2_drafts_trees_unless_told(target):
+    draft = make_eagle1(target, version=2)
+    assert choose(draft).drafted == "tree"
+    assert choose(draft, "chain").drafted == "chain"
+    with pytest.raises(BadInput, match="not trained for parallel"):
+        choose(draft, "parallel")
+    decoder = SpeculativeDecoder(target, draft, tree=TREE)
+    prompts = random_prompts(4)
+    plain = SpeculativeDecoder(target).generate(prompts, STOPS)
+    found = decoder.generate(prompts, STOPS)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]

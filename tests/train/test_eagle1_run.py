@@ -1,0 +1,122 @@
+"""EAGLE-1 and EAGLE-2 from a recipe to files: the same loop, caches and resumption as EAGLE-3."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.export.commands import serve_command
+from fledge.export.export import export_draft, read_export_record
+from fledge.export.self_check import CheckOptions
+from fledge.methods.registry import load_draft, method_of
+from fledge.recipe.schema import load_recipe
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.test_fit import differing, final_weights, stop_after
+from train.tiny import Notes
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def eagle1(recipe):
+    def make(*overrides, run="run", kind="eagle1"):
+        return recipe(f"objective.kind={kind}", "training.steps=8", *overrides, run=run)
+
+    return make
+
+
+def test_learns_and_resumes_bitwise(eagle1, tmp_path, monkeypatch):
+    notes = Notes()
+    assert fit(set_up(eagle1("training.epochs=9", "training.steps=60")), notes).finished
+    first, *_, last = (values["evaluation"] for values in notes.evaluations)
+    assert last["acceptance_length"] > first["acceptance_length"]
+    assert len(last["joint"]) == 5
+
+    assert fit(set_up(eagle1(run="whole")), Notes()).finished
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert not fit(set_up(eagle1(run="cut")), Notes()).finished
+    assert fit(set_up(eagle1(run="cut")), Notes()).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+
+
+def test_cut_into_micro_batches_it_is_the_same(eagle1, tmp_path):
+    """The noise belongs to the document, not to the batch."""
+    fit(set_up(eagle1("training.micro_batch=4", run="one")), Notes())
+    fit(set_up(eagle1("training.micro_batch=1", "training.accumulate=4", run="four")), Notes())
+    one, four = final_weights(tmp_path / "one"), final_weights(tmp_path / "four")
+    for name in [name for name in one if not name.startswith("guard.")]:
+        assert (one[name].double() - four[name].double()).abs().max() < 1e-5, name
+
+
+def test_a_cache_trains_the_same_weights(eagle1, tmp_path):
+    # the target sees each conversation alone, as it does in precompute
+    alone = ["packing.padded=true", "training.micro_batch=1", "training.accumulate=2"]
+    live, written = eagle1(*alone, run="live"), tmp_path / "recipe.yaml"
+    written.write_text(live.to_yaml())
+    run("precompute", written, "--output-dir", tmp_path / "cache", "--batch-size", "1")
+    fit(set_up(live), Notes())
+    cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
+    fit(set_up(load_recipe(written, [*cached, f"run.output_dir={tmp_path / 'cached'}"])), Notes())
+    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle2"])
+def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
+    fit(set_up(eagle1(kind=kind)), Notes())
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(4)))
+    for method in ("chain", "tree"):
+        [draft] = run(
+            "eval", tmp_path / "run", "--prompts", asked, "--live", "3", "--method", method,
+            "--max-new-tokens", "16", "--dtype", "float32", "--device", "cpu",
+        )["drafts"]  # fmt: skip
+        assert draft["live"]["same_texts"] == draft["live"]["texts"]
+        if method == "chain":
+            assert draft["live"]["same_rounds"] == draft["live"]["compared_rounds"] > 0
+    for engine in ("vllm", "sglang"):
+        out = tmp_path / engine
+        export_draft(tmp_path / "run", out, engine=engine, check=CheckOptions(limit=2))
+        record = read_export_record(out)
+        assert record["objective"] == kind
+        assert record["self_check"]["decoded"]["same_as_checkpoint"]
+        command = serve_command(record, str(out), target="T")
+        if engine == "vllm":
+            assert json.loads(command[-1])["method"] == "eagle"
+        else:
+            assert command[command.index("--speculative-algorithm") + 1] == "EAGLE"
+            topk = command[command.index("--speculative-eagle-topk") + 1]
+            assert topk == ("1" if kind == "eagle1" else "4")
+    with pytest.raises(BadInput, match="reads no EAGLE"):
+        export_draft(tmp_path / "run", tmp_path / "no", engine="speculators")
+
+
+def test_one_version_goes_on_from_the_other(eagle1, recipe, tmp_path):
+    fit(set_up(eagle1(run="one")), Notes())
+    start = f"draft.init_from={tmp_path / 'one'}"
+    opened = set_up(eagle1(start, kind="eagle2", run="two"))
+    assert method_of(opened.draft.config).name == "eagle2"
+    before = load_draft(tmp_path / "one" / "best").state_dict()
+    assert differing(before, opened.draft.state_dict()) == []
+    with pytest.raises(BadInput, match="EAGLE-1"):
+        set_up(recipe(start, run="three"))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("draft.draft_vocab_size=128", "draft.draft_vocab_size: must be null for EAGLE-1"),
+        ("draft.fc_norm=true", "draft.fc_norm: must be false for EAGLE-1"),
+        ("target.aux_layer_ids=0,1", "target.aux_layer_ids: one layer is wanted"),
+    ],
+)
+def test_what_it_cannot_be_is_refused(eagle1, override, says):
+    with pytest.raises(BadInput, match=says):
+        eagle1(override)
