@@ -2,8 +2,8 @@
 
     loss = feature_weight * smooth L1(state, h) + token_weight * soft CE(head(state), head(h))
 
-at every supervised slot t, h the target's state at t + 1. The calls are those of `rollout.RolloutTrainerModule`;
-docs/semantics.md has the rules.
+at every supervised slot t, h the target's state at t + 1. The calls are those of
+`rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
 from dataclasses import dataclass

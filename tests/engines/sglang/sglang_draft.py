@@ -85,12 +85,16 @@ class SGLangDraft:
                 logits.append(captured.logits_NV[last_B])
                 tokens.append(self._target_ids(logits[-1].argmax(-1)))
                 if step + 1 < count:
-                    captured = self._decode(batch, tokens[-1], captured.aux_KND[0][last_B])
+                    captured = self._decode(batch, tokens[-1], self._state(captured)[last_B])
                     last_B = torch.arange(len(token_rows))
         finally:
             self.engine._runner.req_to_token_pool.clear()
             self.engine._runner.token_to_kv_pool_allocator.clear()
         return Drafted(torch.stack(tokens, 1), torch.stack(logits, 1))
+
+    def _state(self, captured: Captured) -> Tensor:
+        """What a worker feeds to the next step."""
+        return captured.aux_KND[0]
 
     def _target_ids(self, draft_id_B: Tensor) -> Tensor:
         hot = self.model.get_hot_token_id()
