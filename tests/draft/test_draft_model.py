@@ -320,8 +320,8 @@ def test_broken_weights_are_one_line(tmp_path, content):
         ({"num_aux_hidden_states": 0}, "num_aux_hidden_states"),
         ({"num_key_value_heads": 3}, "num_attention_heads"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True, "qk_norm": True}, "attention_bias"),
+        ({"mlp_bias": True, "qk_norm": True}, "mlp_bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
     ],
 )

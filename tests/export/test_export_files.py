@@ -6,7 +6,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from export.export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrite, tensors_of
+from export.export_cases import (
+    AUX,
+    INNER,
+    KINDS,
+    VLLM_ONLY,
+    config_of,
+    make_draft,
+    rewrite,
+    tensors_of,
+)
 from fledge import export_draft
 from fledge.core.errors import BadInput
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
@@ -22,12 +31,16 @@ SERVED = [
     for engine in ("vllm", "sglang", "speculators")
     if (kind, engine) != ("peagle", "sglang")
 ]
+SERVED += [(kind, "vllm") for kind in VLLM_ONLY]
 
 
 @pytest.fixture(scope="module")
 def drafts(tiny_target, tmp_path_factory):
     root = tmp_path_factory.mktemp("drafts")
-    return {kind: make_draft(root / kind, tiny_target, **KINDS[kind]) for kind in KINDS}
+    kinds = KINDS | VLLM_ONLY
+    return {
+        kind: make_draft(root / kind.replace("/", ""), tiny_target, **kinds[kind]) for kind in kinds
+    }
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +49,8 @@ def exports(drafts, tiny_target, tmp_path_factory):
     root = tmp_path_factory.mktemp("exports")
     return {
         (kind, engine): export_draft(
-            drafts[kind], root / f"{kind}-{engine}", engine=engine, target=str(tiny_target),
-            check=CHECK,
+            drafts[kind], root / f"{drafts[kind].name}-{engine}", engine=engine,
+            target=str(tiny_target), check=CHECK,
         )
         for kind, engine in SERVED
     }  # fmt: skip
@@ -69,6 +82,14 @@ def test_files_are_the_draft(exports, drafts, side, case):
     assert check["decoded"]["same_as_checkpoint"]
     assert check["decoded"]["prompts"] == 2
     assert check["decoded"]["acceptance_length"] >= 1.0
+
+
+@pytest.mark.parametrize("engine", ["sglang", "speculators"])
+@pytest.mark.parametrize("kind", VLLM_ONLY)
+def test_what_an_engine_does_not_load_is_refused(drafts, tiny_target, tmp_path, kind, engine):
+    with pytest.raises(BadInput, match=r"cannot serve a draft with .* or --engine vllm"):
+        export_draft(drafts[kind], tmp_path / "no", engine=engine, target=str(tiny_target))
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("case", SERVED, ids="-".join)

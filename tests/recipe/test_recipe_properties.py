@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from fledge.core.errors import BadInput
+from fledge.methods.registry import METHODS
 from fledge.objective.losses.registry import LOSSES
 from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes
 
@@ -96,7 +97,19 @@ def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
         if shape.tag is not None:
             body[shape.tag] = kind
         recipe[section] = body
+    _fit_to_method(recipe)
     return recipe
+
+
+def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
+    """Leave out what the method refuses: sections are drawn one by one."""
+    method = METHODS[recipe["objective"]["kind"]]
+    for key in method.fixed_draft:
+        recipe["draft"].pop(key, None)
+    if method.aux_layers() != 3:
+        recipe["target"].pop("aux_layer_ids", None)
+    if recipe["draft"].get("qk_norm"):
+        recipe["draft"] |= {"attention_bias": False, "mlp_bias": False}
 
 
 def load_text(text: str, *overrides: str) -> Recipe:

@@ -39,6 +39,9 @@ def derive_draft_config(
     intermediate_size: int | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
+    qk_norm: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
     **settings: Any,
 ) -> LlamaConfig:
     """The config of a draft that fits this target: same width, heads, norm and rotary positions.
@@ -71,6 +74,9 @@ def derive_draft_config(
         target_hidden_size=text.hidden_size,
         fc_norm=fc_norm,
         norm_output=norm_output,
+        qk_norm=qk_norm,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
         **settings,
     )
     check_draft_config(config)

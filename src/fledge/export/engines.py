@@ -62,6 +62,11 @@ class ServingEngine:
 
 
 _FROZEN = "train with draft.freeze_embeddings=true, or export with --target-embeddings"
+_NOT_IN_LLAMA = (
+    Limit("attention bias", None, "train with draft.attention_bias=false, or --engine vllm"),
+    Limit("mlp bias", None, "train with draft.mlp_bias=false, or --engine vllm"),
+    Limit("q/k norms", None, "train with draft.qk_norm=false, or --engine vllm"),
+)
 ENGINES: dict[EngineName, ServingEngine] = {
     "vllm": ServingEngine(
         "vllm", "vLLM", oldest="0.16.0", tested=("0.32.0",),
@@ -69,6 +74,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
+            Limit("q/k norms", "0.32.0", "train without them, or serve with vLLM 0.32"),
             Limit("fc bias", None, "--engine sglang reads it"),
         ),
     ),
@@ -84,6 +90,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("last layer", None, "train with target.aux_layer_ids below the last layer"),
             Limit("partial rotary", None, "--engine vllm"),
             Limit("yarn attention factor", None, "--engine vllm"),
+            *_NOT_IN_LLAMA,
         ),
     ),
     "speculators": ServingEngine(
@@ -91,6 +98,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
         limits=(
             Limit("other width", None, "--engine vllm takes a target of another width"),
             Limit("partial rotary", None, "--engine vllm"),
+            *_NOT_IN_LLAMA,
         ),
     ),
 }  # fmt: skip

@@ -199,7 +199,7 @@ class _Job:
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
-        check, reread = check_files(directory, self.engine.name, self.layout, self.draft, self.side)
+        check, reread = check_files(directory, self.engine.name, self.draft, self.side)
         if self.in_use is None:
             check.notes.append("exported without the target: nothing was decoded")
             return check

@@ -61,6 +61,9 @@ def _draft_config(
         intermediate_size=section.intermediate_size,
         fc_norm=section.fc_norm,
         norm_output=section.norm_output,
+        qk_norm=section.qk_norm,
+        attention_bias=section.attention_bias,
+        mlp_bias=section.mlp_bias,
         **settings,
     )
 
