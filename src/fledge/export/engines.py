@@ -30,6 +30,18 @@ class ServingEngine:
     oldest: str  # the oldest version whose reading is known
     tested: tuple[str, ...]  # oldest first
     limits: tuple[Limit, ...]
+    # targets whose inner states it hands to no draft: EAGLE-3's kind cannot be served there
+    mute_targets: tuple[str, ...] = ()
+
+    def check_target(self, architectures: list[str], *, inner_states: bool) -> None:
+        """Refuse a draft that needs the inner states of a target that shows none."""
+        mute = [name for name in architectures if name in self.mute_targets]
+        if inner_states and mute:
+            raise BadInput(
+                f"{self.title} hands the inner states of {mute[0]} to no draft",
+                where=f"--engine {self.name}",
+                fix="train objective.kind=eagle1, which needs the last state alone",
+            )
 
     def check_version(self, version: str | None) -> str:
         """The version asked for, or the newest tested one."""
@@ -76,6 +88,9 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
             Limit("q/k norms", "0.32.0", "train without them, or serve with vLLM 0.32"),
             Limit("fc bias", None, "--engine sglang reads it"),
+        ),
+        mute_targets=(
+            "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
         ),
     ),
     "sglang": ServingEngine(
