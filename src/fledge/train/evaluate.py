@@ -9,6 +9,7 @@ from fledge.decode.strategies.registry import rollouts_of
 from fledge.measure.figures import Acceptance
 from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
+from fledge.target.finite import check_answer
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.step import Models, Sums
@@ -42,6 +43,7 @@ def evaluate(
         asked = answers_ahead(target, [batches[index] for index in mine])
         for index, (batch, on_host) in zip(mine, asked, strict=True):
             answer = on_host.to(device)
+            check_answer(target, answer, batch)
             ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
             sums.add(objective.score(ready, ready.charged_K))
             if index not in picks:

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.files import alone_in, removed, write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine
+from fledge.core.rows import TokenBatch
+from fledge.target.finite import NotFinite, module_of, place_of, refusal
 from fledge.train import checkpoint as checkpoints
 from fledge.train import metrics
 from fledge.train.ahead import ask_ahead
@@ -161,17 +164,34 @@ def _read(training: Training, pending: tuple[Any, StepResult] | None, observer: 
         micro = [rows for rows in batch.micro if rows is not None]
         places = [place for rows in micro for pack in rows.places for place in pack]
         norm, shown = float(result.grad_norm), ", ".join(places[:3])
+        broken = _not_finite(training, micro, result)
         observer.note(
             f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; its {len(places)} documents "
-            f"begin with {shown}"
+            f"begin with {shown}" + ("" if broken is None else f"; {broken.what}")
         )
         limit = training.recipe.training.max_bad_steps
         if int(result.bad_in_a_row) >= limit:
-            last = f"last gradient norm {norm:.3g}, documents {shown}"
-            what = f"{limit} steps in a row were skipped ({last})"
+            where, what = str(training.directory), f"{limit} steps in a row were skipped"
+            if broken is not None:  # not the draft's doing, nor the learning rate's
+                raise NotFinite(f"{what}: {broken.what}", where=where, fix=broken.fix)
+            what += f" (last gradient norm {norm:.3g}, documents {shown})"
             fix = "lower training.lr or look at these rows; the last checkpoint is intact"
-            raise BadInput(what, where=str(training.directory), fix=fix)
+            raise BadInput(what, where=where, fix=fix)
     return bool(result.stop)
+
+
+def _not_finite(
+    training: Training, micro: Sequence[TokenBatch], result: StepResult
+) -> NotFinite | None:
+    """What is wrong with the target's answers of a bad step; None: it is not their fault, or they
+    are another rank's."""
+    target, config = training.parts.target, training.draft.config
+    for rows, verdict in zip(micro, result.verdicts, strict=True):
+        fault = verdict.fault(config.aux_layer_ids)
+        if fault is not None:
+            place, model = place_of(rows, fault), module_of(target)
+            return refusal(fault, dtype=verdict.dtype, place=place, model=model)
+    return None
 
 
 def _log(
