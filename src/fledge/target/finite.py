@@ -154,7 +154,7 @@ def refusal(
 ) -> NotFinite:
     """The line about an answer: its layer, its row, and why it probably came to this."""
     row = f"row {fault.row} ({place})" if place else f"row {fault.row}"
-    seen = f"the target's {fault.layer} is not finite in {row}, token {fault.token}"
+    seen = f"the target's answer is not finite in {fault.layer}, {row}, token {fault.token}"
     if model is not None and (found := bad_weight(model)) is not None:
         return bad_weights(*found, owner=f"the target ({_name(model)})", where=where, seen=seen)
     name = str(dtype).removeprefix("torch.")

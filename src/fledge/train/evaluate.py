@@ -14,6 +14,8 @@ from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.step import Models, Sums
 
+_ANYTHING = 1.0005  # the least acceptance length that does not read 1.000
+
 
 @torch.no_grad()
 def evaluate(
@@ -55,3 +57,16 @@ def evaluate(
     counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=device)
     total = Acceptance.from_counts(world.sum_(counts).tolist())
     return {**total.to_json(), **acceptance_metrics(sums.over(world))}
+
+
+def learnt_nothing(before: float | None, best: float, *, lr: float) -> list[str]:
+    """What to say of a draft whose best length is that of no draft, or of itself before training;
+    nothing to say: an empty list."""
+    if best < _ANYTHING:
+        so = f"{best:.3f}, equal to no draft at all"
+    elif before is not None and best <= before:
+        so = f"{best:.3f}, and {before:.3f} before training"
+    else:
+        return []
+    what = f"the draft learnt nothing: held-out acceptance length {so}"
+    return [f"{what}; is training.lr ({lr:g}) too high, or the data too little?"]

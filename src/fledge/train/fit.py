@@ -17,7 +17,7 @@ from fledge.target.finite import NotFinite, module_of, place_of, refusal
 from fledge.train import checkpoint as checkpoints
 from fledge.train import metrics
 from fledge.train.ahead import ask_ahead
-from fledge.train.evaluate import evaluate
+from fledge.train.evaluate import evaluate, learnt_nothing
 from fledge.train.optimizer import learning_rate
 from fledge.train.setup import VOCABULARY_NAME, Training
 from fledge.train.step import StepResult, Sums, train_step
@@ -48,6 +48,7 @@ class Outcome:
     state: State
     finished: bool
     signal: int = 0  # the signal that ended it early
+    warnings: tuple[str, ...] = ()  # a run that is over, and hardly what was meant
 
 
 class StopSignal:
@@ -82,6 +83,8 @@ def fit(training: Training, observer: Observer) -> Outcome:
 
 def _fit(training: Training, observer: Observer) -> Outcome:
     recipe, parts = training.recipe, training.parts
+    for line in training.warnings:
+        observer.note(f"warning: {line}")
     state, window = resume(training, observer)
     logs = _Logs(training, observer, state) if parts.world.is_main else None
     total = training.stream.steps
@@ -105,6 +108,8 @@ def _fit(training: Training, observer: Observer) -> Outcome:
                     _log(training, state, window, result, lr, batch.epoch, logs)
                     window = Sums.zeros(parts.objective.depths, parts.device)
                 improved = _evaluation_due(training, state) and _evaluate(training, state, logs)
+                if last and logs is not None:
+                    logs.warned(state.step, _in_vain(training, state))
                 if improved or last or stopping or state.step % recipe.checkpoint.every_steps == 0:
                     _save(training, state, window, best=improved)
                     saved = state.step
@@ -122,7 +127,16 @@ def _fit(training: Training, observer: Observer) -> Outcome:
             if logs is not None:
                 logs.close()
     assert saved == state.step or state.step == total
-    return Outcome(state, state.step == total, stop.received)
+    warnings = (*training.warnings, *_in_vain(training, state))
+    return Outcome(state, state.step == total, stop.received, warnings)
+
+
+def _in_vain(training: Training, state: State) -> list[str]:
+    """The warning about a finished run that came to nothing, if it did."""
+    if state.step < training.stream.steps or not state.last.get("rounds"):
+        return []
+    lengths = state.first.get("acceptance_length"), state.best_length
+    return learnt_nothing(*lengths, lr=training.recipe.training.lr)
 
 
 def _evaluation_due(training: Training, state: State) -> bool:
@@ -348,6 +362,10 @@ class _Logs:
             values["step"], {f"evaluation/{name}": v for name, v in values["evaluation"].items()}
         )
         self._observer.evaluated(values)
+
+    def warned(self, step: int, warnings: Sequence[str]) -> None:
+        for text in warnings:
+            self._file.write({"step": step, "warning": text})
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
         for tracker in self._trackers:
