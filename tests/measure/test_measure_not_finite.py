@@ -1,4 +1,4 @@
-"""Replay of numbers that are none: refused where they are the target's, no hit where the draft's."""
+"""Replay of numbers that are none: refused where the target's, no hit where the draft's."""
 
 import pytest
 import torch

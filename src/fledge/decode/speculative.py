@@ -211,7 +211,9 @@ class SpeculativeDecoder:
         """The target's numbers are none behind the known text: say where that begins."""
         known = [*row.prompt_ids, *row.token_ids, *accepted]
         model = self.target.model
-        fault = Fault(broken_layer(model, known), number, len(known) - 1)
+        # a drafted token is masked from what stands before it, but zero times NaN is NaN
+        layer = broken_layer(model, known) or "what was drafted behind it"
+        fault = Fault(layer, number, len(known) - 1)
         return refusal(fault, dtype=self.target.dtype, model=model)
 
     def _go_on(
