@@ -136,8 +136,10 @@ def check_probs(probs_MW: Tensor, batch: Eagle3TargetBatch) -> None:
         raise refusal(fault, dtype=batch.aux_hidden_states.dtype)
 
 
-def module_of(target: Eagle3TargetBackend) -> nn.Module | None:
+def module_of(target: object) -> nn.Module | None:
     """The model behind a backend, where it is in this process and can be looked at."""
+    if not isinstance(target, Eagle3TargetBackend):  # whatever else has an `answer`
+        return None
     try:
         return target.info().module
     except BadInput:  # a backend that answers with logits need not say
