@@ -103,6 +103,11 @@ def test_documents_of_a_pack_are_named():
         batch = answer(pack, "hidden", torch.float32)
         batch.aux_hidden_states[0, token, 0] = float("nan")
         assert place_of(pack, inspect(batch, 3).fault(LAYERS)) == place
+    batch = answer(pack, "hidden", torch.float32)
+    batch.last_hidden_states[0, 2] = float("nan")  # the last slot of a document looks past its end
+    assert inspect(batch, 3).fault(LAYERS) is None
+    batch.last_hidden_states[0, 3] = float("nan")
+    assert inspect(batch, 3).fault(LAYERS).token == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

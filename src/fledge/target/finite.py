@@ -72,11 +72,13 @@ class Verdict:
 @torch.no_grad()
 def inspect(batch: Eagle3TargetBatch, aux_layers: int) -> Verdict:
     """Look for NaN and infinity at real tokens, without waiting for the device. What stands at
-    padding means nothing, and may be anything."""
+    padding, or looks past the end of a document, means nothing and may be anything."""
     aux_BTAD = by_layer(batch.aux_hidden_states, aux_layers)
     real_BT = batch.attention_mask.to(aux_BTAD.device) != 0
     bad_BTA = ~finite_rows(aux_BTAD) & real_BT[..., None]
-    bad_BT = ~_finite_supervision(batch) & shift_left(real_BT)
+    remaining_BT = batch.doc_remaining
+    about_BT = shift_left(real_BT) if remaining_BT is None else remaining_BT > 0
+    bad_BT = ~_finite_supervision(batch) & about_BT.to(real_BT.device)
     bad_BTL = torch.cat([bad_BTA, bad_BT[..., None]], dim=-1)
     width = real_BT.shape[1]
     slot_T1 = torch.arange(width, device=bad_BTL.device)[:, None]

@@ -100,8 +100,6 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         early = [future.result() for future in batch.answers]
         answers = early or [parts.target.answer(rows) for rows in micro]
         answers = [answer.to(parts.device, non_blocking=True) for answer in answers]
-        layers = objective.draft_model.config.num_aux_hidden_states
-        verdicts = tuple(inspect(answer, layers) for answer in answers)
 
     # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
     # drawn for a document depends on it alone, not on ranks or packing.
@@ -111,6 +109,8 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
             objective.prepare(rows, answer, seed)
             for rows, answer in zip(micro, answers, strict=True)
         ]
+    layers = objective.draft_model.config.num_aux_hidden_states
+    verdicts = tuple(inspect(answer, layers) for answer in answers)  # read with the step, later
     # [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
     counts = torch.zeros(objective.depths + 2, dtype=torch.int64, device=parts.device)
     for ready in prepared:
