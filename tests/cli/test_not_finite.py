@@ -113,7 +113,7 @@ def test_verify_and_training_name_rows_of_a_cache(
     assert (code, found["damaged"]) == (1, [])
     assert len(found["not_finite"]) == found["rows"]
     assert "chats.jsonl:" in found["not_finite"][0]
-    assert ": layer 2, token 0" in found["not_finite"][0]
+    assert ": layer 2, token 1" in found["not_finite"][0]  # token 0 is a special one
     assert "not finite (NaN or infinity): row 0" in run("cache", "verify", cache)[1]
     if encoding == "hidden":
         words = ["target.backend=cache", f"target.cached_target_path={cache}"]

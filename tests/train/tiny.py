@@ -49,12 +49,17 @@ def make_target(directory: Path) -> Path:
 
 def make_overflowing(target: Path, directory: Path) -> Path:
     """The same target in float16, with finite weights of which layer 2 makes numbers that float16
-    cannot hold; float32 can."""
+    cannot hold; float32 can. Only of texts, not of special tokens: a quick look does not show it."""
     shutil.copytree(target, directory)
     model = LlamaForCausalLM.from_pretrained(target)
+    mlp = model.model.layers[2].mlp
     with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight.mul_(3e3)
-        model.model.layers[2].mlp.down_proj.weight.mul_(1e5)
+        model.model.embed_tokens.weight[:5, 0] = 0.0
+        model.model.embed_tokens.weight[5:, 0] = 5.0  # a channel that says: this is text
+        for weight, factor in ((mlp.gate_proj.weight, 10.0), (mlp.up_proj.weight, 50.0)):
+            weight[0] = 0.0
+            weight[0, 0] = factor
+        mlp.down_proj.weight[:, 0] = 100.0
     model.half().save_pretrained(directory)
     return directory
 
