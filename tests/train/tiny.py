@@ -49,7 +49,7 @@ def make_target(directory: Path) -> Path:
 
 def make_overflowing(target: Path, directory: Path) -> Path:
     """The same target in float16, with finite weights of which layer 2 makes numbers that float16
-    cannot hold; float32 can. Only of texts, not of special tokens: a quick look does not show it."""
+    cannot hold; float32 can. Special tokens alone do not show it, as a quick look does not."""
     shutil.copytree(target, directory)
     model = LlamaForCausalLM.from_pretrained(target)
     mlp = model.model.layers[2].mlp
