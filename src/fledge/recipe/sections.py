@@ -31,8 +31,9 @@ class Data(Section):
     valid: Texts = ()
     """Held-out conversations, same forms as train; empty: valid_rows are taken from train."""
 
-    valid_rows: Count = 512
-    """Rows kept out of training for acceptance when `valid` is empty; 0: none."""
+    valid_rows: Count | None = None
+    """Rows kept out of training for acceptance when `valid` is empty; null: a tenth of them, at
+    most 512; 0: none."""
 
     max_length: PositiveCount = 2048
     """Longest row in tokens."""
