@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "fp8"}
 
 
-def _spelt_out(value: Any) -> Any:
+def spelt_out(value: Any) -> Any:
+    """A dtype's whole name where its short one is given."""
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
@@ -93,6 +94,10 @@ class TargetKind(ABC, Generic[SectionT]):
         """Whether Python code that comes with the model may be run."""
         return False
 
+    def draft_vocab_size(self, section: SectionT) -> int | None:
+        """Size of the draft vocabulary that comes with its answers; None: it has no say."""
+        return None
+
     def asked_once(self, section: SectionT) -> SectionT:
         """The section for a target that is asked about every row once, as a precompute does."""
         return section
@@ -109,7 +114,7 @@ class LoadedTarget(TargetSection):
     """Directory, .gguf file, embedded name (smollm2-135m) or hub id (org/name@revision)."""
 
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "fp8"], BeforeValidator(_spelt_out)
+        Literal["auto", "float32", "bfloat16", "float16", "fp8"], BeforeValidator(spelt_out)
     ] = "auto"
     """Precision of the target's forward; auto: as stored. Train on what will be served."""
 

@@ -15,6 +15,7 @@ from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.vocab import special_token_ids
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.cache.format import OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
 from fledge.train.setup import make_target, tokenise_options, tokenised
@@ -76,7 +77,7 @@ def recipe_job(
     valid = tokenised(data.valid, model.directory, data, on_progress) if data.valid else None
     rows = _Joined(train, valid)
     vocabulary = None
-    if options.encoding in ("probs", "topk"):
+    if options.encoding in OVER_A_VOCABULARY or recipe.says_vocab_size:
         held_out = 0 if data.valid else data.valid_rows
         counted, _ = split_rows(train, held_out, drop_truncated=data.drop_truncated)
         vocabulary = choose_vocabulary(

@@ -137,7 +137,7 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
 
 def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> OpenRun:
     """The rows and the models of a run; its target is let go of when something is missing."""
-    device = pick_device(recipe.training.device)
+    recipe, device = recipe.settled(), pick_device(recipe.training.device)
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
@@ -230,12 +230,14 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
 def _vocabulary(
     recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
 ) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else the only one of a target that answers with
-    probabilities from a cache, else chosen; `init_from` goes before it, which then has to fit."""
+    """The draft's vocabulary: the run's own, else the cache's (probabilities are over one only; a
+    suggested one must have the recipe's size), else chosen; `init_from` goes before the cache's,
+    which then has to fit."""
     saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
-    dictated = target.info().vocabulary
+    dictated, suggested = target.info().vocabulary, target.info().suggested
     vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
-    if dictated is not None and dictated.size != (dictated.vocab_size if size is None else size):
+    wanted = vocab_size if size is None else min(size, vocab_size)
+    if dictated is not None and dictated.size != wanted and recipe.says_vocab_size:
         what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
         fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
         raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
@@ -246,8 +248,11 @@ def _vocabulary(
             fix = "name the target that the run was started with"
             raise BadInput(what, where=str(saved), fix=fix)
         return kept
-    if dictated is not None and recipe.draft.init_from is None:
-        return dictated
+    if recipe.draft.init_from is None:
+        if dictated is not None:
+            return dictated
+        if suggested is not None and suggested.size == wanted:
+            return suggested
     special_ids = special_token_ids(tokenizer)
     return choose_vocabulary(
         recipe, train, vocab_size=vocab_size, special_ids=special_ids, fingerprint=fingerprint

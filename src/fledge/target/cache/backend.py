@@ -21,7 +21,7 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache.codec import decode_states
 from fledge.target.cache.format import Field
-from fledge.target.cache.manifest import VOCABULARY, read_target
+from fledge.target.cache.manifest import read_target
 from fledge.target.cache.store import CachedRows, CacheStore, OnDamage
 from fledge.target.packing import Documents, find_documents, right_padded
 
@@ -65,10 +65,13 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self.aux_layer_ids = list(manifest["aux_layer_ids"])
         self._device = torch.device(device)
         self._embedding, info = read_target(self.store.directory, manifest)
-        vocabulary = None  # hidden states depend on none
-        if not self.shape.is_hidden:
-            vocabulary = DraftVocabulary.load(self.store.directory / VOCABULARY)
-        self._info = replace(info, head=info.head.to(self._device), vocabulary=vocabulary)
+        vocabulary, is_hidden = self.store.vocabulary(), self.shape.is_hidden
+        self._info = replace(
+            info,
+            head=info.head.to(self._device),
+            vocabulary=None if is_hidden else vocabulary,  # hidden states depend on none
+            suggested=vocabulary if is_hidden else None,
+        )
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:

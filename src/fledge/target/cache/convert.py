@@ -13,6 +13,7 @@ from fledge.data.vocab import (
 )
 from fledge.models.resolve import load_tokenizer
 from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.format import OVER_A_VOCABULARY, Encoding
 from fledge.target.cache.job import CacheJob, CacheOptions, encoding_facts
 from fledge.target.cache.manifest import LATE, TARGET_FILES
 
@@ -34,9 +35,7 @@ def convert_job(
         )
     # supervision that the source does not hold cannot be written
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
-    vocabulary = None
-    if options.encoding in ("probs", "topk"):
-        vocabulary = _vocabulary(source, draft_vocab_size)
+    vocabulary = _vocabulary(source, options.encoding, draft_vocab_size)
     manifest: dict[str, Any] = {
         **{key: value for key, value in old.items() if key != LATE},
         **encoding_facts(options, vocabulary),
@@ -46,9 +45,15 @@ def convert_job(
     return CacheJob.of(directory, source.rows(), manifest, options, **more)
 
 
-def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
+def _vocabulary(
+    source: CachedEagle3TargetModel, encoding: Encoding, size: int | None
+) -> DraftVocabulary | None:
     """The source's own where it has one, else counted on its rows (not on held-out ones)."""
-    kept = source.vocabulary
+    kept, suggested = source.vocabulary, source.info().suggested
+    if kept is None and suggested is not None and size in (None, suggested.size):
+        return suggested
+    if kept is None and size is None and encoding not in OVER_A_VOCABULARY:
+        return None
     if kept is None:
         rows = source.rows()
         trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))

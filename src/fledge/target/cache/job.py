@@ -16,7 +16,14 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache.format import FORMAT, CacheShape, Encoding, padded_layout_bytes, shard_name
+from fledge.target.cache.format import (
+    FORMAT,
+    OVER_A_VOCABULARY,
+    CacheShape,
+    Encoding,
+    padded_layout_bytes,
+    shard_name,
+)
 from fledge.target.cache.manifest import (
     copied_files,
     dtype_name,
@@ -68,7 +75,7 @@ class CacheJob:
     rows: Sequence[TokenRow]  # in the order of the cache
     shape: CacheShape
     manifest: dict[str, Any]  # all fields but the target's own
-    vocabulary: DraftVocabulary | None = None
+    vocabulary: DraftVocabulary | None = None  # of hidden states: only suggested to training
     model_dir: Path | None = None  # whose config and tokenizer are copied into the cache
     shard_size: int = 256
     batch_size: int = 4
@@ -191,13 +198,15 @@ def files_fingerprint(directory: Path) -> str:
 def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
     """The manifest's fields about how rows are kept."""
     kept = None if vocabulary is None else {"size": vocabulary.size, "digest": vocabulary.digest()}
+    bound = options.encoding in OVER_A_VOCABULARY
     return {
         "encoding": options.encoding,
         "dtype": dtype_name(options.dtype),
         "top_k": options.top_k,
         "supervised_only": options.supervised_only,
         "shard_size": options.shard_size,
-        "vocabulary": kept,
+        "vocabulary": kept if bound else None,
+        "suggested_vocabulary": None if bound else kept,
     }
 
 
@@ -211,8 +220,8 @@ def make_job(
     vocabulary: DraftVocabulary | None = None,
     held_out_rows: int = 0,
 ) -> CacheJob:
-    """`facts` say where the rows come from: fingerprints and every option that shaped them."""
-    kept = vocabulary if options.encoding in ("probs", "topk") else None
+    """`facts` say where the rows come from: fingerprints and every option that shaped them. With
+    hidden states, which serve every vocabulary, `vocabulary` is kept as a suggestion."""
     manifest = {
         "format": FORMAT,
         "rows": len(rows),
@@ -222,10 +231,10 @@ def make_job(
         "aux_layer_ids": list(model.aux_layer_ids),
         "model_files": files_fingerprint(model.directory),
         "template": model.template,
-        **encoding_facts(options, kept),
+        **encoding_facts(options, vocabulary),
         **facts,
     }
-    more = {"vocabulary": kept, "model_dir": model.directory, "pad_id": model.pad_id}
+    more = {"vocabulary": vocabulary, "model_dir": model.directory, "pad_id": model.pad_id}
     return CacheJob.of(directory, rows, manifest, options, **more)
 
 

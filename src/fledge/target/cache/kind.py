@@ -59,6 +59,12 @@ class CacheKind(TargetKind[CacheTarget]):
 
         return section.model or str(Path(section.cached_target_path).expanduser() / TARGET_FILES)
 
+    def draft_vocab_size(self, section: CacheTarget) -> int | None:
+        from fledge.target.cache.manifest import read_manifest, vocabulary_size
+
+        directory = Path(section.cached_target_path).expanduser()
+        return vocabulary_size(read_manifest(directory))
+
 
 def _check_model(name: str, manifest: dict[str, Any], where: str) -> None:
     """The named model must be the one that was asked; weights are compared where they lie here."""

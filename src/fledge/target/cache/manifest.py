@@ -91,6 +91,12 @@ def shape_of(manifest: dict[str, Any]) -> CacheShape:
     )
 
 
+def vocabulary_size(manifest: dict[str, Any]) -> int | None:
+    """Of the draft vocabulary that comes with a cache, binding or suggested."""
+    kept = manifest["vocabulary"] or manifest.get("suggested_vocabulary")
+    return kept["size"] if kept else None
+
+
 def existing_shards(directory: Path) -> set[int]:
     """Numbers of the shards that are there; a shard has its name only when it is whole."""
     if not directory.is_dir():

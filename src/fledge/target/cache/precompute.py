@@ -133,7 +133,7 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = Tru
     job.directory.mkdir(parents=True, exist_ok=True)
     remove_temporary_files(job.directory)
     if not existing or not has_head(job.directory, job.model_dir):
-        if job.vocabulary is not None and not job.shape.is_hidden:
+        if job.vocabulary is not None:
             job.vocabulary.save(job.directory / VOCABULARY)
         write_head(job.directory, manifest, tensors, job.model_dir)
 

@@ -14,8 +14,16 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
+from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.format import shard_name
-from fledge.target.cache.manifest import check_complete, read_manifest, shape_of, shards_of
+from fledge.target.cache.manifest import (
+    VOCABULARY,
+    check_complete,
+    read_manifest,
+    shape_of,
+    shards_of,
+    vocabulary_size,
+)
 from fledge.target.cache.shard import Shard, row_key
 
 OnDamage = Literal["fail", "skip"]
@@ -51,6 +59,12 @@ class CacheStore:
 
     def __len__(self) -> int:
         return int(self._first[-1])
+
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The draft vocabulary that its answers are over, or that it suggests (hidden states)."""
+        if vocabulary_size(self.manifest) is None:
+            return None
+        return DraftVocabulary.load(self.directory / VOCABULARY)
 
     def at(self, row: int) -> tuple[Shard, int]:
         """The shard that holds a row, and the row's number in it."""
