@@ -103,6 +103,7 @@ def convert(
     shard_size: opt.ShardSize = 256,
     resume: opt.Resume = False,
     quota_gb: opt.Quota = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Write a cache in another encoding, without the target."""
@@ -122,7 +123,10 @@ def convert(
         quota_gb=quota_gb,
     )  # fmt: skip
     with progress_bar("converting", "rows") as update:
-        job = convert_job(target, output_dir, chosen, draft_vocab_size=draft_vocab_size)
+        job = convert_job(
+            target, output_dir, chosen, draft_vocab_size=draft_vocab_size,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         head_bytes = (target.store.directory / TARGET).stat().st_size
         code = run_job(job, head_bytes, lambda: target, device, update, as_json=as_json)
     if code:

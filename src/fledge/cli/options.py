@@ -10,6 +10,9 @@ RecipeWords = Annotated[
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 OutcomeAsJson = Annotated[bool, Option("--json", help="Print the outcome as JSON.")]
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
 DeviceOption = Annotated[str, Option(help="cpu, cuda, ...; default: a GPU if any.")]
 
 # drafts and how they are used

@@ -274,7 +274,7 @@ def _job(args: argparse.Namespace, computed: torch.dtype) -> tuple[CacheJob, Mod
     options = TokeniseOptions(max_length=args.seq_length)
     rows = prepare_rows(
         data, model.directory, options, workers=args.num_workers or None,
-        max_drop_share=args.max_drop_share,
+        max_drop_share=args.max_drop_share, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
     order = np.arange(len(rows), dtype=np.int64)
     if args.shuffle_seed is not None:

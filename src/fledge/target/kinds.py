@@ -44,6 +44,9 @@ class TargetSection(Section):
     aux_layer_ids: Annotated[tuple[Count, ...], BeforeValidator(_comma_separated)] | None = None
     """Decoder layers that feed the draft, in order (EAGLE-3: three); null: 1, n/2 - 1, n - 4."""
 
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
 
 SectionT = TypeVar("SectionT", bound=TargetSection)
 
@@ -82,17 +85,12 @@ class TargetKind(ABC, Generic[SectionT]):
         """The precision in which it will answer, as far as its config tells."""
         import torch
 
-        from fledge.models.resolve import load_config
         from fledge.target.cache.format import DTYPES
 
-        stored = getattr(load_config(self.model_name(section)), "dtype", None) or torch.float32
+        stored = getattr(target_config(section), "dtype", None) or torch.float32
         if stored not in DTYPES.values() or (device.type == "cuda" and stored == torch.float32):
             return torch.bfloat16  # what such a model runs in
         return stored
-
-    def trusts_code(self, section: SectionT) -> bool:
-        """Whether Python code that comes with the model may be run."""
-        return False
 
     def draft_vocab_size(self, section: SectionT) -> int | None:
         """Size of the draft vocabulary that comes with its answers; None: it has no say."""
@@ -121,9 +119,6 @@ class LoadedTarget(TargetSection):
     supervision: Literal["hidden", "probs", "logits"] = "hidden"
     """How the target's answer travels: hidden states suit every objective and loss."""
 
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust."""
-
 
 LoadedT = TypeVar("LoadedT", bound=LoadedTarget)
 
@@ -135,9 +130,6 @@ class LoadedKind(TargetKind[LoadedT]):
         from fledge.target.cache.format import DTYPES
 
         return DTYPES.get(section.dtype) or super().dtype(section, device)
-
-    def trusts_code(self, section: LoadedT) -> bool:
-        return section.trust_remote_code
 
 
 class EngineTarget(LoadedTarget):
@@ -226,6 +218,20 @@ def kind_of(section: TargetSection) -> TargetKind[Any]:
 def model_name(section: TargetSection) -> str:
     """Where a target's config and tokenizer come from."""
     return kind_of(section).model_name(section)
+
+
+def target_config(section: TargetSection) -> Any:
+    """A target's transformers configuration, under the section's word about foreign code."""
+    from fledge.models.resolve import load_config
+
+    return load_config(model_name(section), trust_remote_code=section.trust_remote_code)
+
+
+def target_tokenizer(section: TargetSection) -> Any:
+    """A target's tokenizer, likewise."""
+    from fledge.models.resolve import load_tokenizer
+
+    return load_tokenizer(model_name(section), trust_remote_code=section.trust_remote_code)
 
 
 def engine_section(engine: str, **given: Any) -> LoadedTarget:

@@ -71,10 +71,10 @@ def recipe_job(
         kind.model_name(section),
         aux_layer_ids=kind.aux_layer_ids(section),
         num_aux_layers=recipe.method.aux_layers(recipe.objective),
-        trust_remote_code=kind.trusts_code(section),
+        trust_remote_code=section.trust_remote_code,
     )
-    train = tokenised(data.train, model.directory, data, on_progress)
-    valid = tokenised(data.valid, model.directory, data, on_progress) if data.valid else None
+    train = tokenised(data.train, recipe, on_progress)
+    valid = tokenised(data.valid, recipe, on_progress) if data.valid else None
     rows = _Joined(train, valid)
     vocabulary = None
     if options.encoding in OVER_A_VOCABULARY or recipe.says_vocab_size:

@@ -25,12 +25,12 @@ from fledge.data.vocab import DraftVocabulary, special_token_ids
 from fledge.draft.base import DraftModel
 from fledge.measure.packed import Ints
 from fledge.methods.base import TrainerInputs
-from fledge.models.resolve import load_tokenizer, local_model
+from fledge.models.resolve import local_model
 from fledge.objective.base import Objective
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.kinds import kind_of, model_name
+from fledge.target.kinds import kind_of, model_name, target_tokenizer
 from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
@@ -79,13 +79,12 @@ def prepare_data(
     data = recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    model = local_model(model_name(recipe.target), weights=False)
-    rows = tokenised(data.train, model, data, on_progress)
+    rows = tokenised(data.train, recipe, on_progress)
     held_out_rows = 0 if data.valid else data.valid_rows
     train, held_out = split_rows(rows, held_out_rows, drop_truncated=data.drop_truncated)
     fingerprint = rows.fingerprint
     if data.valid:
-        valid = tokenised(data.valid, model, data, on_progress)
+        valid = tokenised(data.valid, recipe, on_progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -116,12 +115,14 @@ def tokenise_options(data: Data) -> TokeniseOptions:
 
 
 def tokenised(
-    names: tuple[str, ...], model: Path, data: Data, on_progress: Callable[[Progress], None]
+    names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
 ) -> TokenRows:
     """The rows of some sources under the recipe's options."""
+    data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
         max_drop_share=data.max_drop_share, on_progress=on_progress,
+        trust_remote_code=recipe.target.trust_remote_code,
     )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
     with ExitStack() as undo:
         target = undo.enter_context(make_target(recipe, device))
         train, held_out, fingerprint = data or known_data(recipe, target)
-        tokenizer = load_tokenizer(model_name(recipe.target))
+        tokenizer = target_tokenizer(recipe.target)
         vocabulary = _vocabulary(recipe, target, train, tokenizer, fingerprint)
         target.set_vocab_mapping(
             torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)

@@ -24,6 +24,7 @@ def convert_job(
     options: CacheOptions,
     *,
     draft_vocab_size: int | None = None,
+    trust_remote_code: bool = False,
 ) -> CacheJob:
     """Write what `source` holds in another encoding; run it with `source` as the target."""
     old = source.store.manifest
@@ -35,7 +36,7 @@ def convert_job(
         )
     # supervision that the source does not hold cannot be written
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
-    vocabulary = _vocabulary(source, options.encoding, draft_vocab_size)
+    vocabulary = _vocabulary(source, options.encoding, draft_vocab_size, trust_remote_code)
     manifest: dict[str, Any] = {
         **{key: value for key, value in old.items() if key != LATE},
         **encoding_facts(options, vocabulary),
@@ -46,7 +47,7 @@ def convert_job(
 
 
 def _vocabulary(
-    source: CachedEagle3TargetModel, encoding: Encoding, size: int | None
+    source: CachedEagle3TargetModel, encoding: Encoding, size: int | None, trust: bool
 ) -> DraftVocabulary | None:
     """The source's own where it has one, else counted on its rows (not on held-out ones)."""
     kept, suggested = source.vocabulary, source.info().suggested
@@ -58,7 +59,8 @@ def _vocabulary(
         rows = source.rows()
         trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
         pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
-        tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))
+        files = str(source.store.directory / TARGET_FILES)
+        tokenizer = load_tokenizer(files, trust_remote_code=trust)
         counts_V = count_supervised(pairs, source.info().vocab_size)
         return select_vocabulary(counts_V, size, special_ids=special_token_ids(tokenizer))
     if size is not None and kept.size != size:

@@ -211,12 +211,26 @@ def is_copied(name: str) -> bool:
     return "/" not in name and _COPIED.fullmatch(name) is not None
 
 
+def code_files(model_dir: Path) -> list[Path]:
+    """The Python files of a model that brings code of its own. A cache keeps them beside config and
+    tokenizer, which cannot be read without them; they run only where the user trusts them."""
+    for name in ("config.json", "tokenizer_config.json"):
+        path = model_dir / name
+        if path.is_file() and '"auto_map"' in path.read_text(errors="replace"):
+            return sorted(model_dir.glob("*.py"))
+    return []
+
+
+def _kept_files(model_dir: Path | None) -> list[Path]:
+    return [] if model_dir is None else sorted({*copied_files(model_dir), *code_files(model_dir)})
+
+
 def write_head(
     directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], model_dir: Path | None
 ) -> None:
     """All of a cache but its shards; the manifest last."""
     directory.mkdir(parents=True, exist_ok=True)
-    for path in [] if model_dir is None else copied_files(model_dir):
+    for path in _kept_files(model_dir):
         with atomic_file(directory / TARGET_FILES / path.name) as handle:
             handle.write(path.read_bytes())
     with atomic_file(directory / TARGET) as handle:
@@ -226,8 +240,8 @@ def write_head(
 
 def has_head(directory: Path, model_dir: Path | None) -> bool:
     """Whether all files of `write_head` are there; what they hold is checked when they are read."""
-    copied = [] if model_dir is None else copied_files(model_dir)
-    places = [directory / TARGET, *(directory / TARGET_FILES / path.name for path in copied)]
+    kept = (directory / TARGET_FILES / path.name for path in _kept_files(model_dir))
+    places = [directory / TARGET, *kept]
     return all(place.is_file() for place in places)
 
 
