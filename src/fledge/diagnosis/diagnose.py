@@ -13,9 +13,9 @@ from fledge.diagnosis.checks.probe import Answering, Probe, Score
 from fledge.diagnosis.checks.registry import CHECKS
 from fledge.diagnosis.foreign import DraftFiles, read_files
 from fledge.diagnosis.import_draft import build_draft
-from fledge.diagnosis.weight_files import weight_files
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.export.formats import RECORD_NAME
+from fledge.models.weight_files import weight_files
 from fledge.train.checkpoint import STATE_NAME, TRAINING_NAME
 from fledge.train.runs import checkpoint_state
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fledge.core.errors import BadInput, UntrustedCode
 from fledge.diagnosis.foreign import DraftFiles, DraftView
-from fledge.diagnosis.weight_files import TargetTables, read_target_tables
 from fledge.draft.derive import derive_draft_config
 from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.models.weight_files import TargetTables, read_target_tables
 from fledge.target.layers import default_aux_layer_ids, target_depth, text_config
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from fledge.data.vocab import (
     select_vocabulary,
     special_token_ids,
 )
-from fledge.models.resolve import load_tokenizer
+from fledge.models.resolve import load_tokenizer, local_model
+from fledge.target.cache.automodel import LAYOUT
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.cache.format import OVER_A_VOCABULARY, Encoding
 from fledge.target.cache.job import CacheJob, CacheOptions, encoding_facts
-from fledge.target.cache.manifest import LATE, TARGET_FILES
+from fledge.target.cache.manifest import LATE, target_files
 
 
 def convert_job(
@@ -25,8 +26,10 @@ def convert_job(
     *,
     draft_vocab_size: int | None = None,
     trust_remote_code: bool = False,
+    padded: bool = False,
 ) -> CacheJob:
-    """Write what `source` holds in another encoding; run it with `source` as the target."""
+    """Write what `source` holds in another encoding; run it with `source` as the target. `padded`:
+    in AutoModel's layout, rows as long as they were allowed to be."""
     old = source.store.manifest
     if options.encoding in ("hidden", "hidden-fp8") and not source.shape.is_hidden:
         raise BadInput(
@@ -34,16 +37,28 @@ def convert_job(
             "tell the hidden states",
             where=str(source.store.directory),
         )
+    if padded and options.encoding not in OVER_A_VOCABULARY:
+        fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
+        raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
     # supervision that the source does not hold cannot be written
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
     vocabulary = _vocabulary(source, options.encoding, draft_vocab_size, trust_remote_code)
     manifest: dict[str, Any] = {
-        **{key: value for key, value in old.items() if key != LATE},
+        **{key: value for key, value in old.items() if key not in (LATE, "layout")},
         **encoding_facts(options, vocabulary),
         "converted_from": [old["encoding"], old["dtype"]],
     }
-    more = {"vocabulary": vocabulary, "model_dir": source.store.directory / TARGET_FILES}
+    more: dict[str, Any] = {"vocabulary": vocabulary, "model_dir": _files(source)}
+    if padded:
+        longest = int(source.store.lengths.max(initial=2))
+        manifest["seq_length"] = more["padded_to"] = max(longest, old.get("seq_length") or 0)
+        manifest["layout"] = LAYOUT
     return CacheJob.of(directory, source.rows(), manifest, options, **more)
+
+
+def _files(source: CachedEagle3TargetModel) -> Path:
+    """The directory of the target's config and tokenizer."""
+    return local_model(target_files(source.store.directory), weights=False)
 
 
 def _vocabulary(
@@ -59,8 +74,7 @@ def _vocabulary(
         rows = source.rows()
         trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
         pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
-        files = str(source.store.directory / TARGET_FILES)
-        tokenizer = load_tokenizer(files, trust_remote_code=trust)
+        tokenizer = load_tokenizer(str(_files(source)), trust_remote_code=trust)
         counts_V = count_supervised(pairs, source.info().vocab_size)
         return select_vocabulary(counts_V, size, special_ids=special_token_ids(tokenizer))
     if size is not None and kept.size != size:

@@ -55,6 +55,7 @@ SAFETENSORS = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
 

@@ -16,15 +16,18 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.target.cache.automodel import their_manifest
 from fledge.target.cache.format import (
     FORMAT,
     OVER_A_VOCABULARY,
     CacheShape,
     Encoding,
+    ShardLayout,
     padded_layout_bytes,
     shard_name,
 )
 from fledge.target.cache.manifest import (
+    TARGET_FILES,
     copied_files,
     dtype_name,
     ensure_free,
@@ -32,6 +35,7 @@ from fledge.target.cache.manifest import (
     existing_shards,
     shape_of,
 )
+from fledge.target.cache.padded import PaddedLayout, padded_shard_name
 from fledge.target.cache.shard import is_whole_shard, layout_of
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
@@ -82,6 +86,7 @@ class CacheJob:
     pad_id: int = 0
     resume: bool = False
     quota_bytes: int | None = None
+    padded_to: int | None = None  # tokens a row, in AutoModel's layout; None: ours
 
     @classmethod
     def of(
@@ -96,6 +101,23 @@ class CacheJob:
         chosen = ("shard_size", "batch_size", "resume", "quota_bytes")
         more |= {name: getattr(options, name) for name in chosen}
         return cls(directory, rows, shape_of(manifest), manifest, **more)
+
+    def layout(self, rows: Sequence[TokenRow]) -> ShardLayout | PaddedLayout:
+        """The layout of a shard of these rows."""
+        if self.padded_to is None:
+            return layout_of(self.shape, rows)
+        return PaddedLayout(self.shape, rows, self.padded_to)
+
+    def shard_path(self, index: int) -> Path:
+        name = shard_name if self.padded_to is None else padded_shard_name
+        return self.directory / name(index)
+
+    def on_disk(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """The manifest as its file holds it."""
+        if self.padded_to is None:
+            return manifest
+        assert self.vocabulary is not None, "padded rows are of probabilities"
+        return their_manifest(manifest, self.vocabulary, self.directory / TARGET_FILES)
 
     def shard_rows(self, index: int) -> list[TokenRow]:
         stop = min(len(self.rows), (index + 1) * self.shard_size)
@@ -247,10 +269,10 @@ def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
     ensure_resumable(job.directory, job.manifest, existing)
     sizes, done, tokens = [], set(), 0
     for index in range(-(-len(job.rows) // job.shard_size)):
-        layout = layout_of(job.shape, job.shard_rows(index))
+        layout = job.layout(job.shard_rows(index))
         sizes.append(layout.n_bytes)
         tokens += int(layout.row_start[-1])
-        if index in existing and is_whole_shard(job.directory / shard_name(index), layout):
+        if index in existing and is_whole_shard(job.shard_path(index), layout):
             done.add(index)
     extra = existing - set(range(len(sizes)))
     if extra:
