@@ -10,6 +10,7 @@ from fledge.cli.main import run
 from fledge.cli.serve_target import _open
 from fledge.compat.precompute_eagle3 import main
 from fledge.core.errors import UntrustedCode
+from fledge.data.prepare import prepare_rows
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.server.queue import Limits
 
@@ -198,6 +199,9 @@ def test_files_that_travel_with_a_cache_obey_the_same_rule(trained, tmp_path, ca
 
 
 def test_the_library_refuses_alike(trained):
+    chats = [str(trained / "chats.jsonl")]
+    with pytest.raises(UntrustedCode):  # before any worker is started, which could not say why
+        prepare_rows(chats, trained / "tokenizer", workers=2, rows_per_part=10)
     with pytest.raises(UntrustedCode):
         HFEagle3TargetModel.from_pretrained(trained / "strange", aux_layer_ids=[0, 1, 2])
     with pytest.raises(UntrustedCode):  # a target without its tokenizer would still run: not so

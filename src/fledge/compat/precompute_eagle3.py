@@ -2,12 +2,14 @@ r"""Precompute the EAGLE-3 offline cache: run the target once, train many times.
 
     python -m fledge.precompute_eagle3 \
         --target-model meta-llama/Llama-3.1-8B-Instruct --input-data chats.jsonl \
-        --output-dir /data/cache --seq-length 2048 --batch-size 4 --shard-size 256 --dtype bf16
+        --output-dir /data/cache --seq-length 2048 --draft-vocab-size 8192 \
+        --batch-size 4 --shard-size 256 --dtype bf16
 
 Then train from it, without the target: `target.backend=cache
 target.cached_target_path=/data/cache`. By default hidden states are kept, which serve every
-draft vocabulary, loss and objective (`--encoding` has the others); bytes are predicted before
-anything is written. Under torchrun several processes write disjoint shards of one cache.
+draft vocabulary, loss and objective (`--encoding` has the others); the vocabulary asked for here
+is what training takes unless its recipe says another. Bytes are predicted before anything is
+written. Under torchrun several processes write disjoint shards of one cache.
 `fledge precompute` does the same from a recipe, for any target backend.
 
 Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a full disk

@@ -31,8 +31,9 @@ class MissingPackage(BadInput, ImportError):  # noqa: N818  (a verdict too)
 class UntrustedCode(BadInput):
     """A model brings Python code of its own, and nobody has said that it may run."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, name: str) -> "UntrustedCode":
+        return cls(
             "it brings Python code of its own, which runs only if you trust it",
             where=name,
             fix="--trust-remote-code, or target.trust_remote_code=true in a recipe",

@@ -148,10 +148,11 @@ def _fill(
 
 def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int) -> Iterator[int]:
     """Tokenise the missing parts, here or in `workers` processes; yield each as it is written."""
+    if not missing:
+        return
+    encoder = job.encoder()  # one that is refused is refused here: a worker would just be gone
     if workers <= 1:
-        encoder = job.encoder() if missing else None
         for index in missing:
-            assert encoder is not None
             write_part(job.directory, index, tokenise_part(parts[index], encoder))
             yield index
         return

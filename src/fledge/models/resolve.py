@@ -118,7 +118,7 @@ def _one_line(part: str, name: str) -> Iterator[None]:
         yield
     except broken_files() as error:
         if wants_trust(error):
-            raise UntrustedCode(name) from error
+            raise UntrustedCode.of(name) from error
         raise BadInput(
             f"cannot load the {part} of '{name}'", where="model", fix=first_line(error)
         ) from error

@@ -238,7 +238,8 @@ def _vocabulary(
     dictated, suggested = target.info().vocabulary, target.info().suggested
     vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
     wanted = vocab_size if size is None else min(size, vocab_size)
-    if dictated is not None and dictated.size != wanted and recipe.says_vocab_size:
+    warm = recipe.draft.init_from is not None  # brings a map of its own, whatever size is said
+    if dictated is not None and dictated.size != wanted and recipe.says_vocab_size and not warm:
         what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
         fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
         raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
@@ -249,7 +250,7 @@ def _vocabulary(
             fix = "name the target that the run was started with"
             raise BadInput(what, where=str(saved), fix=fix)
         return kept
-    if recipe.draft.init_from is None:
+    if not warm:
         if dictated is not None:
             return dictated
         if suggested is not None and suggested.size == wanted:

@@ -20,7 +20,7 @@ from fledge.target.cache.format import CacheShape
 from fledge.target.cache.padded import PaddedShard
 from fledge.target.cache.store import CacheStore
 from fledge.target.hf.model import HFEagle3TargetModel
-from target.cache.test_cached_training import cache_recipe, caches, losses, train  # noqa: F401
+from target.cache.test_cached_training import cache_recipe, losses, train
 from train.test_fit import comparable, differing, final_weights
 
 WIDTH = 64
@@ -33,7 +33,7 @@ def verb(*words):
 
 
 @pytest.fixture(scope="module")
-def ours(caches, tmp_path_factory):  # noqa: F811
+def ours(caches, tmp_path_factory):
     """encoding -> (our cache, the same in AutoModel's layout)."""
     root = tmp_path_factory.mktemp("automodel")
 
@@ -151,7 +151,7 @@ def test_columns_come_in_our_order(tmp_path, top_k, dtype):
 def test_training_from_theirs_is_training_from_ours(ours, recipe, tmp_path):
     """Bit for bit: the numbers are the same float32 ones, only their places on the disk differ."""
     for name, cache in zip(("ours", "theirs"), ours("probs"), strict=True):
-        train(cache_recipe(recipe, cache, run=name))
+        train(cache_recipe(recipe, cache, "training.steps=4", run=name))
     assert differing(final_weights(tmp_path / "ours"), final_weights(tmp_path / "theirs")) == []
     assert comparable(tmp_path / "ours") == comparable(tmp_path / "theirs")
 
@@ -192,9 +192,10 @@ def foreign(ours, tiny_target, tmp_path_factory):
 def test_training_from_a_directory_of_their_own(ours, foreign, recipe, tmp_path):
     """To 1e-4: the target saw other batches and its softmax summed other columns first. The draft
     vocabulary comes from the manifest, config, tokenizer and head from the model it names."""
-    silent = cache_recipe(recipe, foreign, "data.valid_rows=0", run="foreign").model_dump()
+    short = ("data.valid_rows=0", "training.steps=6")
+    silent = cache_recipe(recipe, foreign, *short, run="foreign").model_dump()
     del silent["draft"]["draft_vocab_size"]
-    train(cache_recipe(recipe, ours("probs")[0], "data.valid_rows=0", run="ours"))
+    train(cache_recipe(recipe, ours("probs")[0], *short, run="ours"))
     train(Recipe.model_validate(silent))
     np.testing.assert_allclose(losses(tmp_path / "foreign"), losses(tmp_path / "ours"), rtol=1e-4)
     first, second = final_weights(tmp_path / "ours"), final_weights(tmp_path / "foreign")

@@ -60,7 +60,7 @@ def load_hf_model(
         )
     except broken_files() as error:
         if wants_trust(error):
-            raise UntrustedCode(str(name_or_path)) from error
+            raise UntrustedCode.of(str(name_or_path)) from error
         raise BadInput(
             f"the target could not be loaded on {device} ({first_line(error)})",
             where=str(name_or_path),
@@ -116,7 +116,7 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         if wants_trust(error):
-            raise UntrustedCode(str(directory)) from error
+            raise UntrustedCode.of(str(directory)) from error
         # a target runs without one; its fingerprint is then absent
         log.warning("%s: its tokenizer cannot be read (%s)", directory, first_line(error))
         return None
