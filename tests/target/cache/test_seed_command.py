@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -119,6 +120,21 @@ def test_of_probabilities_it_is_the_only_one(made, tmp_path):
     for said, named in (("64", "64"), ("null", "None"), ("32000", "32000")):
         with pytest.raises(BadInput, match=f"of 8192, draft.draft_vocab_size says {named}"):
             vocabulary_of(recipe_words(cache, tmp_path / "run", f"draft.draft_vocab_size={said}"))
+
+
+def test_a_warm_start_keeps_its_own(made, tmp_path):
+    """Whatever size the recipe has, said or not; over probabilities the map has to fit."""
+    probs, start = made("probs", "--encoding", "probs"), tmp_path / "start"
+    for size, cache in ((8192, probs), (64, made())):
+        size_word = f"draft.draft_vocab_size={size}"
+        assert fit(set_up(load_recipe(None, recipe_words(cache, start, size_word))), Notes())
+        warm = recipe_words(cache, tmp_path / "run", f"draft.init_from={start}")
+        for words in (warm, [*warm, "draft.draft_vocab_size=32000"]):
+            assert vocabulary_of(words).size == size
+        if cache != probs:
+            with pytest.raises(BadInput, match="made for another draft vocabulary"):
+                vocabulary_of(recipe_words(probs, tmp_path / "run", f"draft.init_from={start}"))
+        shutil.rmtree(start)
 
 
 def test_a_converted_cache_suggests_the_same(made, tmp_path):
