@@ -116,6 +116,9 @@ def convert(
     draft_vocab_size: Annotated[
         int | None, Option(min=1, help="Counted on the rows (probs, topk from hidden).")
     ] = None,
+    model: Annotated[
+        str, Option("--target", help="The target, where AutoModel's cache names another place.")
+    ] = "",
     supervised_only: opt.SupervisedOnly = False,
     shard_size: opt.ShardSize = 256,
     resume: opt.Resume = False,
@@ -135,7 +138,9 @@ def convert(
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
     device = pick_device("auto")
-    target = CachedEagle3TargetModel(source, device=device, trust_remote_code=trust_remote_code)
+    target = CachedEagle3TargetModel(
+        source, device=device, model=model or None, trust_remote_code=trust_remote_code
+    )
     padded = layout == "automodel"
     if not encoding:
         encoding, top_k = _natural(target.shape, padded, top_k)
@@ -147,7 +152,7 @@ def convert(
     with progress_bar("converting", "rows") as update:
         job = convert_job(
             target, output_dir, chosen, draft_vocab_size=draft_vocab_size,
-            trust_remote_code=trust_remote_code, padded=padded,
+            trust_remote_code=trust_remote_code, padded=padded, model=model or None,
         )  # fmt: skip
         head_bytes = _head_bytes(target, padded)
         code = run_job(job, head_bytes, lambda: target, device, update, as_json=as_json)

@@ -205,7 +205,13 @@ def test_training_from_a_directory_of_their_own(ours, foreign, recipe, tmp_path)
 
 
 def test_their_own_becomes_ours(ours, foreign, tmp_path):
-    assert verb("cache", "convert", foreign, tmp_path / "made", "--shard-size", 16) == 0
+    moved = shutil.copytree(foreign, tmp_path / "moved")  # from a machine with other paths
+    manifest = json.loads((moved / "manifest.json").read_text())
+    named = json.dumps(manifest | {"target_model": "/elsewhere"})
+    (moved / "manifest.json").write_text(named)
+    words = ["cache", "convert", moved, tmp_path / "made", "--shard-size", 16]
+    assert verb(*words) == 2
+    assert verb(*words, "--target", manifest["target_model"]) == 0
     wanted, made = (CachedEagle3TargetModel(p) for p in (ours("probs")[0], tmp_path / "made"))
     assert made.vocabulary.digest() == wanted.vocabulary.digest()
     assert made.vocabulary.coverage == pytest.approx(wanted.vocabulary.coverage)
