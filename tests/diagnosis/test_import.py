@@ -70,7 +70,7 @@ def test_other_layers_come_back_too(place, tmp_path):
 
 def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
     """The target's head stands in where engines would share it; identity maps go."""
-    from fledge.diagnosis.weight_files import read_target_tables
+    from fledge.models.weight_files import read_target_tables
 
     config, tensors = files_of(place / "eagle3")
     full, head = config["vocab_size"], read_target_tables(place / "target").head_VD

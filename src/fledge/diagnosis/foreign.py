@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.diagnosis.weight_files import read_tensors
 from fledge.draft.files import CONFIG_NAME
 from fledge.export.formats import get_path, set_path
 from fledge.methods.base import Method
 from fledge.methods.registry import METHODS
+from fledge.models.weight_files import read_tensors
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ _NOT_KEPT = {
 }  # fmt: skip
 
 
-def import_draft(source: Path, out: Path, *, target: str) -> Path:
+def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: bool = False) -> Path:
     """Write `source`, in whatever layout, as a draft of ours into `out` (whole or not at all)."""
     from fledge.diagnosis.diagnose import run_checks
 
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
-    subject = Subject(read_files(source), TargetFiles(target))
+    subject = Subject(read_files(source), TargetFiles(target, trust_remote_code))
     findings = run_checks(subject, ("static",))
     if faults := [finding for finding in findings if finding.severity == "error"]:
         raise BadInput(

@@ -89,9 +89,9 @@ def read_source(path: Path) -> DraftSource:
     return DraftSource(directory, config, tensors, run, recipe, checkpoint_state(directory))
 
 
-def facts_of_target(name: str) -> TargetFacts:
+def facts_of_target(name: str, *, trust_remote_code: bool = False) -> TargetFacts:
     """What the target's configuration says; its weights stay where they are."""
-    config = load_config(name)
+    config = load_config(name, trust_remote_code=trust_remote_code)
     architectures = list(config.architectures or [])
     return TargetFacts(name, name_for_engines(name), architectures, target_depth(config))
 

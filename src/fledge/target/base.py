@@ -46,6 +46,7 @@ class TargetInfo:
     tokenizer_fingerprint: str | None
     module: nn.Module | None = None  # the model itself, where it is in this process
     vocabulary: DraftVocabulary | None = None  # the only one that its answers are over
+    suggested: DraftVocabulary | None = None  # taken where a recipe does not say another size
 
 
 class Eagle3TargetBackend(ABC):
