@@ -46,7 +46,12 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Documents, Group, overhead_in_tokens
-from fledge.target.weights import describe_weights, weights_fingerprint
+from fledge.target.weights import (
+    describe_weights,
+    refuse_offloaded,
+    refuse_sharded,
+    weights_fingerprint,
+)
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 # What architectures raise that cannot take packed documents in one row (TypeError: a forward that
@@ -81,7 +86,8 @@ class HFEagle3TargetModel(InProcessTarget):
                 f"cp_mesh of size {self._cp_size}: context parallelism is not supported yet",
                 fix="pass cp_mesh=None or a mesh of size 1",
             )
-        self.model = model
+        self.cp_mesh = cp_mesh
+        refuse_offloaded(model)
         self.tokenizer = tokenizer
         self._layers = find_layers(model)
         self._depth = target_depth(getattr(model, "config", None), self._layers)
@@ -157,6 +163,7 @@ class HFEagle3TargetModel(InProcessTarget):
         return cast(nn.Embedding, self.model.get_input_embeddings())  # type: ignore[operator]
 
     def _facts(self) -> dict[str, Any]:
+        refuse_sharded(self.model, "its weights are", where=type(self.model).__name__)
         return {
             "final_norm": describe_final_norm(self.model),
             "dtype": self._state_dtype,
@@ -286,12 +293,14 @@ class HFEagle3TargetModel(InProcessTarget):
     @torch.no_grad()
     def _head_of_states(self) -> TargetHead:
         if self._head is None:
-            self._head_module = find_head_module(self.model)
+            name, module = type(self.model).__name__, find_head_module(self.model)
+            refuse_sharded(module, "its output head is", where=name)
+            self._head_module = module
             probe_BT = torch.arange(4, device=self._device())[None]
             self._head, self._state_dtype = learn_head(
                 lambda: self._call(probe_BT, torch.ones_like(probe_BT)),
-                self._head_module,
-                where=type(self.model).__name__,
+                module,
+                where=name,
             )
         return self._head
 
