@@ -41,8 +41,10 @@ def make_draft(
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
     if (module := target.info().module) is not None:  # elsewhere nobody can look at its rotary
         verify_rotary(draft.config, module)
-    draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
-    draft.gradient_checkpointing = recipe.training.gradient_checkpointing
+    if section.freeze_embeddings:
+        draft.freeze_embeddings()
+    if recipe.training.gradient_checkpointing:
+        draft.gradient_checkpointing_enable()
     return draft.to(device)
 
 

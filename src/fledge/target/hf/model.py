@@ -89,12 +89,12 @@ class HFEagle3TargetModel(InProcessTarget):
         self.cp_mesh = cp_mesh
         refuse_offloaded(model)
         self.tokenizer = tokenizer
-        self._layers = find_layers(model)
+        self.model = model
+        self._layers = self._get_transformer_layers()
         self._depth = target_depth(getattr(model, "config", None), self._layers)
-        if aux_layer_ids is None:
-            aux_layer_ids = default_aux_layer_ids(self._depth, num_aux_layers)
-        depth = min(self._depth, len(self._layers))
-        self.aux_layer_ids = validate_aux_layer_ids(aux_layer_ids, depth, num_aux_layers)
+        self._num_aux_layers = num_aux_layers
+        candidate_ids = self._default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
         self.model = model.eval().requires_grad_(False)
         self._options = _accepted(model, use_cache=False, output_hidden_states=False)
         self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
@@ -157,6 +157,18 @@ class HFEagle3TargetModel(InProcessTarget):
         )
         target._stored_as = loaded.stored_as
         return target
+
+    def _get_transformer_layers(self) -> list[nn.Module]:
+        """The decoder layers in order, of a ModuleList or of a ModuleDict keyed by str(i)."""
+        return find_layers(self.model)
+
+    def _default_aux_layer_ids(self) -> list[int]:
+        return default_aux_layer_ids(self._depth, self._num_aux_layers)
+
+    def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
+        """Distinct layers that exist, as many as the method listens to; else a ValueError."""
+        depth = min(self._depth, len(self._layers))
+        return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
 
     def get_input_embeddings(self) -> nn.Embedding:
         self._check_open()
