@@ -39,8 +39,8 @@ def make_draft(**changes):
 
 
 def test_the_placeholder_is_one_parameter_before_fc():
-    """ "Shape [1, 1, 3 * H] and the on-disk key mask_hidden"; "only when parallel_drafting is set so
-    EAGLE-3 / EAGLE-3.1 checkpoints round-trip with no extra keys." """
+    """ "Shape [1, 1, 3 * H] and the on-disk key mask_hidden"; "only when parallel_drafting is set
+    so EAGLE-3 / EAGLE-3.1 checkpoints round-trip with no extra keys." """
     draft = make_draft()
     assert draft.state_dict()["mask_hidden"].shape == (1, 1, 3 * 10)
     assert draft.mask_hidden.numel() == draft.fc.in_features

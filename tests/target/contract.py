@@ -318,6 +318,12 @@ def probs_need_a_draft_vocabulary(case: Case) -> None:
             backend.set_vocab_mapping(ids[1:], mask)
         with pytest.raises(ValueError, match="selected_token_ids"):
             backend.set_vocab_mapping(ids[None], mask)
+        with pytest.raises(ValueError, match="selected_token_ids hold"):
+            backend.set_vocab_mapping(ids + case.model.config.vocab_size)
+        backend.set_vocab_mapping(ids)  # the mask follows from them
+        answered = ask(backend, *padded_rows())
+    with case.backend() as backend:
+        assert torch.equal(answer(answered), answer(ask(backend, *padded_rows())))
 
 
 @check
