@@ -110,14 +110,11 @@ def sample_depths(
     goes_on[:-1] = supervised[1:] & (document[1:] == document[:-1])
     key = _keys(supervised, document, place)
     valid_count = np.bincount(document[supervised], minlength=_documents(document))
-    sizes = [
-        (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
-        for depth in range(num_depths)
-    ]
     pool = np.flatnonzero(supervised & (place > 0))
     for depth in range(1, num_depths):
+        size = (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
         noise = _noise(seed, depth, key[pool], place[pool])
-        kept = pool[_rank(document[pool], noise) < sizes[depth][document[pool]]]
+        kept = pool[_rank(document[pool], noise) < size[document[pool]]]
         if depth == 1 and max_anchors is not None and row is not None:
             noise = _noise(seed, depth, key[kept], place[kept])
             kept = kept[_rank(row[kept], noise) < max_anchors]
