@@ -114,7 +114,9 @@ def test_what_cannot_be_ours_is_refused(place, tmp_path, change, says):
 def test_a_normed_residual_is_carried_but_not_exported(place, tmp_path):
     from export.drafts import make_draft
 
-    make_draft(place / "target", fit=0, norm_before_residual=True).save_pretrained(tmp_path / "own")
+    own = make_draft(place / "target", fit=0, norm_before_residual=True)
+    own.config.ttt_steps = 3  # as the speculators format will say
+    own.save_pretrained(tmp_path / "own")
     assert files_of(tmp_path / "own")[0]["norm_before_residual"]
     foreign = tmp_path / "foreign"
     write_as("speculators", tmp_path / "own", foreign, place / "target")

@@ -45,7 +45,7 @@ from fledge.target.layers import EAGLE3_AUX_LAYERS
 logger = logging.getLogger(__name__)
 
 _FLOATS = ("fp32", "bf16", "fp16", *DTYPES)
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,13 +76,15 @@ def _build_parser() -> argparse.ArgumentParser:
     computed = "of the target's forward: fp32 | bf16 | fp16 | fp8; auto: as it is stored (auto)"
     add("--target-dtype", default="auto", help=computed)
     add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
-    add("--target-probs-topk", type=int, help="keep the k largest probabilities (encoding topk)")
+    topk = "keep the k largest probabilities (encoding topk); 0: all of them (0)"
+    add("--target-probs-topk", type=int, default=0, help=topk)
     add("--supervised-only", action="store_true", help="no supervision at unsupervised tokens")
     layers = "three decoder layers, 1,15,28 or 1 15 28; left out: the default"
     add("--aux-layer-ids", nargs="+", metavar="ID", help=layers)
     dropped = "largest share of rows that may be unusable (0.05)"
     add("--max-drop-share", type=float, default=0.05, help=dropped)
-    add("--shuffle-seed", type=int, help="order of the rows; left out: as in the data")
+    order = "order of the rows; none: as in the data (42)"
+    add("--shuffle-seed", type=_seed, default=42, metavar="SEED", help=order)
     add("--resume", action="store_true", help="continue the cache in --output-dir")
     add("--quota-gb", type=float, help="never write more than this; --resume continues")
     add("--device", default="auto", help="auto | cpu | cuda | cuda:N (auto)")
@@ -92,10 +94,15 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seed(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
-    positive = ("batch_size", "shard_size", "draft_vocab_size", "target_probs_topk")
-    smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), "num_workers": 0, "shuffle_seed": 0}
+    positive = ("batch_size", "shard_size", "draft_vocab_size")
+    rest = ("target_probs_topk", "num_workers", "shuffle_seed")
+    smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
     for name, least in smallest.items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -141,12 +148,12 @@ def _is_local(name: str) -> bool:
 
 
 def _encoding(args: argparse.Namespace) -> Any:
-    encoding = args.encoding or ("hidden" if args.target_probs_topk is None else "topk")
+    encoding = args.encoding or ("topk" if args.target_probs_topk else "hidden")
     if encoding not in ENCODINGS:
         raise BadInput(
             f"{encoding!r} is not an encoding", where="--encoding", fix=", ".join(ENCODINGS)
         )
-    if (encoding == "topk") != (args.target_probs_topk is not None):
+    if (encoding == "topk") != bool(args.target_probs_topk):
         raise BadInput(
             "the topk encoding and --target-probs-topk belong together", where="--encoding"
         )
@@ -209,10 +216,13 @@ def _ensure_resume_compatible(
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Load the target, scan the dataset once, and write the sharded cache; the exit code."""
+    """Load the target, scan the dataset once, and write the sharded cache; the exit code. What the
+    arguments get wrong is a BadInput before anything is loaded."""
     from fledge.cli.console import quiet_libraries
     from fledge.core.distributed import pick_device
 
+    _validate_args(args)
+    logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
     quiet_libraries()
     device = pick_device(args.device)
     section = _section(args)
@@ -293,7 +303,7 @@ def _job(args: argparse.Namespace, computed: torch.dtype) -> tuple[CacheJob, Mod
     chosen = CacheOptions(
         encoding=encoding,
         dtype=computed if args.dtype == "auto" else DTYPES[spelt_out(args.dtype)],
-        top_k=args.target_probs_topk,
+        top_k=args.target_probs_topk or None,
         supervised_only=args.supervised_only,
         shard_size=args.shard_size,
         batch_size=args.batch_size,
@@ -317,8 +327,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """CLI entry point. Parses argv and returns the process exit code."""
     args = _build_parser().parse_args(argv)
     try:
-        _validate_args(args)
-        logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
         return _run(args)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         explained = explain(error)

@@ -19,7 +19,7 @@ from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files, tokens_marked
 from fledge.draft.base import DraftModel
-from fledge.draft.config import check_draft_config
+from fledge.draft.config import check_draft_config, depths_key, trained_depths
 from fledge.draft.files import CONFIG_NAME
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -93,6 +93,8 @@ def own_config(subject: Subject) -> Any:
     try:
         config = LlamaConfig(**values)
         check_draft_config(config)
+        if trained_depths(config) is None and view.speculative_tokens is not None:
+            setattr(config, depths_key(config), view.speculative_tokens)
         return config
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         first = str(error).splitlines()[-1].strip()

@@ -47,8 +47,10 @@ def make_draft(
                 "the target, which the draft starts from," if section.init_from is None else "it"
             )
             raise bad_weights(name, what, owner=owner, where=section.init_from or "")
-    draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
-    draft.gradient_checkpointing = recipe.training.gradient_checkpointing
+    if section.freeze_embeddings:
+        draft.freeze_embeddings()
+    if recipe.training.gradient_checkpointing:
+        draft.gradient_checkpointing_enable()
     return draft.to(device)
 
 

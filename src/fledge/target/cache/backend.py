@@ -110,7 +110,9 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             self.store.close()
         super().close()
 
-    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
         kept = self.vocabulary
         if kept is None:
