@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch, shift_left
@@ -30,7 +32,8 @@ def packed(**changes):
         "input_ids must be .* not empty": lambda: TokenBatch(IDS[:0], MASK[:0], MASK[:0]),
         r"attention_mask must be \[2, 4\]": lambda: TokenBatch(IDS, MASK[:, 1:], MASK),
         r"loss_mask must be \[2, 4\], got \[1, 4\]": lambda: TokenBatch(IDS, MASK, MASK[:1]),
-        "seq_lens missing: a packed batch needs all": lambda: packed(seq_lens=None),
+        "seq_lens missing: a packed batch needs": lambda: packed(seq_lens=None),
+        "position_ids missing: a packed batch needs": lambda: packed(position_ids=None),
         "position_ids must hold integers": lambda: packed(position_ids=POSITIONS.float()),
         r"doc_remaining must be \[2, 4\]": lambda: packed(doc_remaining=REMAINING[:, 1:]),
         r"seq_lens must be \[2, max_docs\]": lambda: packed(seq_lens=LENGTHS[:1]),
@@ -48,6 +51,57 @@ def test_padded_rows_have_no_packing_and_packed_rows_all_of_it():
     assert packed().packing == (POSITIONS, LENGTHS, REMAINING)
     assert packed().arguments() == (IDS, MASK, MASK, POSITIONS, LENGTHS, REMAINING)
     assert (packed().shape, packed().tokens) == ((2, 4), 8)
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=DOCUMENTS, pad=st.integers(0, 3))
+def test_what_remains_of_a_document_follows_from_lengths_and_padding(lengths, pad):
+    """Slot by slot: the real tokens after it in its document."""
+    width = max(map(sum, lengths)) + pad
+    docs = max(map(len, lengths))
+    positions, sizes, masks, expected = [], [], [], []
+    for row in lengths:
+        left = width - sum(row)
+        sizes.append([*row[:-1], row[-1] + left, *[0] * (docs - len(row))])
+        positions.append([p for n in sizes[-1] for p in range(n)])
+        masks.append([1] * sum(row) + [0] * left)
+        expected.append([n - 1 - p for n in row for p in range(n)] + [0] * left)
+    ids, mask = torch.ones(len(lengths), width, dtype=torch.long), torch.tensor(masks)
+    trio = {"position_ids": torch.tensor(positions), "seq_lens": torch.tensor(sizes)}
+    assert TokenBatch(ids, mask, mask, **trio).doc_remaining.tolist() == expected
+    states = {
+        "aux_hidden_states": torch.zeros(*mask.shape, 3),
+        "logits": torch.zeros(*mask.shape, 2),
+    }
+    batch = Eagle3TargetBatch(input_ids=ids, attention_mask=mask, loss_mask=mask, **states, **trio)
+    assert batch.doc_remaining.tolist() == expected
+    assert batch.to_trainer_inputs()["doc_remaining"] is batch.doc_remaining
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions", "good"),
+    [
+        ([1, 1, 1, 0], [0, 1, 2, 3], True),
+        ([1, 1, 1, 0], [0, 1, 2, 9], True),  # padding's mean nothing
+        ([0, 1, 1, 1], [0, 0, 1, 2], True),
+        ([0, 1, 1, 1], [0, 1, 2, 3], False),  # counts the padding too
+        ([1, 1, 1, 1], [0, 1, 0, 1], False),  # two documents, whose lengths are missing
+        ([1, 1, 1, 1], [5, 6, 7, 8], False),
+    ],
+)
+def test_positions_alone_count_the_tokens_of_a_row(mask, positions, good):
+    mask, positions = (torch.tensor([[1, 1, 1, 1], x]) for x in (mask, positions))
+    positions[0] = torch.arange(4)
+    if good:
+        rows = TokenBatch(mask, mask, mask, positions)
+        assert rows.arguments()[3:] == (positions, None, None)
+        assert rows.packing is None
+    else:
+        with pytest.raises(ValueError, match=r"without seq_lens .*0 \.\. n - 1.* wrong in row 1$"):
+            TokenBatch(mask, mask, mask, positions)
 
 
 def test_rows_that_lie_there_already_are_not_copied():

@@ -106,7 +106,7 @@ LOGITS = torch.zeros(ROWS, WIDTH, VOCABULARY)
         (parts(last_hidden_states=None, logits=LOGITS[0]), "logits"),
         (parts(last_hidden_states=None, logits=LOGITS.long()), "logits"),
         (probs_parts(target_probs=torch.zeros(ROWS, 1, 6)), "target_probs"),
-        (parts(position_ids=PACKING["position_ids"]), "seq_lens and doc_remaining missing"),
+        (parts(position_ids=PACKING["position_ids"]), "position_ids without seq_lens"),
         (parts(**PACKING | {"position_ids": None}), "position_ids missing"),
         (parts(**PACKING | {"position_ids": torch.zeros(1, 2).long()}), "position_ids"),
         (parts(**PACKING | {"seq_lens": torch.tensor([[3, 1], [5, 0]])}), "seq_lens.*row 0"),

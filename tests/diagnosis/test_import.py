@@ -70,7 +70,7 @@ def test_other_layers_come_back_too(place, tmp_path):
 
 def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
     """The target's head stands in where engines would share it; identity maps go."""
-    from fledge.diagnosis.weight_files import read_target_tables
+    from fledge.models.weight_files import read_target_tables
 
     config, tensors = files_of(place / "eagle3")
     full, head = config["vocab_size"], read_target_tables(place / "target").head_VD
@@ -114,7 +114,9 @@ def test_what_cannot_be_ours_is_refused(place, tmp_path, change, says):
 def test_a_normed_residual_is_carried_but_not_exported(place, tmp_path):
     from export.drafts import make_draft
 
-    make_draft(place / "target", fit=0, norm_before_residual=True).save_pretrained(tmp_path / "own")
+    own = make_draft(place / "target", fit=0, norm_before_residual=True)
+    own.config.ttt_steps = 3  # as the speculators format will say
+    own.save_pretrained(tmp_path / "own")
     assert files_of(tmp_path / "own")[0]["norm_before_residual"]
     foreign = tmp_path / "foreign"
     write_as("speculators", tmp_path / "own", foreign, place / "target")

@@ -104,6 +104,18 @@ def test_bad_maps_are_refused():
         draft.set_vocab_mapping(other.nonzero().flatten(), other)
 
 
+def test_the_mask_follows_from_the_ids():
+    ids, mask = some_vocabulary()
+    one, both = make_draft(), make_draft()
+    one.set_vocab_mapping(ids)
+    both.set_vocab_mapping(ids, mask)
+    assert torch.equal(one.t2d, both.t2d)
+    assert torch.equal(one.d2t, both.d2t)
+    for wrong in (ids + 1, ids - 1, ids.float(), ids[None], ids[:-1], ids.clone().fill_(3)):
+        with pytest.raises(ValueError, match="selected_token"):
+            make_draft().set_vocab_mapping(wrong)
+
+
 def test_embeddings_and_head_come_from_the_target():
     draft = make_draft()
     table = torch.nn.Embedding(23, 12)

@@ -93,6 +93,10 @@ def test_a_bad_override_names_itself_and_the_fix(override: str, says: str) -> No
         ("a: 1\n---\nb: 2", "expected a single document"),
         ("training: {seed: " + "9" * 5000 + "}", "cannot be read"),
         ("[" * 5000, "YAML: nested too deeply"),
+        (
+            "recipe_args:\n  cached_target_path: /data/cache",
+            "line 1: unknown section 'recipe_args'; did you mean 'target.cached_target_path'?",
+        ),
         ("target: {backend: cache}", "target.cached_target_path: a value is required"),
         ("data: {max_length: 9000}", "packing.tokens (8192) is below data.max_length (9000)"),
         ("objective: {kind: peagle, down_sample_ratio: 0.1}", "objective: down_sample_ratio_min"),

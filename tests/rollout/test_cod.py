@@ -1,5 +1,8 @@
 """COD sampling against the sentences of docs/semantics.md, P-EAGLE."""
 
+import itertools
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -33,11 +36,20 @@ def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **more):
     return [part.tolist() for part in np.split(deepest, np.cumsum(lengths)[:-1])]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_sizes_of_a_fully_supervised_row(seed):
-    generator = torch.Generator().manual_seed(seed)
-    _, depth = generate_cod_sample_indices(4096, torch.ones(4096), 8, 0.7, 0.2, generator=generator)
-    assert torch.bincount(depth).tolist() == [4096, 2866, 2006, 1403, 982, 818, 818, 817]
+def test_sizes_of_a_fully_supervised_row():
+    """By the formula, or one short where it does not shrink and the last position was kept."""
+    formula, short = [4096, 2866, 2006, 1403, 982, 818, 818, 817], 0
+    for seed in range(40):
+        anchor, depth = generate_cod_sample_indices(
+            4096, torch.ones(4096), generator=torch.Generator().manual_seed(seed)
+        )
+        pool = 4096
+        for d, size in enumerate(formula):
+            position = anchor[depth == d] + d
+            assert len(position) == min(size, pool)
+            pool = int((position < 4095).sum())
+            short += len(position) < size
+    assert 2 <= short <= 16  # at depth 6 in one draw of five: 8 +- 2.5
 
 
 @settings(max_examples=200, deadline=None)
@@ -130,6 +142,54 @@ def test_every_position_is_as_likely_as_another():
         share = kept / eligible
         sigma = (runs * share * (1 - share)) ** 0.5
         assert np.abs(counts[depth][:eligible] - runs * share).max() < 5 * sigma
+
+
+def chances(supervised, num_depths, ratios):
+    """Every draw of one document and its chance: docs/semantics.md read aloud. At each depth all
+    sets of n_d positions of the pool (or the whole pool) are tried, each as likely as another."""
+    valid, found = sum(supervised), Counter()
+
+    def follow(depth, pool, deepest, chance):
+        size = int(max(0, valid - depth) * max(ratios[0] ** depth, ratios[1]))
+        if depth == num_depths or size == 0:
+            found[deepest] += chance
+            return
+        subsets = list(itertools.combinations(pool, min(size, len(pool))))
+        for kept in subsets:
+            reached = tuple(
+                depth if anchor + depth in kept else last for anchor, last in enumerate(deepest)
+            )
+            following = [p + 1 for p in kept if supervised[p + 1 : p + 2] == [True]]
+            follow(depth + 1, following, reached, chance / len(subsets))
+
+    pool = [p for p in range(1, len(supervised)) if supervised[p]]
+    follow(1, pool, (0,) * len(supervised), 1.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("document", "num_depths", "ratios"),
+    [
+        ("1111111", 4, (0.7, 0.4)),  # sizes 4, 2, 1
+        ("1111111", 4, (0.5, 0.5)),  # 3, 2, 2: does not shrink, and the last position ends
+        ("0110111", 3, (0.5, 0.5)),  # 2, 1; every second rollout ends at a gap
+        ("11011011", 3, (0.6, 0.6)),  # 3, 2; of the pool only two positions go on
+        ("10111101", 5, (0.4, 0.4)),  # 2, 1, 1, 1
+    ],
+)
+def test_every_draw_is_as_likely_as_the_definition_says(document, num_depths, ratios):
+    """The whole distribution, not only means: a chi-square over all outcomes, seeds 0 .. 2499."""
+    supervised, runs = [c == "1" for c in document], 2500
+    expected = chances(supervised, num_depths, ratios)
+    assert abs(sum(expected.values()) - 1) < 1e-9
+    drawn = Counter(
+        tuple(sample([supervised], num_depths=num_depths, ratios=ratios, seed=seed)[0])
+        for seed in range(runs)
+    )
+    assert set(drawn) <= set(expected)
+    distance = sum((drawn[d] - runs * p) ** 2 / (runs * p) for d, p in expected.items())
+    freedom = len(expected) - 1
+    assert distance < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_neighbouring_seeds_depths_and_places_are_unrelated():

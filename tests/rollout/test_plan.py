@@ -166,11 +166,35 @@ def test_an_unpadded_slot_is_charged_by_its_mask_alone():
     assert plan.span == (0, 3)
 
 
+def same_plan(one, other):
+    return one.counts == other.counts and all(
+        torch.equal(getattr(one, name), getattr(other, name))
+        for name in ("slot_T", "position_T", "target_M", "supervised_P", "step_valid_K")
+    )
+
+
+def test_lengths_and_positions_are_enough():
+    """What remains of a document follows; positions alone say what a padded row means anyway."""
+    full = packed([[True, True, True], [True, True]], 8)
+    full = full._replace(loss_mask=torch.ones(1, 8))  # reads over the ends, unless it is stopped
+    assert same_plan(
+        plan_rollout(full, num_depths=3),
+        plan_rollout(full._replace(doc_remaining=None), num_depths=3),
+    )
+    left = RowMasks(torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[0, 0, 1, 1, 1]]))
+    with_positions = left._replace(position_ids=torch.tensor([[7, 7, 0, 1, 2]]))
+    assert same_plan(plan_rollout(left, num_depths=3), plan_rollout(with_positions, num_depths=3))
+
+
 def test_bad_metadata_names_the_field():
     good = packed([[True, True, True], [True, True]], 6)
     with pytest.raises(ValueError, match="seq_lens"):
         plan_rollout(good._replace(seq_lens=torch.tensor([[3, 2]])), num_depths=2)
     with pytest.raises(ValueError, match="position_ids"):
         plan_rollout(good._replace(position_ids=torch.tensor([[0, 1, 2, 3, 5, 6]])), num_depths=2)
+    for positions in ([0, 1, 2, 0, 1, 2], [4, 5, 6, 7, 8, 9]):
+        alone = RowMasks(torch.ones(1, 6), torch.ones(1, 6), torch.tensor([positions]))
+        with pytest.raises(ValueError, match="position_ids"):
+            plan_rollout(alone, num_depths=2)
     with pytest.raises(ValueError, match="attention_mask"):
         plan_rollout(RowMasks(torch.ones(1, 4), torch.tensor([[1, 0, 1, 1]])), num_depths=1)

@@ -191,6 +191,23 @@ def same_tokens_give_the_same_batch(case: Case) -> None:
 
 
 @check
+def lengths_and_positions_are_enough(case: Case) -> None:
+    """`doc_remaining` follows from them, and padded rows may come with their positions."""
+    rows, packed = padded_rows(), packed_rows(some_documents(), 14)
+    positions = torch.arange(rows[0].shape[1]).expand_as(rows[0])
+    with case.backend() as backend:
+        expected = dict(ask(backend, *packed).tensors())
+        found = dict(backend.generate_batch(*packed[:5]).tensors())
+        plain = dict(ask(backend, *rows).tensors())
+        placed = dict(backend.generate_batch(*rows, position_ids=positions).tensors())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(placed.pop("position_ids"), positions)
+    assert placed.keys() == plain.keys()
+    assert all(torch.equal(placed[name], tensor) for name, tensor in plain.items())
+
+
+@check
 def six_arguments_are_the_same_question(case: Case) -> None:
     """`generate_batch` is public, and older than `answer`."""
     for given in (padded_rows(), packed_rows(some_documents(), 14)):
@@ -279,7 +296,8 @@ def bad_input_is_refused_by_name(case: Case) -> None:
             "input_ids  ": (ids + 10_000, mask, loss),
             "attention_mask": (ids, mask[:, 1:], loss),
             "loss_mask": (ids, mask, loss[:2]),
-            "doc_remaining": (*packed[:5], None),
+            "seq_lens missing": (*packed[:4], None, packed[5]),
+            "position_ids without seq_lens": packed[:4],
             "seq_lens": (*packed[:4], short, packed[5]),
             "position_ids": (*packed[:3], packed[3] + 1, *packed[4:]),
             "attention_mask ": (packed[0], hole, *packed[2:]),
@@ -300,6 +318,12 @@ def probs_need_a_draft_vocabulary(case: Case) -> None:
             backend.set_vocab_mapping(ids[1:], mask)
         with pytest.raises(ValueError, match="selected_token_ids"):
             backend.set_vocab_mapping(ids[None], mask)
+        with pytest.raises(ValueError, match="selected_token_ids hold"):
+            backend.set_vocab_mapping(ids + case.model.config.vocab_size)
+        backend.set_vocab_mapping(ids)  # the mask follows from them
+        answered = ask(backend, *padded_rows())
+    with case.backend() as backend:
+        assert torch.equal(answer(answered), answer(ask(backend, *padded_rows())))
 
 
 @check

@@ -8,6 +8,7 @@ from typer import Argument, Exit, Option, Typer
 from fledge.cli import options as opt
 from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.precompute import cache_options, run_job
+from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 
 app = Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
@@ -31,17 +32,17 @@ def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
 
 def _facts(directory: Path) -> dict[str, Any]:
     from fledge.target.cache import manifest as manifests
-    from fledge.target.cache.format import shard_name
-    from fledge.target.cache.shard import Shard
+    from fledge.target.cache.store import open_shards
 
     manifest = manifests.read_manifest(directory)
     shape, there = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
-    opened = [Shard(directory / shard_name(index), shape) for index in there]
+    opened = open_shards(directory, manifest, there)
     tokens = sum(int(shard.layout.row_start[-1]) for shard in opened)
     in_shards = sum(shard.layout.n_bytes for shard in opened)
     return {
         "directory": str(directory),
         "complete": len(there) == manifests.shards_of(manifest),
+        "layout": manifest.get("layout", "fledge"),
         "encoding": manifest["encoding"],
         "dtype": manifest["dtype"],
         "supervised_only": shape.compact,
@@ -56,7 +57,7 @@ def _facts(directory: Path) -> dict[str, Any]:
         "aux_layer_ids": manifest["aux_layer_ids"],
         "hidden_size": manifest["hidden_size"],
         "vocab_size": manifest["vocab_size"],
-        "draft_vocabulary": (manifest["vocabulary"] or {}).get("size"),
+        "draft_vocabulary": manifests.vocabulary_size(manifest),
         "top_k": manifest["top_k"],
         "weights": manifest[manifests.LATE]["weight_dtypes"],
         "weights_fingerprint": manifest[manifests.LATE]["weights_fingerprint"],
@@ -66,11 +67,15 @@ def _facts(directory: Path) -> dict[str, Any]:
 @app.command(epilog="Example: fledge cache verify cache")
 def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Read every row, compare its checksum, look for NaN; exit code 1 when one is not whole."""
-    from fledge.target.cache.manifest import read_target
+    from fledge.target.cache.automodel import read_embedding
+    from fledge.target.cache.manifest import lacks_target, read_target
     from fledge.target.cache.store import CacheStore
 
     store = CacheStore(directory.expanduser())
-    read_target(store.directory, store.manifest)
+    if lacks_target(store.directory, store.manifest):
+        read_embedding(store.directory)
+    else:
+        read_target(store.directory, store.manifest)
     damaged, not_finite = [], []
     with progress_bar("reading", "rows") as update:
         update(total=len(store))
@@ -94,41 +99,82 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
         raise Exit(1)
 
 
-@app.command(epilog="Example: fledge cache convert cache small --encoding hidden-fp8")
+@app.command(
+    epilog="Example: fledge cache convert cache small --encoding hidden-fp8\n\n"
+    "Example: fledge cache convert cache theirs --layout automodel --draft-vocab-size 8192"
+)
 def convert(
     source: Directory,
     output_dir: Annotated[Path, Argument(help="The new cache.", show_default=False)],
-    encoding: opt.EncodingOption = "hidden-fp8",
+    encoding: Annotated[
+        str,
+        Option(
+            help="hidden | hidden-fp8 | probs | topk; left out: hidden-fp8 of hidden states, else "
+            "the source's, and probs for AutoModel."
+        ),
+    ] = "",
+    layout: Annotated[
+        str, Option(help="fledge | automodel: padded shards that AutoModel trains from.")
+    ] = "fledge",
     dtype: opt.CacheDtype = "auto",
     top_k: opt.TopK = None,
     draft_vocab_size: Annotated[
         int | None, Option(min=1, help="Counted on the rows (probs, topk from hidden).")
     ] = None,
+    model: Annotated[
+        str, Option("--target", help="The target, where AutoModel's cache names another place.")
+    ] = "",
     supervised_only: opt.SupervisedOnly = False,
     shard_size: opt.ShardSize = 256,
     resume: opt.Resume = False,
     quota_gb: opt.Quota = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
-    """Write a cache in another encoding, without the target."""
+    """Write a cache in another encoding or layout, without the target."""
     from fledge.core.distributed import pick_device
     from fledge.target.cache.backend import CachedEagle3TargetModel
     from fledge.target.cache.convert import convert_job
-    from fledge.target.cache.manifest import TARGET
 
+    if layout not in ("fledge", "automodel"):
+        hint = nearest(layout, ["fledge", "automodel"])
+        raise BadInput(f"{layout!r} is not a layout", where="--layout", fix=hint)
     quiet_libraries()
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
     device = pick_device("auto")
-    target = CachedEagle3TargetModel(source, device=device)
+    target = CachedEagle3TargetModel(
+        source, device=device, model=model or None, trust_remote_code=trust_remote_code
+    )
+    padded = layout == "automodel"
+    if not encoding:
+        encoding, top_k = _natural(target.shape, padded, top_k)
     chosen = cache_options(
         encoding=encoding, dtype=dtype, natural=lambda: target.shape.dtype, top_k=top_k,
         supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
         quota_gb=quota_gb,
     )  # fmt: skip
     with progress_bar("converting", "rows") as update:
-        job = convert_job(target, output_dir, chosen, draft_vocab_size=draft_vocab_size)
-        head_bytes = (target.store.directory / TARGET).stat().st_size
+        job = convert_job(
+            target, output_dir, chosen, draft_vocab_size=draft_vocab_size,
+            trust_remote_code=trust_remote_code, padded=padded, model=model or None,
+        )  # fmt: skip
+        head_bytes = _head_bytes(target, padded)
         code = run_job(job, head_bytes, lambda: target, device, update, as_json=as_json)
     if code:
         raise Exit(code)
+
+
+def _natural(shape: Any, padded: bool, top_k: int | None) -> tuple[str, int | None]:
+    """The encoding that is meant where none is given, and its k."""
+    if shape.is_hidden and not padded:
+        return "hidden-fp8", top_k
+    kept = top_k or shape.top_k or None
+    return ("probs" if kept is None else "topk"), kept
+
+
+def _head_bytes(target: Any, padded: bool) -> int:
+    """Embedding and head, and in AutoModel's layout the embedding once more, in float32."""
+    embedding, head = target.get_input_embeddings().weight, target.info().head.weight_VD
+    again = 4 * embedding.numel() if padded else 0
+    return int(embedding.nbytes + head.nbytes + again)

@@ -37,6 +37,7 @@ def chat(
     ] = "",
     dtype: Annotated[str, Option(help="float32, bfloat16, ...; default: the run's.")] = "",
     device: opt.DeviceOption = "",
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: Annotated[bool, Option("--json", help="One JSON line per answer.")] = False,
 ) -> None:
     """Chat in the terminal: the draft's accepted words in green, speed with and without it.
@@ -49,7 +50,7 @@ def chat(
     quiet_libraries()
     path = draft_directory(draft)
     with err.status("loading the target"):
-        backend = load_target(path, target, aux_layers, dtype, device)
+        backend = load_target(path, target, aux_layers, dtype, device, trust_remote_code)
         drafting = {"method": method or None, "num_draft_tokens": draft_tokens}
         sampling = {"temperature": temperature, "seed": seed}
         loaded = load_draft_beside(backend, path)

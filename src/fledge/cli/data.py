@@ -9,7 +9,7 @@ from rich.table import Table
 from typer import Argument, Option, Typer
 
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar
-from fledge.cli.options import AsJson
+from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
 
 app = Typer(help="Prepare conversations for training, and look at them.", no_args_is_help=True)
@@ -66,7 +66,7 @@ def _options(
     return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
 
 
-def _prepare(data: list[str], model: str, options: Any, workers: int | None, drop: float) -> Any:
+def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
     from fledge.data.prepare import Progress, prepare_rows
     from fledge.models.resolve import local_model
 
@@ -79,9 +79,7 @@ def _prepare(data: list[str], model: str, options: Any, workers: int | None, dro
             note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
             update(total=at.parts, completed=at.done, note=note)
 
-        return prepare_rows(
-            data, directory, options, workers=workers, max_drop_share=drop, on_progress=show
-        )
+        return prepare_rows(data, directory, options, on_progress=show, **more)
 
 
 @app.command(
@@ -95,13 +93,15 @@ def prepare(
     last_turn_only: LastTurn = False,
     mask_reasoning: MaskReasoning = False,
     template_option: TemplateOptions = None,
+    trust_remote_code: TrustRemoteCode = False,
     workers: Workers = None,
     max_drop_share: MaxDrop = 0.05,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise conversations once; a later run with the same data and options starts at once."""
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    rows = _prepare(data, model, options, workers, max_drop_share)
+    more = {"workers": workers, "max_drop_share": max_drop_share}
+    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **more)
     facts = {
         "directory": str(rows.directory),
         "fingerprint": rows.fingerprint,
@@ -134,6 +134,7 @@ def preview(
     last_turn_only: LastTurn = False,
     mask_reasoning: MaskReasoning = False,
     template_option: TemplateOptions = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens are supervised, in colour, and which rows would be dropped and why."""
@@ -145,7 +146,8 @@ def preview(
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     if html is not None:
         check_place(html, read=data)
-    encoder = Encoder.load(local_model(model, weights=False), options)
+    directory = local_model(model, weights=False)
+    encoder = Encoder.load(directory, options, trust_remote_code=trust_remote_code)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
         write_text(html, view.to_html(rows, model))
@@ -180,6 +182,7 @@ def stats(
     last_turn_only: LastTurn = False,
     mask_reasoning: MaskReasoning = False,
     template_option: TemplateOptions = None,
+    trust_remote_code: TrustRemoteCode = False,
     workers: Workers = None,
     max_drop_share: MaxDrop = 1.0,
     as_json: AsJson = False,
@@ -189,8 +192,9 @@ def stats(
     from fledge.models.resolve import load_config
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    rows = _prepare(data, model, options, workers, max_drop_share)
-    config = load_config(model)
+    more = {"workers": workers, "max_drop_share": max_drop_share}
+    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **more)
+    config = load_config(model, trust_remote_code=trust_remote_code)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
     figures = data_stats(rows, vocab_size, pack)
     if as_json:

@@ -37,6 +37,7 @@ def diagnose(
     max_new_tokens: Annotated[int, Option(min=4, help="Length limit of answers.")] = 64,
     dtype: Annotated[str, Option(help="The target's: float32, ...; auto: as stored.")] = "",
     device: opt.DeviceOption = "",
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Check an EAGLE-3 or P-EAGLE draft of any trainer against its target.
@@ -65,7 +66,10 @@ def diagnose(
             )  # fmt: skip
 
         watch("checking the files", 0, 1)
-        options: dict[str, Any] = {"engine": engine, "static": static, "answering": answering}
+        options: dict[str, Any] = {
+            "engine": engine, "static": static, "answering": answering,
+            "trust_remote_code": trust_remote_code,
+        }  # fmt: skip
         diagnosis = examine(directory, name, **options)
         after = None
         if fix is not None and diagnosis.repaired is not None:

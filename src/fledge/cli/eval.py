@@ -38,6 +38,7 @@ def evaluate(
         str, Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
     ] = "",
     device: opt.DeviceOption = "",
+    trust_remote_code: opt.TrustRemoteCode = False,
     output: Annotated[
         Path | None, Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json.")
     ] = None,
@@ -62,7 +63,7 @@ def evaluate(
         check_place(output, read=prompts or ())
     measured = measure_drafts(
         drafts, prompts or ["mixed"], options, target=target, limit=limit, batch=batch,
-        aux_layers=aux_layers, dtype=dtype, device=device,
+        aux_layers=aux_layers, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if output is not None:
         write_json(output, measured.to_json())
@@ -114,7 +115,7 @@ def measure_drafts(
     *,
     limit: int = 0,
     batch: int = 16,
-    **named: str,
+    **named: Any,
 ) -> Evaluated:
     """The target (`named` as `load_target` takes it) answers, every draft is replayed and decoded
     live; a bar shows how far it is."""

@@ -45,6 +45,7 @@ def export(
         float, Option(min=0, max=1, help="Share of the estimated gain that decoding may miss.")
     ] = 0.5,
     device: opt.DeviceOption = "",
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Write a draft as an engine reads it, and prove that the files do what training measured.
@@ -64,7 +65,7 @@ def export(
             engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,
             dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
             target_embeddings=target_embeddings, without_target=without_target, check=check,
-            watch=watch,
+            watch=watch, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     record = read_export_record(written)
     if as_json:

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from fledge.cli.console import out, print_json, quiet_libraries
-from fledge.cli.options import AsJson
+from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.files import check_place
 
 EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m --out drafts/mine"
@@ -18,6 +18,7 @@ def import_draft(
     ],
     target: Annotated[str, Option(help="The target it was trained for.")],
     destination: Annotated[Path, Option("--out", help="Directory to write.")],
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a foreign draft in our own layout: for eval, as draft.init_from, for export.
@@ -33,7 +34,7 @@ def import_draft(
     path = Path(draft).expanduser()
     directory = path if path.is_dir() else local_model(draft)
     check_place(destination, directory=True)
-    written = bring_in(directory, destination, target=target)
+    written = bring_in(directory, destination, target=target, trust_remote_code=trust_remote_code)
     layout, ours = read_files(directory).view.layout, read_files(written)
     facts = {
         "out": str(written),

@@ -16,8 +16,15 @@ def recipe_of_words(words: Sequence[str]) -> Any:
 
 
 def load_target(
-    draft: Path, target: str = "", aux_layers: str = "", dtype: str = "", device: str = ""
+    draft: Path,
+    target: str = "",
+    aux_layers: str = "",
+    dtype: str = "",
+    device: str = "",
+    trust_remote_code: bool = False,
 ) -> Any:
+    """The target of a draft. Its run may know it; whether its code may run is the user's to say:
+    a recipe that came with the draft does not speak for them."""
     from fledge.draft.files import read_config, read_draft_config
     from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.train.runs import recipe_of
@@ -39,6 +46,7 @@ def load_target(
         dtype=parse_dtype(dtype),
         device=device or None,
         num_aux_layers=count,
+        trust_remote_code=trust_remote_code,
     )
 
 

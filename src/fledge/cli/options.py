@@ -10,6 +10,9 @@ RecipeWords = Annotated[
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 OutcomeAsJson = Annotated[bool, Option("--json", help="Print the outcome as JSON.")]
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
 DeviceOption = Annotated[str, Option(help="cpu, cuda, ...; default: a GPU if any.")]
 
 # drafts and how they are used
@@ -29,7 +32,12 @@ Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="For temperatures above 
 
 # caches
 EncodingOption = Annotated[str, Option(help="hidden | hidden-fp8 | probs | topk.")]
-CacheDtype = Annotated[str, Option(help="float32 | bfloat16 | float16; auto: the target's.")]
+CacheDtype = Annotated[
+    str, Option(help="Of stored floats: fp32 | bf16 | fp16; auto: as the target answers.")
+]
+TargetDtype = Annotated[
+    str, Option(help="Of the target's forward, instead of target.dtype: fp32 | bf16 | ...")
+]
 TopK = Annotated[int | None, Option("--top-k", min=1, help="Probabilities kept (topk).")]
 SupervisedOnly = Annotated[
     bool, Option("--supervised-only", help="No supervision at unsupervised tokens.")

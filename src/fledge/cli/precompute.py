@@ -24,6 +24,7 @@ def precompute(
     output_dir: Annotated[Path, Option("--output-dir", "-o", help="Where the cache goes.")],
     encoding: opt.EncodingOption = "hidden",
     dtype: opt.CacheDtype = "auto",
+    target_dtype: opt.TargetDtype = "",
     top_k: opt.TopK = None,
     supervised_only: opt.SupervisedOnly = False,
     shard_size: opt.ShardSize = 256,
@@ -40,7 +41,8 @@ def precompute(
     from fledge.core.distributed import pick_device
     from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
 
-    recipe, output_dir = recipe_of_words(arguments), output_dir.expanduser()
+    words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
+    recipe, output_dir = recipe_of_words(words), output_dir.expanduser()
     check_place(output_dir, directory=True)
     device = pick_device(recipe.training.device)
     quiet_libraries()
@@ -56,7 +58,8 @@ def precompute(
 
         job, model = recipe_job(recipe, output_dir, chosen, prepared)
         update(description="asking the target", total=None, completed=0)
-        load, head_bytes = partial(recipe_target, recipe, device), model.head_bytes(chosen.dtype)
+        load = partial(recipe_target, recipe, device)
+        head_bytes = model.head_bytes(cache_dtype(recipe, device))
         code = run_job(job, head_bytes, load, device, update, as_json=as_json)
     if code:
         raise Exit(code)
@@ -66,8 +69,9 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
     """The flags as `CacheOptions`, refused in one line where they make no sense."""
     from fledge.target.cache.format import DTYPES, ENCODINGS
     from fledge.target.cache.job import CacheOptions, quota_in_bytes
+    from fledge.target.kinds import spelt_out
 
-    encoding = chosen["encoding"]
+    encoding, dtype = chosen["encoding"], spelt_out(dtype)
     if encoding not in ENCODINGS:
         hint = nearest(encoding, list(ENCODINGS))
         raise BadInput(f"{encoding!r} is not an encoding", where="--encoding", fix=hint)

@@ -1,6 +1,7 @@
 """`fledge recipe show | schema | check`: see what a recipe means before it costs anything."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,8 @@ _Json = Annotated[bool, Option("--json", help="JSON instead of YAML.")]
 def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
     """Print the resolved recipe: every field, with overrides applied and defaults filled in."""
     recipe = recipe_of_words(arguments or [])
+    with suppress(BadInput):  # a cache that is not here yet has no say yet
+        recipe = recipe.settled()
     if as_json:
         print_json(recipe.model_dump(mode="json"))
     else:

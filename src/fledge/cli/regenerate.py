@@ -53,6 +53,7 @@ def regenerate(
     ] = 0.05,
     dtype: Annotated[str, Option(help="Of a model run here; auto: as stored.")] = "auto",
     device: opt.DeviceOption = "",
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Rewrite every answer with the target's own words: what a draft should learn from.
@@ -77,7 +78,8 @@ def regenerate(
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:
-        answerer = _local(target, sampling, batch, dtype, device, extra, model)
+        _only_for_servers(extra, model)
+        answerer = _local(target, sampling, batch, dtype, device, trust_remote_code)
     else:
         answerer = _servers(url or [], model, sampling, concurrency, retries, timeout, extra)
     with progress_bar("answering", "rows") as update:
@@ -115,18 +117,23 @@ def _template_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
+def _only_for_servers(extra: str, model: str) -> None:
+    for option, value in (("--extra", extra), ("--model", model)):
+        if value:
+            raise BadInput("is for servers", where=option, fix="give --url, or leave it out")
+
+
 def _local(
-    name: str, sampling: Any, batch: int, dtype: str, device: str, extra: str, model: str
+    name: str, sampling: Any, batch: int, dtype: str, device: str, trust_remote_code: bool
 ) -> Any:
     from fledge.cli.loading import parse_dtype
     from fledge.decode.regenerate import LocalModel
     from fledge.target.hf.loading import load_hf_model
 
-    for option, value in (("--extra", extra), ("--model", model)):
-        if value:
-            raise BadInput("is for servers", where=option, fix="give --url, or leave it out")
     quiet_libraries()
-    loaded = load_hf_model(name, dtype=parse_dtype(dtype), device=device or None)
+    loaded = load_hf_model(
+        name, dtype=parse_dtype(dtype), device=device or None, trust_remote_code=trust_remote_code
+    )
     return LocalModel(loaded, name, sampling, batch)
 
 

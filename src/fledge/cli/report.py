@@ -6,6 +6,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from fledge.cli.console import out, print_json
+from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json, write_text
 
@@ -33,6 +34,7 @@ def report(
     ] = 0,
     samples: Annotated[int, Option(min=0, help="For --measure: answers shown.")] = 6,
     device: Annotated[str, Option(help="For --measure: cpu, cuda, ...")] = "",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, Option("--json", help="Print the page's data.")] = False,
 ) -> None:
     """Write one self-contained HTML page: curves, acceptance, recipe, machine, tokens by writer.
@@ -56,8 +58,9 @@ def report(
         trained = objective.get("ttt_steps") or objective.get("num_depths") or 7
         options = EvalOptions(num_draft_tokens=draft_tokens or trained, samples=samples)
         measured = eval.measure_drafts(
-            [run], prompts or ["mixed"], options, target=target, limit=limit, device=device
-        )
+            [run], prompts or ["mixed"], options, target=target, limit=limit, device=device,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         write_json(run / EVALUATION_NAME, measured.to_json())
     data = gather(run, evaluation)
     write_text(path, render(data))

@@ -11,7 +11,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from fledge.cli.console import print_json
-from fledge.cli.options import TrainedTokens
+from fledge.cli.options import TrainedTokens, TrustRemoteCode
 from fledge.core.errors import BadInput
 
 EXAMPLE = (
@@ -28,6 +28,7 @@ def serve(
     ] = None,
     target: Annotated[str, Option(help="The target; default: what the export names.")] = "",
     draft_tokens: TrainedTokens = 0,
+    trust_remote_code: TrustRemoteCode = False,
     host: Annotated[str, Option(help="Address to listen on; default: the engine's.")] = "",
     port: Annotated[int, Option(min=0, max=65535, help="Port; 0: the engine's default.")] = 0,
     run: Annotated[bool, Option("--run", help="Start the engine.")] = False,
@@ -48,7 +49,7 @@ def serve(
         record, str(draft), target=name, num_draft_tokens=draft_tokens or None, host=host or None,
         port=port or None,
     )  # fmt: skip
-    command += more or []
+    command += [*(["--trust-remote-code"] if trust_remote_code else []), *(more or [])]
     if not run:
         print_json(command) if as_json else print(shlex.join(command))
         return

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from fledge.cli.console import err, quiet_libraries
+from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
 
 EXAMPLE = (
@@ -31,9 +32,7 @@ def serve_target(
         list[str] | None,
         Option("--engine-arg", metavar="NAME=VALUE", help="Passed to the engine as it is."),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0: any free one.")] = 8700,
     token_env: Annotated[

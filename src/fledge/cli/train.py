@@ -28,7 +28,7 @@ _FREE = (
 
 def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
     """Train a draft. On an existing run: continue it, or say which field of the recipe differs."""
-    recipe = recipe_of_words(arguments)
+    recipe = recipe_of_words(arguments).settled()
     check_existing(recipe)
     code = run_recipe(recipe, as_json=as_json)
     if code:

@@ -2,12 +2,14 @@ r"""Precompute the EAGLE-3 offline cache: run the target once, train many times.
 
     python -m fledge.precompute_eagle3 \
         --target-model meta-llama/Llama-3.1-8B-Instruct --input-data chats.jsonl \
-        --output-dir /data/cache --seq-length 2048 --batch-size 4 --shard-size 256 --dtype bf16
+        --output-dir /data/cache --seq-length 2048 --draft-vocab-size 8192 \
+        --batch-size 4 --shard-size 256 --dtype bf16
 
 Then train from it, without the target: `target.backend=cache
 target.cached_target_path=/data/cache`. By default hidden states are kept, which serve every
-draft vocabulary, loss and objective (`--encoding` has the others); bytes are predicted before
-anything is written. Under torchrun several processes write disjoint shards of one cache.
+draft vocabulary, loss and objective (`--encoding` has the others); the vocabulary asked for here
+is what training takes unless its recipe says another. Bytes are predicted before anything is
+written. Under torchrun several processes write disjoint shards of one cache.
 `fledge precompute` does the same from a recipe, for any target backend.
 
 Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a full disk
@@ -21,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,18 +34,18 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead
-from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.format import DTYPES, ENCODINGS
+from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job, quota_in_bytes
 from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
 from fledge.target.cache.precompute import Written, execute
+from fledge.target.hf.kind import HF, HfTarget
+from fledge.target.kinds import spelt_out
 from fledge.target.layers import EAGLE3_AUX_LAYERS
 
 logger = logging.getLogger(__name__)
 
-_SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPES = {**_SHORT, **DTYPES}
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_FLOATS = ("fp32", "bf16", "fp16", *DTYPES)
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,16 +67,24 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--output-dir", required=True, help="directory of the cache")
     add("--split", help="split of a data set id, e.g. train or train[:1000]; of files: train")
     add("--seq-length", type=int, default=2048, help="longest row in tokens (2048)")
-    add("--draft-vocab-size", type=int, help="draft vocabulary; left out: the whole vocabulary")
+    vocabulary = "draft vocabulary of the probabilities (left out: the whole one), or, with hidden "
+    vocabulary += "states, what training takes where its recipe does not say"
+    add("--draft-vocab-size", type=int, help=vocabulary)
     add("--batch-size", type=int, default=4, help="rows per forward of the target (4)")
     add("--shard-size", type=int, default=256, help="rows per shard (256)")
-    add("--dtype", default="bf16", help="fp32 | bf16 | fp16: the target's and the cache's (bf16)")
+    add("--dtype", default="bf16", help="of stored floats: fp32 | bf16 | fp16 | auto (bf16)")
+    computed = "of the target's forward: fp32 | bf16 | fp16 | fp8; auto: as it is stored (auto)"
+    add("--target-dtype", default="auto", help=computed)
     add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
-    add("--target-probs-topk", type=int, help="keep the k largest probabilities (encoding topk)")
+    topk = "keep the k largest probabilities (encoding topk); 0: all of them (0)"
+    add("--target-probs-topk", type=int, default=0, help=topk)
     add("--supervised-only", action="store_true", help="no supervision at unsupervised tokens")
     layers = "three decoder layers, 1,15,28 or 1 15 28; left out: the default"
     add("--aux-layer-ids", nargs="+", metavar="ID", help=layers)
-    add("--shuffle-seed", type=int, help="order of the rows; left out: as in the data")
+    dropped = "largest share of rows that may be unusable (0.05)"
+    add("--max-drop-share", type=float, default=0.05, help=dropped)
+    order = "order of the rows; none: as in the data (42)"
+    add("--shuffle-seed", type=_seed, default=42, metavar="SEED", help=order)
     add("--resume", action="store_true", help="continue the cache in --output-dir")
     add("--quota-gb", type=float, help="never write more than this; --resume continues")
     add("--device", default="auto", help="auto | cpu | cuda | cuda:N (auto)")
@@ -83,18 +94,30 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seed(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
-    positive = ("batch_size", "shard_size", "draft_vocab_size", "target_probs_topk")
-    smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), "num_workers": 0, "shuffle_seed": 0}
+    positive = ("batch_size", "shard_size", "draft_vocab_size")
+    rest = ("target_probs_topk", "num_workers", "shuffle_seed")
+    smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
     for name, least in smallest.items():
         value = getattr(args, name)
         if value is not None and value < least:
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{value} is too small", where=flag, fix=f"at least {least}")
     quota_in_bytes(args.quota_gb)
-    if args.dtype not in _DTYPES:
-        raise BadInput(f"{args.dtype!r} is not a dtype", where="--dtype", fix=", ".join(_DTYPES))
+    for flag, value, known in (
+        ("--dtype", args.dtype, ("auto", *_FLOATS)),
+        ("--target-dtype", args.target_dtype, ("auto", *_FLOATS, "fp8")),
+    ):
+        if value not in known:
+            raise BadInput(f"{value!r} is not a dtype", where=flag, fix=", ".join(known))
+    if not 0 <= args.max_drop_share <= 1:
+        what = f"{args.max_drop_share} is not a share"
+        raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
     if str(args.log_level).upper() not in _LEVELS:
         raise BadInput(
             f"{args.log_level!r} is not a level", where="--log-level", fix=", ".join(_LEVELS)
@@ -125,12 +148,12 @@ def _is_local(name: str) -> bool:
 
 
 def _encoding(args: argparse.Namespace) -> Any:
-    encoding = args.encoding or ("hidden" if args.target_probs_topk is None else "topk")
+    encoding = args.encoding or ("topk" if args.target_probs_topk else "hidden")
     if encoding not in ENCODINGS:
         raise BadInput(
             f"{encoding!r} is not an encoding", where="--encoding", fix=", ".join(ENCODINGS)
         )
-    if (encoding == "topk") != (args.target_probs_topk is not None):
+    if (encoding == "topk") != bool(args.target_probs_topk):
         raise BadInput(
             "the topk encoding and --target-probs-topk belong together", where="--encoding"
         )
@@ -193,34 +216,37 @@ def _ensure_resume_compatible(
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Load the target, scan the dataset once, and write the sharded cache; the exit code."""
+    """Load the target, scan the dataset once, and write the sharded cache; the exit code. What the
+    arguments get wrong is a BadInput before anything is loaded."""
     from fledge.cli.console import quiet_libraries
     from fledge.core.distributed import pick_device
 
+    _validate_args(args)
+    logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
     quiet_libraries()
     device = pick_device(args.device)
-    job, model = _job(args)
-    dtype = _DTYPES[args.dtype]
-
-    def load() -> Eagle3TargetBackend:
-        from fledge.target.hf.model import HFEagle3TargetModel
-
-        return HFEagle3TargetModel.from_pretrained(
-            args.target_model,
-            aux_layer_ids=model.aux_layer_ids,
-            supervision="hidden",
-            dtype=dtype,
-            device=device,
-            trust_remote_code=args.trust_remote_code,
-        )
-
+    section = _section(args)
+    computed = HF.dtype(section, device)
+    job, model = _job(args, computed)
+    load = partial(HF.open, section, device=device, aux_layers=EAGLE3_AUX_LAYERS)
+    head_bytes = model.head_bytes(computed)
     with _progress(len(job.rows)) as show:
-        done = execute(
-            job, model.head_bytes(dtype), load, device=device, say=logger.info, on_progress=show
-        )
+        done = execute(job, head_bytes, load, device=device, say=logger.info, on_progress=show)
     if done.complete:
         logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
     return done.code
+
+
+def _section(args: argparse.Namespace) -> HfTarget:
+    """The target that the flags describe, as a recipe would."""
+    ids = _aux_layer_ids(args)
+    section = HfTarget(
+        model=args.target_model,
+        aux_layer_ids=None if ids is None else tuple(ids),
+        dtype=spelt_out(args.target_dtype),
+        trust_remote_code=args.trust_remote_code,
+    )
+    return HF.asked_once(section)
 
 
 @contextmanager
@@ -240,8 +266,8 @@ def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
         yield show if wanted else lambda _: None
 
 
-def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
-    """Tokenise the data and lay out the work; no weights are read."""
+def _job(args: argparse.Namespace, computed: torch.dtype) -> tuple[CacheJob, ModelFacts]:
+    """Tokenise the data and lay out the work; no weights are read. `computed`: its dtype."""
     from fledge.data import sources
     from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
     from fledge.data.rows import RowView
@@ -258,13 +284,16 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
         for name in args.input_data
     ]
     options = TokeniseOptions(max_length=args.seq_length)
-    rows = prepare_rows(data, model.directory, options, workers=args.num_workers or None)
+    rows = prepare_rows(
+        data, model.directory, options, workers=args.num_workers or None,
+        max_drop_share=args.max_drop_share, trust_remote_code=args.trust_remote_code,
+    )  # fmt: skip
     order = np.arange(len(rows), dtype=np.int64)
     if args.shuffle_seed is not None:
         order = np.random.default_rng(args.shuffle_seed).permutation(order)
     encoding = _encoding(args)
     vocabulary = None
-    if encoding in ("probs", "topk"):
+    if encoding in OVER_A_VOCABULARY or args.draft_vocab_size is not None:
         vocabulary = select_vocabulary(
             count_supervised(rows.flat(), model.vocab_size),
             args.draft_vocab_size,
@@ -273,8 +302,8 @@ def _job(args: argparse.Namespace) -> tuple[CacheJob, ModelFacts]:
         )
     chosen = CacheOptions(
         encoding=encoding,
-        dtype=_DTYPES[args.dtype],
-        top_k=args.target_probs_topk,
+        dtype=computed if args.dtype == "auto" else DTYPES[spelt_out(args.dtype)],
+        top_k=args.target_probs_topk or None,
         supervised_only=args.supervised_only,
         shard_size=args.shard_size,
         batch_size=args.batch_size,
@@ -298,8 +327,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """CLI entry point. Parses argv and returns the process exit code."""
     args = _build_parser().parse_args(argv)
     try:
-        _validate_args(args)
-        logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
         return _run(args)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         explained = explain(error)

@@ -37,7 +37,14 @@ import torch
 from torch import Tensor
 
 from fledge.core.head import TargetHead, target_distribution, target_distribution_from_hidden
-from fledge.core.rows import TokenBatch, check_shape, check_tensor, check_tokens, shift_left
+from fledge.core.rows import (
+    TokenBatch,
+    check_shape,
+    check_tensor,
+    check_tokens,
+    count_remaining,
+    shift_left,
+)
 
 Supervision = Literal["logits", "probs", "hidden"]
 SUPERVISIONS: tuple[Supervision, ...] = ("logits", "probs", "hidden")
@@ -48,7 +55,8 @@ class Eagle3TargetBatch:
     """The target's answer about B rows of T tokens, with exactly one supervision encoding.
 
     Construction checks shapes and dtypes, and names the field that is wrong. Values are checked
-    only where looking costs nothing: `seq_lens` on the CPU must sum to the width.
+    only where looking costs nothing: `seq_lens` on the CPU must sum to the width. Packing may come
+    without `doc_remaining`, which follows from the rest.
     """
 
     aux_hidden_states: Tensor  # [B, T, A * D], the outputs of A decoder layers, unshifted
@@ -68,6 +76,9 @@ class Eagle3TargetBatch:
             *(self.input_ids, self.attention_mask, self.loss_mask),
             *(self.position_ids, self.seq_lens, self.doc_remaining),
         )
+        if self.doc_remaining is None and self.seq_lens is not None:
+            remaining = count_remaining(self.attention_mask, self.seq_lens)
+            object.__setattr__(self, "doc_remaining", remaining)
         rows_BT = tuple(self.input_ids.shape)
         _check_states("aux_hidden_states", self.aux_hidden_states, rows_BT)
         self._check_one_encoding()
@@ -133,7 +144,7 @@ class Eagle3TargetBatch:
         return "probs" if self.target_probs is not None else "hidden"
 
     def to_trainer_inputs(self) -> dict[str, Tensor]:
-        """Keyword arguments of the trainer modules; packing keys only when the batch is packed."""
+        """Keyword arguments of the trainer modules; packing keys only when the batch has them."""
         renamed = {name: f"target_{name}" for name in ("logits", "last_hidden_states")}
         return {renamed.get(name, name): tensor for name, tensor in self.tensors()}
 

@@ -28,6 +28,18 @@ class MissingPackage(BadInput, ImportError):  # noqa: N818  (a verdict too)
     `ImportError` with which library users guard optional parts."""
 
 
+class UntrustedCode(BadInput):
+    """A model brings Python code of its own, and nobody has said that it may run."""
+
+    @classmethod
+    def of(cls, name: str) -> "UntrustedCode":
+        return cls(
+            "it brings Python code of its own, which runs only if you trust it",
+            where=name,
+            fix="--trust-remote-code, or target.trust_remote_code=true in a recipe",
+        )
+
+
 class TargetUnreachable(BadInput):
     """The target cannot be reached now but may be later: the run can be continued."""
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PACKING_FIELDS = ("position_ids", "seq_lens", "doc_remaining")
+_PACKING_RULE = (
+    "a packed batch needs position_ids and seq_lens (doc_remaining follows from them), a padded "
+    "one neither"
+)
 SixTensors = tuple["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None", "Tensor | None"]
 
 
@@ -35,7 +39,8 @@ class TokenBatch:
     """Rows as a target takes them, on any device.
 
     Construction checks shapes and dtypes, and names the field that is wrong. Packed rows have the
-    last three tensors, padded rows have none of them.
+    last three tensors (`doc_remaining` follows from the others where it is not given). Padded rows
+    need none; their `position_ids` may be given and count their tokens from 0.
     """
 
     input_ids: "Tensor"  # [B, T]
@@ -48,6 +53,9 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         check_tokens(*self.arguments())
+        if self.doc_remaining is None and self.seq_lens is not None:
+            remaining = count_remaining(self.attention_mask, self.seq_lens)
+            object.__setattr__(self, "doc_remaining", remaining)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,7 +111,8 @@ def check_tokens(
     seq_lens: "Tensor | None",
     doc_remaining: "Tensor | None",
 ) -> None:
-    """Ids [B, T], their masks, and all three packing fields or none; else a ValueError that names
+    """Ids [B, T], their masks, and their packing: `position_ids` and `seq_lens`, perhaps with
+    `doc_remaining`; `position_ids` alone, of padded rows; or nothing. Else a ValueError that names
     the field. Values are looked at only where looking costs nothing."""
     check_integers("input_ids", input_ids)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
@@ -111,23 +120,53 @@ def check_tokens(
     rows, width = input_ids.shape
     check_shape("attention_mask", attention_mask, (rows, width))
     check_shape("loss_mask", loss_mask, (rows, width))
-    trio = (position_ids, seq_lens, doc_remaining)
-    missing = [name for name, t in zip(PACKING_FIELDS, trio, strict=True) if t is None]
-    if missing and len(missing) < len(trio):
-        raise ValueError(
-            f"{' and '.join(missing)} missing: a packed batch needs all of "
-            f"{', '.join(PACKING_FIELDS)}, a padded one none"
-        )
-    if position_ids is None or seq_lens is None or doc_remaining is None:
-        return
+    if seq_lens is None and doc_remaining is not None:
+        raise ValueError(f"seq_lens missing: {_PACKING_RULE}")
+    if seq_lens is not None and position_ids is None:
+        raise ValueError(f"position_ids missing: {_PACKING_RULE}")
     for name, tensor in (("position_ids", position_ids), ("doc_remaining", doc_remaining)):
-        check_integers(name, tensor)
-        check_shape(name, tensor, (rows, width))
+        if tensor is not None:
+            check_integers(name, tensor)
+            check_shape(name, tensor, (rows, width))
+    if seq_lens is None:
+        if position_ids is not None and _on_host(position_ids, attention_mask):
+            check_positions(position_ids, attention_mask)
+        return
     check_integers("seq_lens", seq_lens)
     if seq_lens.ndim != 2 or seq_lens.shape[0] != rows:
         raise ValueError(f"seq_lens must be [{rows}, max_docs], got {list(seq_lens.shape)}")
-    if seq_lens.device.type == "cpu":
+    if _on_host(seq_lens):
         check_lengths(seq_lens, width)
+
+
+def _on_host(*tensors: "Tensor") -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def count_remaining(attention_mask: "Tensor", seq_lens: "Tensor") -> "Tensor":
+    """`doc_remaining`: the real tokens after each slot in its document, where the mask lies."""
+    import torch
+
+    rows, width = attention_mask.shape
+    real_BT = (attention_mask != 0).long().cumsum(1)
+    end_BJ = seq_lens.to(attention_mask.device).long().cumsum(1)
+    slot_BT = torch.arange(width, device=end_BJ.device).repeat(rows, 1)
+    document_BT = torch.searchsorted(end_BJ, slot_BT, right=True).clamp_max(end_BJ.shape[1] - 1)
+    last_BT = (end_BJ.gather(1, document_BT) - 1).clamp(0, width - 1)  # lengths are checked later
+    return real_BT.gather(1, last_BT) - real_BT
+
+
+def check_positions(position_ids: "Tensor", attention_mask: "Tensor") -> None:
+    """Without `seq_lens` a row is one document: its tokens are at 0 .. n - 1, wherever its padding
+    lies (whose positions mean nothing). Looks at the values."""
+    real_BT = attention_mask.cpu() != 0
+    expected_BT = real_BT.long().cumsum(1) - 1
+    wrong_BT = real_BT & (position_ids.cpu() != expected_BT)
+    if bool(wrong_BT.any()):
+        raise ValueError(
+            "position_ids without seq_lens must count the tokens of a row from 0 (0 .. n - 1), "
+            f"since it is one document; wrong in row {int(wrong_BT.any(1).nonzero()[0])}"
+        )
 
 
 def check_lengths(seq_lens: "Tensor", width: int) -> None:

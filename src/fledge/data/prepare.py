@@ -64,6 +64,7 @@ def prepare_rows(
     cache: Path | None = None,
     rows_per_part: int = sources.ROWS_PER_PART,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    trust_remote_code: bool = False,
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenised at most once."""
     _refuse_a_script_run_by_workers()
@@ -81,7 +82,8 @@ def prepare_rows(
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock"):  # two runs of one recipe: the second waits, then reads
         parts = sources.make_parts(data, rows_per_part)
-        records = _fill(directory, parts, model_dir, options, workers, on_progress)
+        job = _Job(directory, model_dir, options, trust_remote_code)
+        records = _fill(job, parts, workers, on_progress)
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
         manifest = {**fields, "parts": len(parts), **totals, "drops": drops.to_json()}
@@ -102,15 +104,28 @@ def _refuse_a_script_run_by_workers() -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What a process that tokenises must know."""
+
+    directory: Path  # of the rows
+    model_dir: Path
+    options: TokeniseOptions
+    trust_remote_code: bool
+
+    def encoder(self) -> Encoder:
+        trust = self.trust_remote_code
+        return Encoder.load(self.model_dir, self.options, trust_remote_code=trust)
+
+
 def _fill(
-    directory: Path,
+    job: _Job,
     parts: list[sources.Part],
-    model_dir: Path,
-    options: TokeniseOptions,
     workers: int | None,
     on_progress: Callable[[Progress], None],
 ) -> list[dict[str, Any]]:
     """Make the parts that are missing or damaged; return the records of all of them."""
+    directory = job.directory
     records = {i: r for i in range(len(parts)) if (r := read_record(directory, i)) is not None}
     reused, missing = len(records), [i for i in range(len(parts)) if i not in records]
 
@@ -120,7 +135,7 @@ def _fill(
 
     report()
     workers = min(workers or os.cpu_count() or 1, len(missing))
-    for index in _run((directory, model_dir, options), parts, missing, workers):
+    for index in _run(job, parts, missing, workers):
         record = read_record(directory, index)
         if record is None:
             raise BadInput(
@@ -131,23 +146,18 @@ def _fill(
     return [records[index] for index in range(len(parts))]
 
 
-def _run(
-    job: tuple[Path, Path, TokeniseOptions],  # directory of the rows, that of the model
-    parts: list[sources.Part],
-    missing: list[int],
-    workers: int,
-) -> Iterator[int]:
+def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int) -> Iterator[int]:
     """Tokenise the missing parts, here or in `workers` processes; yield each as it is written."""
-    directory, model_dir, options = job
+    if not missing:
+        return
+    encoder = job.encoder()  # one that is refused is refused here: a worker would just be gone
     if workers <= 1:
-        encoder = Encoder.load(model_dir, options) if missing else None
         for index in missing:
-            assert encoder is not None
-            write_part(directory, index, tokenise_part(parts[index], encoder))
+            write_part(job.directory, index, tokenise_part(parts[index], encoder))
             yield index
         return
     spawn = get_context("spawn")  # fork and tokenizers' own threads do not mix
-    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=job)
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(job,))
     try:
         futures = [pool.submit(_work, index, parts[index]) for index in missing]
         for future in as_completed(futures):
@@ -155,7 +165,7 @@ def _run(
     except BrokenProcessPool as error:
         raise BadInput(
             "a process that tokenised has ended (killed? out of memory?)",
-            where=str(directory),
+            where=str(job.directory),
             fix="the finished parts stay: run it again, with fewer workers perhaps",
         ) from error
     finally:
@@ -165,12 +175,12 @@ def _run(
 _worker: tuple[Path, Encoder] | None = None  # set once per worker process
 
 
-def _start_worker(directory: Path, model_dir: Path, options: TokeniseOptions) -> None:
+def _start_worker(job: _Job) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a part is whole or absent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (directory, Encoder.load(model_dir, options))
+    _worker = (job.directory, job.encoder())
 
 
 def _end_with_parent() -> None:

@@ -54,10 +54,13 @@ class Encoder:
         self._backend = Tokenizer.from_str(json.dumps(_untrimmed(spec)))
 
     @classmethod
-    def load(cls, model_dir: str | Path, options: TokeniseOptions) -> "Encoder":
+    def load(
+        cls, model_dir: str | Path, options: TokeniseOptions, *, trust_remote_code: bool = False
+    ) -> "Encoder":
         from fledge.models.resolve import load_tokenizer
 
-        return cls(load_tokenizer(str(model_dir)), options)
+        tokenizer = load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code)
+        return cls(tokenizer, options)
 
     def texts(self, raw: Any) -> list[MaskedText]:
         """The masked texts of one raw row."""

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, UntrustedCode
 from fledge.core.files import atomic_directory, save_tensors, write_json
 from fledge.diagnosis.checks.base import Finding, Level, Subject, TargetFiles
 from fledge.diagnosis.checks.probe import Answering, Probe, Score
 from fledge.diagnosis.checks.registry import CHECKS
 from fledge.diagnosis.foreign import DraftFiles, read_files
 from fledge.diagnosis.import_draft import build_draft
-from fledge.diagnosis.weight_files import weight_files
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.export.formats import RECORD_NAME
+from fledge.models.weight_files import weight_files
 from fledge.train.checkpoint import STATE_NAME, TRAINING_NAME
 from fledge.train.runs import checkpoint_state
 
@@ -69,6 +69,7 @@ def diagnose(
     engine: str = "",
     static: bool = False,
     answering: Callable[[TargetFiles], Answering] = Answering,
+    trust_remote_code: bool = False,
 ) -> Diagnosis:
     """Check a draft of any trainer against its target.
 
@@ -78,7 +79,7 @@ def diagnose(
     if engine not in ("", "vllm", "sglang"):
         raise BadInput(f"'{engine}' is not an engine", where="engine", fix="vllm or sglang")
     result = Diagnosis(read_files(directory), target)
-    subject = Subject(result.files.copy(), TargetFiles(target), engine=engine)
+    subject = Subject(result.files.copy(), TargetFiles(target, trust_remote_code), engine=engine)
     levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
     subject = _repair_and_look_again(subject, levels, result)
     if static:
@@ -129,6 +130,8 @@ def _decode(
     try:
         draft = build_draft(subject)
         answers = answering(subject.target)
+    except UntrustedCode:
+        raise
     except BadInput as refused:
         result.skipped.append(f"behavioural checks: {refused}")
         return

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.diagnosis.weight_files import read_tensors
 from fledge.draft.files import CONFIG_NAME
-from fledge.export.formats import get_path, set_path
+from fledge.export.formats import TRAINED, get_path, set_path
 from fledge.methods.base import Method
 from fledge.methods.registry import METHODS
+from fledge.models.weight_files import read_tensors
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,12 @@ KINDS = {
     "a whole number above 0": (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
-        "max_position_embeddings", "num_aux_hidden_states",
+        "max_position_embeddings", "num_aux_hidden_states", "num_depths", "ttt_steps",
     ),
     "a number above 0": (
         "rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor",
     ),
+    "a number from 0 to 1": ("down_sample_ratio", "down_sample_ratio_min"),
     "true or false": (
         "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
         "mlp_bias", "parallel_drafting", "tie_word_embeddings",
@@ -102,6 +103,7 @@ KINDS = {
 _IS: dict[str, Callable[[Any], bool]] = {
     "a whole number above 0": lambda value: type(value) is int and 0 < value < 2**40,
     "a number above 0": lambda value: type(value) in (int, float) and value > 0,
+    "a number from 0 to 1": lambda value: type(value) in (int, float) and 0 <= value <= 1,
     "true or false": lambda value: type(value) is bool,
     "a word": lambda value: isinstance(value, str),
     "words": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
@@ -110,7 +112,7 @@ _IS: dict[str, Callable[[Any], bool]] = {
 }
 _SPECULATORS_TOP = {
     "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-    "target_hidden_size", "mask_token_id", "num_aux_hidden_states", AUX_KEY,
+    "target_hidden_size", "mask_token_id", "num_aux_hidden_states", AUX_KEY, *TRAINED,
 }  # fmt: skip
 
 
@@ -270,6 +272,12 @@ class DraftView:
         given = (self.config.get("dflash_config") or {}).get("mask_token_id")
         values = (given, *(self.get(key) for key in MASK_KEYS))
         return next((value for value in values if value is not None), None)
+
+    @property
+    def speculative_tokens(self) -> int | None:
+        """How many tokens a round proposes, where the speculators format says so."""
+        stated = get_path(self.config, "speculators_config.proposal_methods.0.speculative_tokens")
+        return stated if type(stated) is int and stated > 0 else None
 
     @property
     def norm_before_residual(self) -> bool:

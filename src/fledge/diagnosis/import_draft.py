@@ -19,7 +19,7 @@ from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files, tokens_marked
 from fledge.draft.base import DraftModel
-from fledge.draft.config import check_draft_config
+from fledge.draft.config import check_draft_config, depths_key, trained_depths
 from fledge.draft.files import CONFIG_NAME
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -30,13 +30,13 @@ _NOT_KEPT = {
 }  # fmt: skip
 
 
-def import_draft(source: Path, out: Path, *, target: str) -> Path:
+def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: bool = False) -> Path:
     """Write `source`, in whatever layout, as a draft of ours into `out` (whole or not at all)."""
     from fledge.diagnosis.diagnose import run_checks
 
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
-    subject = Subject(read_files(source), TargetFiles(target))
+    subject = Subject(read_files(source), TargetFiles(target, trust_remote_code))
     findings = run_checks(subject, ("static",))
     if faults := [finding for finding in findings if finding.severity == "error"]:
         raise BadInput(
@@ -93,6 +93,8 @@ def own_config(subject: Subject) -> Any:
     try:
         config = LlamaConfig(**values)
         check_draft_config(config)
+        if trained_depths(config) is None and view.speculative_tokens is not None:
+            setattr(config, depths_key(config), view.speculative_tokens)
         return config
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         first = str(error).splitlines()[-1].strip()

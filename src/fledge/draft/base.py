@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.core.files import atomic_directory
 from fledge.draft.files import check_tensors, read_draft, write_draft_files
-from fledge.target.base import HasWeight
+from fledge.target.base import HasWeight, selection_mask
 
 
 class DraftModel(nn.Module):
@@ -89,13 +89,18 @@ class DraftModel(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @torch.no_grad()
-    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
-        """Set which target tokens the draft can say, and in which order (engines: ascending).
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
+        """Set which target tokens the draft can say, and in which order (engines: ascending). The
+        mask [V] follows from the ids.
 
         A draft keeps the map it was trained with: a different one is refused.
         """
-        ids, mask = selected_token_ids, selected_token_mask.bool()
         width, full = self.config.draft_vocab_size, self.config.vocab_size
+        if selected_token_mask is None:
+            selected_token_mask = selection_mask(selected_token_ids, full)
+        ids, mask = selected_token_ids, selected_token_mask.bool()
         for name, tensor, size in (
             ("selected_token_ids", ids, width),
             ("selected_token_mask", mask, full),
@@ -119,6 +124,10 @@ class DraftModel(nn.Module):
     def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
         self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
 
+    def freeze_embeddings(self) -> None:
+        """Train everything but the input embeddings: they stay the target's."""
+        self.embed_tokens.weight.requires_grad_(False)
+
     @torch.no_grad()
     def copy_head_from_target(self, head: HasWeight) -> None:
         """Start the head from the target's rows of the draft vocabulary (`head.weight` [V, D])."""
@@ -136,6 +145,21 @@ class DraftModel(nn.Module):
         own.copy_(theirs)
 
     # --- running layers -------------------------------------------------------------------------
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Keep only the layers' inputs for the backward pass, in training: less memory, one more
+        forward. Checkpoints are not reentrant; options of others are refused."""
+        if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
+            raise ValueError(
+                f"gradient_checkpointing_kwargs: only use_reentrant=False, got "
+                f"{dict(gradient_checkpointing_kwargs or {})}"
+            )
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = False
 
     @property
     def checkpoints_layers(self) -> bool:

@@ -18,6 +18,17 @@ _FLAGS = {
 }
 
 
+def depths_key(config: Any) -> str:
+    """Which key says how many tokens a draft was trained to propose: each method's own word."""
+    return "num_depths" if config.parallel_drafting else "ttt_steps"
+
+
+def trained_depths(config: Any) -> int | None:
+    """How many tokens a draft was trained to propose, if its config says (older ones do not)."""
+    depths: int | None = getattr(config, depths_key(config), None)
+    return depths
+
+
 def check_draft_config(config: Any) -> None:
     """Fill in what is absent, refuse what a draft cannot be."""
     derived = {
@@ -39,6 +50,9 @@ def check_draft_config(config: Any) -> None:
     for name in ("num_hidden_layers", "num_aux_hidden_states"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: must be positive, got {getattr(config, name)}")
+    depths = trained_depths(config)
+    if depths is not None and (type(depths) is not int or depths < 1):
+        raise ValueError(f"{depths_key(config)}: must be a positive int, got {depths!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"num_attention_heads: {config.num_attention_heads} is not a multiple of "

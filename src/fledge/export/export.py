@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fledge import __version__
-from fledge.core.errors import BadInput, nearest
+from fledge.core.errors import BadInput, UntrustedCode, nearest
 from fledge.core.files import atomic_directory, check_place, save_tensors, write_json, write_text
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
@@ -62,6 +62,7 @@ def export_draft(
     device: str | None = None,
     check: CheckOptions | None = None,
     watch: ExportWatch | None = None,
+    trust_remote_code: bool = False,  # run Python code that comes with the target
 ) -> Path:
     """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
 
@@ -77,6 +78,7 @@ def export_draft(
     job = _Job(
         Path(source), engine, engine_version, target, dtype, num_draft_tokens, target_embeddings,
         without_target, device, check or CheckOptions(), watch or (lambda what, at, of: None),
+        trust_remote_code,
     )  # fmt: skip
     try:
         return job.write(out)
@@ -109,6 +111,7 @@ class _Job:
     device: str | None
     check: CheckOptions
     watch: ExportWatch
+    trust_remote_code: bool
 
     def __post_init__(self) -> None:
         self.source = source = read_source(self.path)
@@ -133,8 +136,9 @@ class _Job:
         self.in_use: TargetInUse | None = None
         if not self.without_target:
             self.in_use = open_target(
-                source, self.target.name, aux_layer_ids=draft.aux_layer_ids, device=self.device
-            )
+                source, self.target.name, aux_layer_ids=draft.aux_layer_ids, device=self.device,
+                trust_remote_code=self.trust_remote_code,
+            )  # fmt: skip
             fingerprint = self.in_use.target.info().tokenizer_fingerprint
             self.target = dataclasses.replace(self.target, tokenizer_fingerprint=fingerprint)
         self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
@@ -144,7 +148,7 @@ class _Job:
     def _target_facts(self) -> TargetFacts:
         name = self.target_name or self.source.target_name
         if name and not self.without_target:
-            return facts_of_target(name)
+            return facts_of_target(name, trust_remote_code=self.trust_remote_code)
         if not self.without_target:
             raise BadInput(
                 "which target?",
@@ -154,7 +158,10 @@ class _Job:
         if self.engine.name == "speculators" and not name:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
         try:  # its configuration may be here although its weights are not
-            return facts_of_target(name) if name else TargetFacts()
+            trust = self.trust_remote_code
+            return facts_of_target(name, trust_remote_code=trust) if name else TargetFacts()
+        except UntrustedCode:
+            raise
         except BadInput:
             return TargetFacts(name, name_for_engines(name))
 

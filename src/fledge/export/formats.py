@@ -161,11 +161,14 @@ def _llama_keys(prefix: str = "") -> list[KeyRule]:
 
 
 _MASK_TOKEN = KeyRule("mask_token_id", "mask_token_id", feature="parallel drafting")
+# Ours: how deep the draft was trained to propose, where an export is all that is left of its run.
+TRAINED = ("num_depths", "down_sample_ratio", "down_sample_ratio_min", "ttt_steps")
 _PLAIN_KEYS = (
     KeyRule("architectures", value=["LlamaForCausalLMEagle3"]),
     *_llama_keys(),
     *_facts(*_DRAFT, "num_aux_hidden_states"),
     KeyRule("norm_before_residual", value=False),
+    *_facts(*TRAINED, need="optional"),
 )
 
 
@@ -196,6 +199,7 @@ def _speculators_keys(kind: str) -> tuple[KeyRule, ...]:
         KeyRule("embed_requires_grad", value=kind == "peagle", need="optional"),
         KeyRule("tie_word_embeddings", value=False, need="optional"),
         _MASK_TOKEN,
+        *_facts(*TRAINED, need="optional"),
     )
 
 

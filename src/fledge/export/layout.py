@@ -13,7 +13,7 @@ from torch import Tensor
 from fledge.core.errors import BadInput
 from fledge.draft.rotary import rope_parameters
 from fledge.export.engines import SPECULATORS_PEAGLE_LIMITS, ServingEngine
-from fledge.export.formats import Feature, Format, expected_tensors, set_path
+from fledge.export.formats import TRAINED, Feature, Format, expected_tensors, set_path
 
 _YARN_ATTENTION = ("attention_factor", "mscale", "mscale_all_dim")
 
@@ -134,6 +134,7 @@ def draft_facts(draft: PlainDraft, target: TargetFacts, *, num_draft_tokens: int
     )  # fmt: skip
     return {
         **{name: getattr(config, name) for name in names},
+        **{name: getattr(config, name, None) for name in TRAINED},
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": rope,

@@ -97,7 +97,12 @@ class TargetInUse:
 
 
 def open_target(
-    source: DraftSource, name: str, *, aux_layer_ids: Sequence[int], device: str | None
+    source: DraftSource,
+    name: str,
+    *,
+    aux_layer_ids: Sequence[int],
+    device: str | None,
+    trust_remote_code: bool = False,
 ) -> TargetInUse:
     """Load the target once: through the run's own recipe where its data is here, else by name.
 
@@ -106,7 +111,8 @@ def open_target(
     notes: list[str] = []
     run = None
     if source.recipe is not None and source.run is not None and source.estimate is not None:
-        overrides = [f"run.output_dir={source.run}"]
+        trusted = str(trust_remote_code).lower()  # the user's word, not that of the run's files
+        overrides = [f"run.output_dir={source.run}", f"target.trust_remote_code={trusted}"]
         overrides += [f"training.device={device}"] if device else []
         if not kind_of(source.recipe.target).brings_rows:  # whoever answered then: now it is us
             layers = ",".join(map(str, aux_layer_ids))
@@ -123,7 +129,11 @@ def open_target(
     if loaded is None:
         count = len(aux_layer_ids)
         loaded = HFEagle3TargetModel.from_pretrained(
-            name, aux_layer_ids=aux_layer_ids, device=device, num_aux_layers=count
+            name,
+            aux_layer_ids=aux_layer_ids,
+            device=device,
+            num_aux_layers=count,
+            trust_remote_code=trust_remote_code,
         )
     return TargetInUse(loaded, run, notes)
 

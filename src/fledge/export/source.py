@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.draft.base import DraftModel
+from fledge.draft.config import trained_depths
 from fledge.draft.files import check_tensors, read_draft
 from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
 from fledge.methods.registry import method_of
@@ -19,7 +20,7 @@ from fledge.target.kinds import model_name
 from fledge.target.layers import default_aux_layer_ids, target_depth
 from fledge.train.runs import checkpoint_state, draft_directory, recipe_of, run_directory
 
-_DRAFT_TOKENS = 5  # where no run says how many it was trained for
+_DRAFT_TOKENS = 5  # where neither a run nor the config says how many it was trained for
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class DraftSource:
     @property
     def num_draft_tokens(self) -> int:
         """As many as it was trained for."""
-        return _DRAFT_TOKENS if self.recipe is None else self.recipe.objective.depths
+        if self.recipe is not None:
+            return self.recipe.objective.depths
+        return trained_depths(self.config) or _DRAFT_TOKENS
 
     def draft(self, target: TargetFacts) -> PlainDraft:
         """Checked, its aux layers known and ascending."""
@@ -90,9 +93,9 @@ def read_source(path: Path) -> DraftSource:
     return DraftSource(directory, config, tensors, run, recipe, checkpoint_state(directory))
 
 
-def facts_of_target(name: str) -> TargetFacts:
+def facts_of_target(name: str, *, trust_remote_code: bool = False) -> TargetFacts:
     """What the target's configuration says; its weights stay where they are."""
-    config = load_config(name)
+    config = load_config(name, trust_remote_code=trust_remote_code)
     architectures = list(config.architectures or [])
     return TargetFacts(name, name_for_engines(name), architectures, target_depth(config))
 

@@ -126,7 +126,9 @@ def _tokenizer(path: Path, facts: _Facts) -> Any:
     if facts.get("tokenizer.ggml.model") == "gpt2":
         backend = _byte_level_bpe(path, facts)
     else:  # SentencePiece families: transformers' conversion keeps their rules
-        backend = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+        backend = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        ).backend_tokenizer
     bos = facts.token("bos")
     if facts.get("tokenizer.ggml.add_bos_token") and bos is not None:
         backend.post_processor = processors.TemplateProcessing(
@@ -227,7 +229,7 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
     else:
         options["quantization_config"] = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, **options
+        path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False, **options
     )
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}

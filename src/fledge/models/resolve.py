@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.core.errors import BadInput, broken_files, first_line, nearest
+from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line, nearest
 from fledge.models import convert_gguf, embedded, hub
 
 if TYPE_CHECKING:
@@ -106,12 +106,19 @@ def _what_a_name_may_be(name: str) -> str:
     return "give a directory, a .gguf file, an embedded name (smollm2-135m) or a hub id (org/name)"
 
 
+def wants_trust(error: Exception) -> bool:
+    """Whether transformers refused because it would have to run code that comes with the model."""
+    return isinstance(error, ValueError) and "`trust_remote_code=True`" in str(error)
+
+
 @contextlib.contextmanager
 def _one_line(part: str, name: str) -> Iterator[None]:
     """transformers explains a broken directory over several lines: the first one is enough."""
     try:
         yield
     except broken_files() as error:
+        if wants_trust(error):
+            raise UntrustedCode.of(name) from error
         raise BadInput(
             f"cannot load the {part} of '{name}'", where="model", fix=first_line(error)
         ) from error

@@ -64,6 +64,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         super().__init__(draft_model, vocabulary, chosen, *options)
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
+        draft_model.config.ttt_steps = ttt_steps  # files without their run say how deep they draft
 
     @property
     def depths(self) -> int:

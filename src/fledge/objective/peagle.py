@@ -76,6 +76,12 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         self.down_sample_ratio = down_sample_ratio
         self.down_sample_ratio_min = down_sample_ratio_min
         self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
+        trained_for = {
+            "num_depths": num_depths,
+            "down_sample_ratio": down_sample_ratio,
+            "down_sample_ratio_min": down_sample_ratio_min,
+        }
+        draft_model.config.update(trained_for)  # files without their run say how deep they draft
 
     @property
     def depths(self) -> int:

@@ -5,7 +5,7 @@ after. So a switched kind can drop what only the old kind understood, overrides 
 order, and an error can name the line or the override it is about. Imports no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -164,7 +164,8 @@ def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> No
     for section, body in data.items():
         where = place(str(section))
         if section not in shapes:
-            raise _unknown_section(str(section), where, shapes)
+            inside = map(str, body) if isinstance(body, dict) else ()
+            raise _unknown_section(str(section), where, shapes, inside)
         if body is not None and not isinstance(body, dict):
             fix = "write its keys on indented lines below it"
             raise BadInput(f"section '{section}' holds {_shown(body)}", where=where, fix=fix)
@@ -182,7 +183,7 @@ def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, be
         raise BadInput("not an override", where=where, fix=fix)
     section, keys = parts[0], parts[1:]
     if section not in shapes:
-        raise _unknown_section(section, where, shapes)
+        raise _unknown_section(section, where, shapes, keys)
     shape, value, set_here = shapes[section], _override_value(raw, where=where), changes[section]
     if not keys:
         if not isinstance(value, dict):
@@ -246,9 +247,18 @@ def _kind(name: str, shape: Shape, layer: Mapping[str, Setting], default: str) -
     return entry.value
 
 
-def _unknown_section(name: str, where: str, shapes: Mapping[str, Shape]) -> BadInput:
-    homes = [f"{section}.{name}" for section, shape in shapes.items() if name in shape.all_keys()]
-    fix = f"did you mean '{homes[0]}'?" if homes else nearest(name, list(shapes))
+def _unknown_section(
+    name: str, where: str, shapes: Mapping[str, Shape], inside: Iterable[str] = ()
+) -> BadInput:
+    """The fix names the place of a key called so, the nearest section, or else the place of a key
+    that stands below it."""
+
+    def homes(keys: Iterable[str]) -> list[str]:
+        return [f"{s}.{key}" for key in keys for s in shapes if key in shapes[s].all_keys()]
+
+    fix = nearest(name, list(shapes))
+    found = homes([name]) or ([] if fix.startswith("did you mean") else homes(inside))
+    fix = f"did you mean '{found[0]}'?" if found else fix
     return BadInput(f"unknown section '{name}'", where=where, fix=fix)
 
 

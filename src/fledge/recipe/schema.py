@@ -26,7 +26,7 @@ from fledge.recipe import sections
 from fledge.recipe.layers import Shape, layered, one_line, shapes_of
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
-from fledge.target.kinds import TargetSection, target_sections
+from fledge.target.kinds import TargetSection, kind_of, target_sections
 
 RESOLVED_NAME = "recipe.yaml"  # the resolved recipe inside a run's directory
 
@@ -107,6 +107,22 @@ class Recipe(Section):
     @property
     def run_name(self) -> str:
         return self.run.name or Path(self.run.output_dir).name
+
+    @property
+    def says_vocab_size(self) -> bool:
+        """Whether it says a draft vocabulary itself (null is a word): a default is silence."""
+        return "draft_vocab_size" in self.draft.model_fields_set
+
+    def settled(self) -> "Recipe":
+        """With the size of the draft vocabulary that its cache brings, where it is silent: what a
+        run writes down, and is later compared with, is then what it does."""
+        if self.says_vocab_size or self.draft.init_from is not None:
+            return self
+        size = kind_of(self.target).draft_vocab_size(self.target)
+        if size is None:
+            return self
+        draft = self.draft.model_copy(update={"draft_vocab_size": size})
+        return self.model_copy(update={"draft": draft})
 
     def to_yaml(self) -> str:
         """Every field, so that `load_recipe` of the text gives an equal recipe."""

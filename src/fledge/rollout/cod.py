@@ -2,9 +2,10 @@
 P-EAGLE) and, at the end of the file, the plain thinning of EAGLE-3 (`objective.depth_keep`).
 
 Depth 0 is every position. Deeper depths are thinned: of a document with n supervised positions,
-int((n - d) * max(ratio^d, ratio_min)) elements are kept at depth d, drawn at random from those
-whose rollout was kept at depth d - 1. Rollouts are nested, so the whole draw is one number per
-anchor: the deepest depth that its rollout was followed to.
+int((n - d) * max(ratio^d, ratio_min)) elements are kept at depth d, each set of that many as likely
+as another, of those whose rollout was kept at depth d - 1 and goes on; all of them where they are
+fewer. Rollouts are nested, so the whole draw is one number per anchor: the deepest depth that its
+rollout was followed to.
 
 Example: six positions, all supervised, 3 depths, ratio 0.7: 6, int(5 * 0.7) = 3, int(4 * 0.49) = 1.
 
@@ -33,9 +34,9 @@ Words = NDArray[np.uint64]
 def generate_cod_sample_indices(
     seq_length: int,
     loss_mask: Tensor,  # [seq_length] or [1, seq_length], shifted
-    num_depths: int,
-    down_sample_ratio: float,
-    down_sample_ratio_min: float,
+    num_depths: int = 8,
+    down_sample_ratio: float = 0.7,
+    down_sample_ratio_min: float = 0.2,
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -109,23 +110,11 @@ def sample_depths(
     goes_on[:-1] = supervised[1:] & (document[1:] == document[:-1])
     key = _keys(supervised, document, place)
     valid_count = np.bincount(document[supervised], minlength=_documents(document))
-    sizes = [
-        (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
-        for depth in range(num_depths)
-    ]
-    sizes.append(np.zeros_like(valid_count))
     pool = np.flatnonzero(supervised & (place > 0))
     for depth in range(1, num_depths):
-        size, next_size = sizes[depth], sizes[depth + 1]
+        size = (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
         noise = _noise(seed, depth, key[pool], place[pool])
-        # What ends here may take only what the next depth leaves free: the sizes are kept wherever
-        # the pool allows it.
-        ends = np.flatnonzero(~goes_on[pool])
-        surplus = np.zeros(len(pool), dtype=np.bool_)
-        surplus[ends] = (
-            _rank(document[pool[ends]], noise[ends]) >= (size - next_size)[document[pool[ends]]]
-        )
-        kept = pool[_rank(document[pool], noise, surplus) < size[document[pool]]]
+        kept = pool[_rank(document[pool], noise) < size[document[pool]]]
         if depth == 1 and max_anchors is not None and row is not None:
             noise = _noise(seed, depth, key[kept], place[kept])
             kept = kept[_rank(row[kept], noise) < max_anchors]
@@ -154,9 +143,9 @@ def _documents(document: Ints) -> int:
     return int(document[-1]) + 1 if len(document) else 0
 
 
-def _rank(group: Ints, noise: Words, late: Bools | None = None) -> Ints:
-    """Each member's place among its group, by rising noise (those that are `late` after all)."""
-    order = np.lexsort((noise, group) if late is None else (noise, late, group))
+def _rank(group: Ints, noise: Words) -> Ints:
+    """Each member's place among its group, by rising noise."""
+    order = np.lexsort((noise, group))
     ordered = group[order]
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)

@@ -46,6 +46,7 @@ class TargetInfo:
     tokenizer_fingerprint: str | None
     module: nn.Module | None = None  # the model itself, where it is in this process
     vocabulary: DraftVocabulary | None = None  # the only one that its answers are over
+    suggested: DraftVocabulary | None = None  # taken where a recipe does not say another size
 
 
 class Eagle3TargetBackend(ABC):
@@ -132,8 +133,14 @@ class Eagle3TargetBackend(ABC):
             fix="use supervision 'logits', or give the backend an info()",
         )
 
-    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
-        """The draft vocabulary, needed by `probs` supervision: ids [W] in draft order, mask [V]."""
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
+        """The draft vocabulary, needed by `probs` supervision: ids [W] in draft order, mask [V]
+        (which follows from the ids)."""
+        if selected_token_mask is None:
+            size = len(self.get_input_embeddings().weight)
+            selected_token_mask = selection_mask(selected_token_ids, size)
         check_vocab_mapping(selected_token_ids, selected_token_mask)
         self._selected_token_ids = selected_token_ids
         self._selected_token_mask = selected_token_mask.bool()
@@ -178,13 +185,29 @@ def _finished(batch: Eagle3TargetBatch) -> Future[Eagle3TargetBatch]:
     return future
 
 
+def selection_mask(selected_token_ids: Tensor, vocab_size: int) -> Tensor:
+    """The membership mask [V] of the draft vocabulary's ids [W]."""
+    _check_selected(selected_token_ids)
+    ids = selected_token_ids.long()
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise ValueError(
+            f"selected_token_ids hold {int(outside[0])}, the target knows 0 .. {vocab_size - 1}"
+        )
+    return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+
+
+def _check_selected(selected_token_ids: Tensor) -> None:
+    ids = selected_token_ids
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"selected_token_ids must be one row of integers, got {ids.dtype} {list(ids.shape)}"
+        )
+
+
 def check_vocab_mapping(selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
     """Ids [W] and membership mask [V] must describe the same set of tokens."""
-    if selected_token_ids.ndim != 1 or selected_token_ids.is_floating_point():
-        raise ValueError(
-            "selected_token_ids must be one row of integers, got "
-            f"{selected_token_ids.dtype} {list(selected_token_ids.shape)}"
-        )
+    _check_selected(selected_token_ids)
     if selected_token_mask.ndim != 1:
         raise ValueError(
             "selected_token_mask must be one row over the target's vocabulary, got "

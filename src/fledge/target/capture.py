@@ -52,9 +52,9 @@ def layer_outputs(
 def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While open, the output head does no work: `answer` gets its input and stands in for it.
 
-    The model's own forward still runs from root to end, so whatever wraps it (sharding, offloading)
-    sees a complete pass, and what arrives is by definition the head's input: after the final norm
-    and after any scaling that an architecture does in front of its head.
+    The model's own forward still runs from root to end, and what arrives is by definition the
+    head's input: after the final norm and after any scaling that an architecture does in front of
+    its head.
     """
     wrapped = head.__dict__.get("forward")  # offloading tools put their own forward here
     head.forward = answer

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "fp8"}
 
 
-def _spelt_out(value: Any) -> Any:
+def spelt_out(value: Any) -> Any:
+    """A dtype's whole name where its short one is given."""
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
@@ -42,6 +43,9 @@ class TargetSection(Section):
 
     aux_layer_ids: Annotated[tuple[Count, ...], BeforeValidator(_comma_separated)] | None = None
     """Decoder layers that feed the draft, in order (EAGLE-3: three); null: 1, n/2 - 1, n - 4."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
 
 
 SectionT = TypeVar("SectionT", bound=TargetSection)
@@ -81,17 +85,16 @@ class TargetKind(ABC, Generic[SectionT]):
         """The precision in which it will answer, as far as its config tells."""
         import torch
 
-        from fledge.models.resolve import load_config
         from fledge.target.cache.format import DTYPES
 
-        stored = getattr(load_config(self.model_name(section)), "dtype", None) or torch.float32
+        stored = getattr(target_config(section), "dtype", None) or torch.float32
         if stored not in DTYPES.values() or (device.type == "cuda" and stored == torch.float32):
             return torch.bfloat16  # what such a model runs in
         return stored
 
-    def trusts_code(self, section: SectionT) -> bool:
-        """Whether Python code that comes with the model may be run."""
-        return False
+    def draft_vocab_size(self, section: SectionT) -> int | None:
+        """Size of the draft vocabulary that comes with its answers; None: it has no say."""
+        return None
 
     def asked_once(self, section: SectionT) -> SectionT:
         """The section for a target that is asked about every row once, as a precompute does."""
@@ -109,15 +112,12 @@ class LoadedTarget(TargetSection):
     """Directory, .gguf file, embedded name (smollm2-135m) or hub id (org/name@revision)."""
 
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "fp8"], BeforeValidator(_spelt_out)
+        Literal["auto", "float32", "bfloat16", "float16", "fp8"], BeforeValidator(spelt_out)
     ] = "auto"
     """Precision of the target's forward; auto: as stored. Train on what will be served."""
 
     supervision: Literal["hidden", "probs", "logits"] = "hidden"
     """How the target's answer travels: hidden states suit every objective and loss."""
-
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust."""
 
 
 LoadedT = TypeVar("LoadedT", bound=LoadedTarget)
@@ -130,9 +130,6 @@ class LoadedKind(TargetKind[LoadedT]):
         from fledge.target.cache.format import DTYPES
 
         return DTYPES.get(section.dtype) or super().dtype(section, device)
-
-    def trusts_code(self, section: LoadedT) -> bool:
-        return section.trust_remote_code
 
 
 class EngineTarget(LoadedTarget):
@@ -221,6 +218,20 @@ def kind_of(section: TargetSection) -> TargetKind[Any]:
 def model_name(section: TargetSection) -> str:
     """Where a target's config and tokenizer come from."""
     return kind_of(section).model_name(section)
+
+
+def target_config(section: TargetSection) -> Any:
+    """A target's transformers configuration, under the section's word about foreign code."""
+    from fledge.models.resolve import load_config
+
+    return load_config(model_name(section), trust_remote_code=section.trust_remote_code)
+
+
+def target_tokenizer(section: TargetSection) -> Any:
+    """A target's tokenizer, likewise."""
+    from fledge.models.resolve import load_tokenizer
+
+    return load_tokenizer(model_name(section), trust_remote_code=section.trust_remote_code)
 
 
 def engine_section(engine: str, **given: Any) -> LoadedTarget:

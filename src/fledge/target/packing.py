@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fledge.core.rows import TokenBatch, check_lengths
+from fledge.core.rows import TokenBatch, check_lengths, check_positions
 from fledge.core.transfer import send
 
 
@@ -70,6 +70,8 @@ def find_documents(rows: TokenBatch) -> Documents | None:
     no device queue is stalled.
     """
     if rows.packing is None:
+        if rows.position_ids is not None and rows.position_ids.device.type != "cpu":
+            check_positions(rows.position_ids, rows.attention_mask)  # not looked at before
         return None
     position_ids, seq_lens, _ = rows.packing
     width = rows.shape[1]

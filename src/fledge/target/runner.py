@@ -107,6 +107,12 @@ class RunnerEagle3TargetModel(InProcessTarget):
         runner.set_aux_layers(self._inner_layers)
         self._get_ready()
 
+    @property
+    def model(self) -> Any:
+        """The runner's loaded module: exposes `.config` and `.parameters()`."""
+        self._check_open()
+        return self.runner.model
+
     def _get_ready(self) -> None:
         self.overhead_tokens = overhead_in_tokens(self.runner.model, depth=self._depth)
 

@@ -12,7 +12,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fledge.core.errors import BadInput
+
 _COLUMNS = 4096
+_WHOLE = "run it whole on one device, or inside an engine (target.backend=sglang or vllm)"
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Weights that offloading keeps elsewhere (on the meta device) cannot be run or read here."""
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise BadInput(
+            "its weights are not here (meta device): offloaded models are not supported yet",
+            where=type(model).__name__,
+            fix=_WHOLE,
+        )
+
+
+def refuse_sharded(module: nn.Module, what: str, *, where: str) -> None:
+    """Weights of which each rank holds a part (FSDP2, tensor parallelism) cannot be read here."""
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise BadInput(
+            f"{what} sharded over ranks, which hidden, probs and info() do not support yet",
+            where=where,
+            fix=f"use supervision 'logits', or {_WHOLE}",
+        )
 
 
 def weights_fingerprint(model: nn.Module) -> str:

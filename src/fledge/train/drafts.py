@@ -10,11 +10,10 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.draft.base import DraftModel
 from fledge.draft.derive import derive_draft_config, verify_rotary
 from fledge.methods.registry import load_draft, method_of
-from fledge.models.resolve import load_config
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite import bad_weights, not_numbers
-from fledge.target.kinds import model_name
+from fledge.target.kinds import target_config
 from fledge.train.runs import starting_draft
 
 
@@ -48,8 +47,10 @@ def make_draft(
                 "the target, which the draft starts from," if section.init_from is None else "it"
             )
             raise bad_weights(name, what, owner=owner, where=section.init_from or "")
-    draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
-    draft.gradient_checkpointing = recipe.training.gradient_checkpointing
+    if section.freeze_embeddings:
+        draft.freeze_embeddings()
+    if recipe.training.gradient_checkpointing:
+        draft.gradient_checkpointing_enable()
     return draft.to(device)
 
 
@@ -62,7 +63,7 @@ def _draft_config(
         recipe.objective, tokenizer=tokenizer, vocab_size=target.info().vocab_size
     )
     return derive_draft_config(
-        load_config(model_name(recipe.target)),
+        target_config(recipe.target),
         draft_vocab_size=vocabulary.size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,

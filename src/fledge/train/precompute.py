@@ -15,6 +15,7 @@ from fledge.data.rows import Rows, RowView
 from fledge.data.vocab import special_token_ids
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.cache.format import OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
 from fledge.train.runs import as_begun
@@ -72,13 +73,13 @@ def recipe_job(
         kind.model_name(section),
         aux_layer_ids=kind.aux_layer_ids(section),
         num_aux_layers=recipe.method.aux_layers(recipe.objective),
-        trust_remote_code=kind.trusts_code(section),
+        trust_remote_code=section.trust_remote_code,
     )
-    train = tokenised(data.train, model.directory, data, on_progress)
-    valid = tokenised(data.valid, model.directory, data, on_progress) if data.valid else None
+    train = tokenised(data.train, recipe, on_progress)
+    valid = tokenised(data.valid, recipe, on_progress) if data.valid else None
     rows = _Joined(train, valid)
     vocabulary = None
-    if options.encoding in ("probs", "topk"):
+    if options.encoding in OVER_A_VOCABULARY or recipe.says_vocab_size:
         counted, _ = split_training(train, recipe)
         vocabulary = choose_vocabulary(
             recipe, counted, vocab_size=model.vocab_size, fingerprint=train.fingerprint,

@@ -25,12 +25,12 @@ from fledge.data.vocab import DraftVocabulary, special_token_ids
 from fledge.draft.base import DraftModel
 from fledge.measure.packed import Ints
 from fledge.methods.base import TrainerInputs
-from fledge.models.resolve import load_tokenizer, local_model
+from fledge.models.resolve import local_model
 from fledge.objective.base import Objective
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.kinds import kind_of, model_name
+from fledge.target.kinds import kind_of, model_name, target_tokenizer
 from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
@@ -82,12 +82,11 @@ def prepare_data(
     data = recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    model = local_model(model_name(recipe.target), weights=False)
-    rows = tokenised(data.train, model, data, on_progress)
+    rows = tokenised(data.train, recipe, on_progress)
     train, held_out = split_training(rows, recipe)
     fingerprint = rows.fingerprint
     if data.valid:
-        valid = tokenised(data.valid, model, data, on_progress)
+        valid = tokenised(data.valid, recipe, on_progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -135,12 +134,14 @@ def tokenise_options(data: Data) -> TokeniseOptions:
 
 
 def tokenised(
-    names: tuple[str, ...], model: Path, data: Data, on_progress: Callable[[Progress], None]
+    names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
 ) -> TokenRows:
     """The rows of some sources under the recipe's options."""
+    data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
         max_drop_share=data.max_drop_share, on_progress=on_progress,
+        trust_remote_code=recipe.target.trust_remote_code,
     )  # fmt: skip
 
 
@@ -157,14 +158,15 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
 
 def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> OpenRun:
     """The rows and the models of a run; its target is let go of when something is missing."""
-    recipe, device = as_begun(recipe), pick_device(recipe.training.device)
+    recipe = as_begun(recipe).settled()
+    device = pick_device(recipe.training.device)
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
         target = undo.enter_context(make_target(recipe, device))
         train, held_out, fingerprint = data or known_data(recipe, target)
-        tokenizer = load_tokenizer(model_name(recipe.target))
+        tokenizer = target_tokenizer(recipe.target)
         vocabulary = _vocabulary(recipe, target, train, tokenizer, fingerprint)
         target.set_vocab_mapping(
             torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
@@ -251,12 +253,15 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
 def _vocabulary(
     recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
 ) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else the only one of a target that answers with
-    probabilities from a cache, else chosen; `init_from` goes before it, which then has to fit."""
+    """The draft's vocabulary: the run's own, else the cache's (probabilities are over one only; a
+    suggested one must have the recipe's size), else chosen; `init_from` goes before the cache's,
+    which then has to fit."""
     saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
-    dictated = target.info().vocabulary
+    dictated, suggested = target.info().vocabulary, target.info().suggested
     vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
-    if dictated is not None and dictated.size != (dictated.vocab_size if size is None else size):
+    wanted = vocab_size if size is None else min(size, vocab_size)
+    warm = recipe.draft.init_from is not None  # brings a map of its own, whatever size is said
+    if dictated is not None and dictated.size != wanted and recipe.says_vocab_size and not warm:
         what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
         fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
         raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
@@ -267,8 +272,11 @@ def _vocabulary(
             fix = "name the target that the run was started with"
             raise BadInput(what, where=str(saved), fix=fix)
         return kept
-    if dictated is not None and recipe.draft.init_from is None:
-        return dictated
+    if not warm:
+        if dictated is not None:
+            return dictated
+        if suggested is not None and suggested.size == wanted:
+            return suggested
     special_ids = special_token_ids(tokenizer)
     return choose_vocabulary(
         recipe, train, vocab_size=vocab_size, special_ids=special_ids, fingerprint=fingerprint

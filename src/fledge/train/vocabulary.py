@@ -1,4 +1,5 @@
-"""Which tokens a recipe's draft can say: a warm start's own, else the most frequent of the rows.
+"""Which tokens a recipe's draft can say: a warm start's own, else its cache's where the recipe does
+not say another size, else the most frequent of the rows.
 
 Training and precompute both choose here, so a cache of probabilities is made for the vocabulary
 that training would have taken.

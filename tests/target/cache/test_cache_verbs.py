@@ -43,7 +43,14 @@ def test_the_recipe_form_writes_what_the_plain_flags_write(
     command, words, tiny_target, tiny_chats, tmp_path
 ):
     code, text, error = command(
-        "precompute", *words, "--output-dir", tmp_path / "a", "--shard-size", 16, "--json"
+        "precompute",
+        *words,
+        "data.valid_rows=0",
+        "-o",
+        tmp_path / "a",
+        "--shard-size",
+        16,
+        "--json",
     )
     assert code == 0
     assert "bytes a token" in error
@@ -53,7 +60,7 @@ def test_the_recipe_form_writes_what_the_plain_flags_write(
     argv = [
         "--target-model", tiny_target, "--input-data", tiny_chats, "--output-dir", tmp_path / "b",
         "--seq-length", 64, "--shard-size", 16, "--dtype", "fp32", "--aux-layer-ids", "0,1,2",
-        "--num-workers", 1, "--device", "cpu",
+        "--num-workers", 1, "--device", "cpu", "--draft-vocab-size", 128, "--shuffle-seed", "none",
     ]  # fmt: skip
     assert main([str(word) for word in argv]) == 0
     ours, theirs = payload(tmp_path / "a"), payload(tmp_path / "b")

@@ -17,29 +17,6 @@ from train.test_fit import comparable, differing, final_weights, stop_after
 from train.tiny import Notes, make_target
 
 
-@pytest.fixture(scope="session")
-def caches(tiny_target, tiny_chats, tmp_path_factory):
-    """encoding -> directory; rows run through the target one at a time, as padded packs are."""
-    root = tmp_path_factory.mktemp("caches")
-
-    def made(encoding, dtype="fp32", *more):
-        path = root / f"{encoding}-{dtype}{''.join(more)}"
-        if not path.exists():
-            code = main(
-                [
-                    "--target-model", str(tiny_target), "--input-data", str(tiny_chats),
-                    "--output-dir", str(path), "--seq-length", "64", "--draft-vocab-size", "128",
-                    "--batch-size", "1", "--shard-size", "16", "--dtype", dtype,
-                    "--aux-layer-ids", "0,1,2", "--encoding", encoding, "--num-workers", "1",
-                    "--device", "cpu", *more,
-                ]
-            )  # fmt: skip
-            assert code == 0
-        return path
-
-    return made
-
-
 def cache_recipe(recipe, path, *overrides, run="cached"):
     """The same run from a cache: the target's section goes, everything else stays."""
     live = recipe(run=run).model_dump()

@@ -12,11 +12,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, UntrustedCode
 from fledge.diagnosis.foreign import DraftFiles, DraftView
-from fledge.diagnosis.weight_files import TargetTables, read_target_tables
 from fledge.draft.derive import derive_draft_config
 from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.models.weight_files import TargetTables, read_target_tables
 from fledge.target.layers import default_aux_layer_ids, target_depth, text_config
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ def wrong_key(key: str, right: Any, evidence: str, *, severity: Severity = "erro
 class TargetFiles:
     """The target, loaded only as far as checks need it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, trust_remote_code: bool = False) -> None:
+        self.name, self.trust_remote_code = name, trust_remote_code
 
     @cached_property
     def config(self) -> Any:
-        return load_config(self.name)
+        return load_config(self.name, trust_remote_code=self.trust_remote_code)
 
     @property
     def text(self) -> Any:
@@ -89,9 +89,12 @@ class TargetFiles:
     @cached_property
     def tokenizer(self) -> Any:
         """None when the target has none."""
-        with suppress(BadInput):
-            return load_tokenizer(self.name)
-        return None
+        try:
+            return load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
+        except UntrustedCode:
+            raise
+        except BadInput:
+            return None
 
     @cached_property
     def tables(self) -> TargetTables:

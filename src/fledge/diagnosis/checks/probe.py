@@ -113,8 +113,9 @@ class Answering:
         if target.depth < 3:
             raise BadInput(f"a target of {target.depth} layers has no three to listen to")
         self.first = HFEagle3TargetModel.from_pretrained(
-            target.name, aux_layer_ids=[0, 1, 2], dtype=dtype, device=device
-        )
+            target.name, aux_layer_ids=[0, 1, 2], dtype=dtype, device=device,
+            trust_remote_code=target.trust_remote_code,
+        )  # fmt: skip
         self._backends: dict[tuple[int, ...], HFEagle3TargetModel] = {}
         answers = cached_answers(
             self.first,

@@ -90,7 +90,7 @@ def tokenizer(subject: Subject) -> Iterator[Finding]:
     if theirs is None or not (subject.directory / "tokenizer.json").is_file():
         return
     try:
-        own = AutoTokenizer.from_pretrained(subject.directory).get_vocab()
+        own = AutoTokenizer.from_pretrained(subject.directory, trust_remote_code=False).get_vocab()
     except (OSError, ValueError, KeyError) as failed:
         yield warning(f"the tokenizer beside the draft cannot be read ({first_line(failed)})")
         return

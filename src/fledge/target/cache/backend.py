@@ -21,7 +21,7 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache.codec import decode_states
 from fledge.target.cache.format import Field
-from fledge.target.cache.manifest import VOCABULARY, read_target
+from fledge.target.cache.manifest import read_target
 from fledge.target.cache.store import CachedRows, CacheStore, OnDamage
 from fledge.target.packing import Documents, find_documents, right_padded
 
@@ -42,6 +42,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
     A cache of hidden states serves every supervision; one of probabilities serves `probs` over the
     draft vocabulary it was made for. States come in the precision they are kept in (`hidden-fp8`:
     the target's own). A damaged row is refused, or, with `on_damage="skip"`, unsupervised.
+    AutoModel's caches are read too; `model` names the target where theirs is not found.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         supervision: Supervision | None = None,
         device: torch.device | str = "cpu",
         on_damage: OnDamage = "fail",
+        model: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         self.store = CacheStore(cached_target_path, on_damage=on_damage)
         self.shape, manifest = self.store.shape, self.store.manifest
@@ -64,11 +67,16 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             )
         self.aux_layer_ids = list(manifest["aux_layer_ids"])
         self._device = torch.device(device)
-        self._embedding, info = read_target(self.store.directory, manifest)
-        vocabulary = None  # hidden states depend on none
-        if not self.shape.is_hidden:
-            vocabulary = DraftVocabulary.load(self.store.directory / VOCABULARY)
-        self._info = replace(info, head=info.head.to(self._device), vocabulary=vocabulary)
+        self._embedding, info = read_target(
+            self.store.directory, manifest, model, trust_remote_code=trust_remote_code
+        )
+        vocabulary, is_hidden = self.store.vocabulary(), self.shape.is_hidden
+        self._info = replace(
+            info,
+            head=info.head.to(self._device),
+            vocabulary=None if is_hidden else vocabulary,  # hidden states depend on none
+            suggested=vocabulary if is_hidden else None,
+        )
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -102,7 +110,9 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             self.store.close()
         super().close()
 
-    def set_vocab_mapping(self, selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
         kept = self.vocabulary
         if kept is None:

@@ -11,10 +11,12 @@ from fledge.data.vocab import (
     select_vocabulary,
     special_token_ids,
 )
-from fledge.models.resolve import load_tokenizer
+from fledge.models.resolve import load_tokenizer, local_model
+from fledge.target.cache.automodel import LAYOUT
 from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.format import OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, encoding_facts
-from fledge.target.cache.manifest import LATE, TARGET_FILES
+from fledge.target.cache.manifest import LATE, lacks_target, target_files
 
 
 def convert_job(
@@ -23,8 +25,13 @@ def convert_job(
     options: CacheOptions,
     *,
     draft_vocab_size: int | None = None,
+    trust_remote_code: bool = False,
+    padded: bool = False,
+    model: str | None = None,
 ) -> CacheJob:
-    """Write what `source` holds in another encoding; run it with `source` as the target."""
+    """Write what `source` holds in another encoding; run it with `source` as the target. `padded`:
+    in AutoModel's layout, rows as long as they were allowed to be. `model` has config and tokenizer
+    where the source has none."""
     old = source.store.manifest
     if options.encoding in ("hidden", "hidden-fp8") and not source.shape.is_hidden:
         raise BadInput(
@@ -32,30 +39,36 @@ def convert_job(
             "tell the hidden states",
             where=str(source.store.directory),
         )
+    if padded and options.encoding not in OVER_A_VOCABULARY:
+        fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
+        raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
     # supervision that the source does not hold cannot be written
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
-    vocabulary = None
-    if options.encoding in ("probs", "topk"):
-        vocabulary = _vocabulary(source, draft_vocab_size)
+    named = model if lacks_target(source.store.directory, old) else None
+    files = local_model(named or target_files(source.store.directory), weights=False)
+    vocabulary = _vocabulary(source, draft_vocab_size)
+    if vocabulary is None and (draft_vocab_size or options.encoding in OVER_A_VOCABULARY):
+        tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
+        vocabulary = _counted(source, draft_vocab_size, special_token_ids(tokenizer))
     manifest: dict[str, Any] = {
-        **{key: value for key, value in old.items() if key != LATE},
+        **{key: value for key, value in old.items() if key not in (LATE, "layout")},
         **encoding_facts(options, vocabulary),
         "converted_from": [old["encoding"], old["dtype"]],
     }
-    more = {"vocabulary": vocabulary, "model_dir": source.store.directory / TARGET_FILES}
+    more: dict[str, Any] = {"vocabulary": vocabulary, "model_dir": files}
+    if padded:
+        longest = int(source.store.lengths.max(initial=2))
+        manifest["seq_length"] = more["padded_to"] = max(longest, old.get("seq_length") or 0)
+        manifest["layout"] = LAYOUT
     return CacheJob.of(directory, source.rows(), manifest, options, **more)
 
 
-def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary:
-    """The source's own where it has one, else counted on its rows (not on held-out ones)."""
-    kept = source.vocabulary
+def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
+    """The source's own, where it has one that is wanted."""
+    kept, suggested = source.vocabulary, source.info().suggested
     if kept is None:
-        rows = source.rows()
-        trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
-        pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
-        tokenizer = load_tokenizer(str(source.store.directory / TARGET_FILES))
-        counts_V = count_supervised(pairs, source.info().vocab_size)
-        return select_vocabulary(counts_V, size, special_ids=special_token_ids(tokenizer))
+        fits = suggested is not None and size in (None, suggested.size)
+        return suggested if fits else None
     if size is not None and kept.size != size:
         raise BadInput(
             f"made for a draft vocabulary of {kept.size}, not {size}",
@@ -63,3 +76,14 @@ def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocab
             fix="another vocabulary needs a cache of hidden states",
         )
     return kept
+
+
+def _counted(
+    source: CachedEagle3TargetModel, size: int | None, special_ids: list[int | None]
+) -> DraftVocabulary:
+    """Counted on the source's rows, not on held-out ones."""
+    rows = source.rows()
+    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
+    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
+    counts_V = count_supervised(pairs, source.info().vocab_size)
+    return select_vocabulary(counts_V, size, special_ids=special_ids)

@@ -4,7 +4,8 @@
       manifest.json             what shapes the contents; written before the first shard
       target.safetensors        the target's input embedding and output head, once
       target/                   its config and tokenizer: training needs nothing else of it
-      vocabulary.safetensors    the draft vocabulary, where the encoding depends on one
+      vocabulary.safetensors    the draft vocabulary: the only one of probs and topk; with hidden
+                                states a suggestion, where one was asked for
       shard-00000.safetensors   rows 0 .. shard_size - 1, unpadded, end to end
 
 Lengths are known before the target runs, so the layout of a shard, and with it the size of the
@@ -39,6 +40,7 @@ from fledge.core.errors import BadInput, nearest
 FORMAT = 2  # raise when the meaning of the files changes
 Encoding = Literal["hidden", "hidden-fp8", "probs", "topk"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
+OVER_A_VOCABULARY: tuple[Encoding, ...] = ("probs", "topk")  # the others serve every one
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEY_BYTES = 16
 _HEADER_ALIGNMENT = 64
@@ -53,6 +55,7 @@ SAFETENSORS = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
 

@@ -16,8 +16,18 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache.format import FORMAT, CacheShape, Encoding, padded_layout_bytes, shard_name
+from fledge.target.cache.automodel import their_manifest
+from fledge.target.cache.format import (
+    FORMAT,
+    OVER_A_VOCABULARY,
+    CacheShape,
+    Encoding,
+    ShardLayout,
+    padded_layout_bytes,
+    shard_name,
+)
 from fledge.target.cache.manifest import (
+    TARGET_FILES,
     copied_files,
     dtype_name,
     ensure_free,
@@ -25,6 +35,7 @@ from fledge.target.cache.manifest import (
     existing_shards,
     shape_of,
 )
+from fledge.target.cache.padded import PaddedLayout, padded_shard_name
 from fledge.target.cache.shard import is_whole_shard, layout_of
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
@@ -68,13 +79,14 @@ class CacheJob:
     rows: Sequence[TokenRow]  # in the order of the cache
     shape: CacheShape
     manifest: dict[str, Any]  # all fields but the target's own
-    vocabulary: DraftVocabulary | None = None
+    vocabulary: DraftVocabulary | None = None  # of hidden states: only suggested to training
     model_dir: Path | None = None  # whose config and tokenizer are copied into the cache
     shard_size: int = 256
     batch_size: int = 4
     pad_id: int = 0
     resume: bool = False
     quota_bytes: int | None = None
+    padded_to: int | None = None  # tokens a row, in AutoModel's layout; None: ours
 
     @classmethod
     def of(
@@ -89,6 +101,23 @@ class CacheJob:
         chosen = ("shard_size", "batch_size", "resume", "quota_bytes")
         more |= {name: getattr(options, name) for name in chosen}
         return cls(directory, rows, shape_of(manifest), manifest, **more)
+
+    def layout(self, rows: Sequence[TokenRow]) -> ShardLayout | PaddedLayout:
+        """The layout of a shard of these rows."""
+        if self.padded_to is None:
+            return layout_of(self.shape, rows)
+        return PaddedLayout(self.shape, rows, self.padded_to)
+
+    def shard_path(self, index: int) -> Path:
+        name = shard_name if self.padded_to is None else padded_shard_name
+        return self.directory / name(index)
+
+    def on_disk(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """The manifest as its file holds it."""
+        if self.padded_to is None:
+            return manifest
+        assert self.vocabulary is not None, "padded rows are of probabilities"
+        return their_manifest(manifest, self.vocabulary, self.directory / TARGET_FILES)
 
     def shard_rows(self, index: int) -> list[TokenRow]:
         stop = min(len(self.rows), (index + 1) * self.shard_size)
@@ -191,13 +220,15 @@ def files_fingerprint(directory: Path) -> str:
 def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
     """The manifest's fields about how rows are kept."""
     kept = None if vocabulary is None else {"size": vocabulary.size, "digest": vocabulary.digest()}
+    bound = options.encoding in OVER_A_VOCABULARY
     return {
         "encoding": options.encoding,
         "dtype": dtype_name(options.dtype),
         "top_k": options.top_k,
         "supervised_only": options.supervised_only,
         "shard_size": options.shard_size,
-        "vocabulary": kept,
+        "vocabulary": kept if bound else None,
+        "suggested_vocabulary": None if bound else kept,
     }
 
 
@@ -211,8 +242,8 @@ def make_job(
     vocabulary: DraftVocabulary | None = None,
     held_out_rows: int = 0,
 ) -> CacheJob:
-    """`facts` say where the rows come from: fingerprints and every option that shaped them."""
-    kept = vocabulary if options.encoding in ("probs", "topk") else None
+    """`facts` say where the rows come from: fingerprints and every option that shaped them. With
+    hidden states, which serve every vocabulary, `vocabulary` is kept as a suggestion."""
     manifest = {
         "format": FORMAT,
         "rows": len(rows),
@@ -222,10 +253,10 @@ def make_job(
         "aux_layer_ids": list(model.aux_layer_ids),
         "model_files": files_fingerprint(model.directory),
         "template": model.template,
-        **encoding_facts(options, kept),
+        **encoding_facts(options, vocabulary),
         **facts,
     }
-    more = {"vocabulary": kept, "model_dir": model.directory, "pad_id": model.pad_id}
+    more = {"vocabulary": vocabulary, "model_dir": model.directory, "pad_id": model.pad_id}
     return CacheJob.of(directory, rows, manifest, options, **more)
 
 
@@ -238,10 +269,10 @@ def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
     ensure_resumable(job.directory, job.manifest, existing)
     sizes, done, tokens = [], set(), 0
     for index in range(-(-len(job.rows) // job.shard_size)):
-        layout = layout_of(job.shape, job.shard_rows(index))
+        layout = job.layout(job.shard_rows(index))
         sizes.append(layout.n_bytes)
         tokens += int(layout.row_start[-1])
-        if index in existing and is_whole_shard(job.directory / shard_name(index), layout):
+        if index in existing and is_whole_shard(job.shard_path(index), layout):
             done.add(index)
     extra = existing - set(range(len(sizes)))
     if extra:

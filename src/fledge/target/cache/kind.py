@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CacheTarget(TargetSection):
-    """The target's answers from disk, written by `fledge precompute`."""
+    """The target's answers from disk, written by `fledge precompute` (or AutoModel's)."""
 
     backend: Literal["cache"] = "cache"
     """The target is not loaded at all; data.train is ignored, the rows lie in the cache."""
@@ -41,7 +41,11 @@ class CacheKind(TargetKind[CacheTarget]):
         from fledge.target.cache.backend import CachedEagle3TargetModel
 
         target = CachedEagle3TargetModel(
-            section.cached_target_path, device=device, on_damage=section.on_damage
+            section.cached_target_path,
+            device=device,
+            on_damage=section.on_damage,
+            model=section.model,
+            trust_remote_code=section.trust_remote_code,
         )
         where, wanted = str(target.store.directory), section.aux_layer_ids
         if wanted is not None and list(wanted) != target.aux_layer_ids:
@@ -55,9 +59,15 @@ class CacheKind(TargetKind[CacheTarget]):
         return target
 
     def model_name(self, section: CacheTarget) -> str:
-        from fledge.target.cache.manifest import TARGET_FILES
+        from fledge.target.cache.manifest import target_files
 
-        return section.model or str(Path(section.cached_target_path).expanduser() / TARGET_FILES)
+        return section.model or target_files(Path(section.cached_target_path).expanduser())
+
+    def draft_vocab_size(self, section: CacheTarget) -> int | None:
+        from fledge.target.cache.manifest import read_manifest, vocabulary_size
+
+        directory = Path(section.cached_target_path).expanduser()
+        return vocabulary_size(read_manifest(directory))
 
 
 def _check_model(name: str, manifest: dict[str, Any], where: str) -> None:
@@ -66,9 +76,11 @@ def _check_model(name: str, manifest: dict[str, Any], where: str) -> None:
     from fledge.models.resolve import local_model
     from fledge.target.cache.job import files_fingerprint, has_weights
 
+    if "tokenizer" not in manifest:  # AutoModel's, which says nothing of the kind
+        return
     directory = local_model(name, weights=False)
     differing = []
-    if tokenizer_files_fingerprint(directory) != manifest.get("tokenizer"):
+    if tokenizer_files_fingerprint(directory) != manifest["tokenizer"]:
         differing.append("tokenizer")
     if has_weights(directory) and files_fingerprint(directory) != manifest.get("model_files"):
         differing.append("weights or config")

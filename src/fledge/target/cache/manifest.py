@@ -21,6 +21,7 @@ from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
 from fledge.target.base import InputEmbedding, TargetInfo
+from fledge.target.cache import automodel
 from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape, shard_name
 from fledge.target.layers import FinalNorm
 
@@ -48,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stored_manifest(directory: Path) -> dict[str, Any]:
-    """What the manifest says, whatever its version."""
+    """What the manifest says, whatever its version; in AutoModel's layout our part, if any."""
     path = directory / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
@@ -61,13 +62,16 @@ def stored_manifest(directory: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"the manifest cannot be read ({error})", where=str(path)) from None
-    return manifest
+    own: dict[str, Any] = manifest.get(automodel.OWN, manifest)
+    return own if automodel.is_automodel(manifest) else manifest
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a cache: this version's, with everything that a reader relies on."""
     manifest = stored_manifest(directory)
     where, fix = str(directory / MANIFEST), "make the cache again"
+    if automodel.is_automodel(manifest):
+        manifest = automodel.own_manifest(manifest, where=where)
     if (version := manifest.get("format")) != FORMAT:
         what = f"cache format {version}, this version of fledge reads {FORMAT}"
         raise BadInput(what, where=where, fix=fix)
@@ -89,6 +93,12 @@ def shape_of(manifest: dict[str, Any]) -> CacheShape:
         top_k=manifest["top_k"] or 0,
         supervised_only=manifest["supervised_only"],
     )
+
+
+def vocabulary_size(manifest: dict[str, Any]) -> int | None:
+    """Of the draft vocabulary that comes with a cache, binding or suggested."""
+    kept = manifest["vocabulary"] or manifest.get("suggested_vocabulary")
+    return kept["size"] if kept else None
 
 
 def existing_shards(directory: Path) -> set[int]:
@@ -142,7 +152,7 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         return
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
     ours = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
-    foreign = sorted(names - ours - {TARGET, TARGET_FILES, VOCABULARY})
+    foreign = sorted(names - ours - {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS})
     if foreign:
         raise BadInput(
             f"not empty, and '{foreign[0]}' is not part of a cache",
@@ -205,12 +215,33 @@ def is_copied(name: str) -> bool:
     return "/" not in name and _COPIED.fullmatch(name) is not None
 
 
+def code_files(model_dir: Path) -> list[Path]:
+    """The Python files of a model that brings code of its own. A cache keeps them beside config and
+    tokenizer, which cannot be read without them; they run only where the user trusts them."""
+    for name in ("config.json", "tokenizer_config.json"):
+        path = model_dir / name
+        if path.is_file() and '"auto_map"' in path.read_text(errors="replace"):
+            return sorted(model_dir.glob("*.py"))
+    return []
+
+
+def _kept_files(model_dir: Path | None) -> list[Path]:
+    return [] if model_dir is None else sorted({*copied_files(model_dir), *code_files(model_dir)})
+
+
+def target_files(directory: Path) -> str:
+    """The name of the model whose config and tokenizer a cache is read with: its own copy of them,
+    or, of AutoModel's caches, which have none, the target that they name."""
+    own = directory / TARGET_FILES
+    return str(own if own.is_dir() else read_manifest(directory).get("target_model", own))
+
+
 def write_head(
     directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], model_dir: Path | None
 ) -> None:
     """All of a cache but its shards; the manifest last."""
     directory.mkdir(parents=True, exist_ok=True)
-    for path in [] if model_dir is None else copied_files(model_dir):
+    for path in _kept_files(model_dir):
         with atomic_file(directory / TARGET_FILES / path.name) as handle:
             handle.write(path.read_bytes())
     with atomic_file(directory / TARGET) as handle:
@@ -220,13 +251,29 @@ def write_head(
 
 def has_head(directory: Path, model_dir: Path | None) -> bool:
     """Whether all files of `write_head` are there; what they hold is checked when they are read."""
-    copied = [] if model_dir is None else copied_files(model_dir)
-    places = [directory / TARGET, *(directory / TARGET_FILES / path.name for path in copied)]
+    kept = (directory / TARGET_FILES / path.name for path in _kept_files(model_dir))
+    places = [directory / TARGET, *kept]
     return all(place.is_file() for place in places)
 
 
-def read_target(directory: Path, manifest: dict[str, Any]) -> tuple[InputEmbedding, TargetInfo]:
-    """The target's embedding and everything else a trainer asks of a target."""
+def lacks_target(directory: Path, manifest: dict[str, Any]) -> bool:
+    """Whether a cache has no files about its target but AutoModel's embedding."""
+    return manifest.get("layout") == automodel.LAYOUT and not (directory / TARGET).exists()
+
+
+def read_target(
+    directory: Path,
+    manifest: dict[str, Any],
+    model: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[InputEmbedding, TargetInfo]:
+    """The target's embedding and everything else a trainer asks of a target; `model` is asked for
+    what the cache lacks, instead of the one that it names."""
+    if lacks_target(directory, manifest):
+        return automodel.read_named_target(
+            directory, manifest, model, trust_remote_code=trust_remote_code
+        )
     path, facts = directory / TARGET, manifest[LATE]
     try:
         tensors = load_file(path)

@@ -7,7 +7,7 @@ never cross a shard, so its bytes do not depend on which process wrote it, or wh
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from fledge.core.files import removed
 from fledge.core.rows import TokenRow
 from fledge.data.pack import collate, one_per_row
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.cache.automodel import write_embedding
 from fledge.target.cache.codec import encode_rows, unsound
-from fledge.target.cache.format import shard_name
 from fledge.target.cache.job import (
     CacheJob,
     CachePlan,
@@ -46,7 +46,8 @@ from fledge.target.cache.manifest import (
     target_tensors,
     write_head,
 )
-from fledge.target.cache.shard import ShardWriter, layout_of, open_shard
+from fledge.target.cache.padded import PaddedLayout, PaddedWriter, open_padded
+from fledge.target.cache.shard import ShardWriter, open_shard
 from fledge.target.cache.store import row_fault
 from fledge.target.finite import module_of, refusal
 
@@ -136,9 +137,11 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = Tru
     job.directory.mkdir(parents=True, exist_ok=True)
     remove_temporary_files(job.directory)
     if not existing or not has_head(job.directory, job.model_dir):
-        if job.vocabulary is not None and not job.shape.is_hidden:
+        if job.vocabulary is not None:
             job.vocabulary.save(job.directory / VOCABULARY)
-        write_head(job.directory, manifest, tensors, job.model_dir)
+        if job.padded_to is not None:
+            write_embedding(job.directory, tensors["embed_tokens"])
+        write_head(job.directory, job.on_disk(manifest), tensors, job.model_dir)
 
 
 def check_target(job: CacheJob, target: Eagle3TargetBackend) -> None:
@@ -300,16 +303,23 @@ class _Disk:
         try:
             while (begin := self._next()) is not None:
                 index, rows = begin
-                layout = layout_of(self._job.shape, rows)
-                with open_shard(self._job.directory / shard_name(index), layout, rows) as shard:
+                with self._open(self._job.shard_path(index), rows) as shard:
                     while (item := self._next()) is not None:
                         self._put(shard, rows, index * self._job.shard_size, *item)
         except BaseException as error:  # noqa: BLE001  (raised where the next batch is offered)
             self._error = error
 
+    def _open(
+        self, path: Path, rows: list[TokenRow]
+    ) -> AbstractContextManager[ShardWriter | PaddedWriter]:
+        layout = self._job.layout(rows)
+        if isinstance(layout, PaddedLayout):
+            return open_padded(path, layout, rows)
+        return open_shard(path, layout, rows)
+
     def _put(
         self,
-        shard: ShardWriter,
+        shard: ShardWriter | PaddedWriter,
         rows: list[TokenRow],
         first: int,  # the number of the shard's first row
         members: list[int],

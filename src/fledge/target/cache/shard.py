@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,13 @@ from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
 from fledge.core.rows import TokenRow
 from fledge.target.cache.format import KEY_BYTES, CacheShape, ShardLayout
+
+
+class Laid(Protocol):
+    """What a layout says of a whole file."""
+
+    header: bytes
+    n_bytes: int
 
 
 def row_key(input_ids: NDArray[np.int32]) -> bytes:
@@ -49,8 +56,8 @@ class ShardWriter:
         self._descriptor, self._layout, self._rows = descriptor, layout, rows
         self._digests = np.zeros(len(rows), dtype=np.int64)
         self._written = np.zeros(len(rows), dtype=np.bool_)
-        _reserve(descriptor, layout.n_bytes)
-        self._write(0, layout.header)
+        reserve(descriptor, layout.n_bytes)
+        write_at(descriptor, 0, layout.header)
         self._array("row_start", layout.row_start)
         self._array("slot_start", layout.slot_start)
         ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
@@ -69,7 +76,7 @@ class ShardWriter:
             if len(data) != end - begin:
                 raise ValueError(f"{name} of row {row} has {len(data)} bytes, not {end - begin}")
             parts.append(data)
-            self._write(begin, data)
+            write_at(self._descriptor, begin, data)
         self._digests[row], self._written[row] = _checksum(parts), True
 
     def finish(self) -> None:
@@ -78,16 +85,18 @@ class ShardWriter:
         self._array("row_digest", self._digests)
 
     def _array(self, name: str, values: NDArray[Any]) -> None:
-        self._write(self._layout.places[name].begin, values.data.cast("B"))
-
-    def _write(self, at: int, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
-        while len(rest):
-            done = os.pwrite(self._descriptor, rest, at)
-            rest, at = rest[done:], at + done
+        write_at(self._descriptor, self._layout.places[name].begin, values.data.cast("B"))
 
 
-def _reserve(descriptor: int, n_bytes: int) -> None:
+def write_at(descriptor: int, at: int, data: bytes | memoryview) -> None:
+    """All of it, from byte `at` on."""
+    rest = memoryview(data)
+    while len(rest):
+        done = os.pwrite(descriptor, rest, at)
+        rest, at = rest[done:], at + done
+
+
+def reserve(descriptor: int, n_bytes: int) -> None:
     """The whole size at once: a disk that is too full fails before the target runs (but not on
     macOS, which has no such call)."""
     if hasattr(os, "posix_fallocate"):
@@ -170,7 +179,7 @@ class Shard:
                 self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
 
-def is_whole_shard(path: Path, layout: ShardLayout) -> bool:
+def is_whole_shard(path: Path, layout: Laid) -> bool:
     """Whether a shard of this layout is there: size and header; checksums are `verify`'s work."""
     try:
         with path.open("rb") as handle:

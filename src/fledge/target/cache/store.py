@@ -4,7 +4,7 @@ Not here: what a row's bytes mean (`codec`), or how a batch is made of rows (`ba
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +16,37 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
+from fledge.data.vocab import DraftVocabulary
+from fledge.target.cache import automodel
 from fledge.target.cache.codec import unsound
 from fledge.target.cache.format import shard_name
-from fledge.target.cache.manifest import check_complete, read_manifest, shape_of, shards_of
+from fledge.target.cache.manifest import (
+    VOCABULARY,
+    check_complete,
+    read_manifest,
+    shape_of,
+    shards_of,
+    vocabulary_size,
+)
+from fledge.target.cache.padded import PaddedShard, padded_shard_name
 from fledge.target.cache.shard import Shard, row_key
 from fledge.target.finite import Fault
 
 OnDamage = Literal["fail", "skip"]
+AnyShard = Shard | PaddedShard
 logger = logging.getLogger(__name__)
+
+
+def open_shards(
+    directory: Path, manifest: dict[str, Any], numbers: Iterable[int]
+) -> list[AnyShard]:
+    """Some shards of a cache, in whichever of the two layouts it is."""
+    shape = shape_of(manifest)
+    if manifest.get("layout") != automodel.LAYOUT:
+        return [Shard(directory / shard_name(number), shape) for number in numbers]
+    order_W = automodel.column_order(manifest)
+    paths = (directory / padded_shard_name(number) for number in numbers)
+    return [PaddedShard(path, shape, order_W) for path in paths]
 
 
 class CacheStore:
@@ -37,8 +60,7 @@ class CacheStore:
         check_complete(self.directory, self.manifest)
         self.shape = shape_of(self.manifest)
         self.on_damage = on_damage
-        numbers = range(shards_of(self.manifest))
-        self.shards = [Shard(self.directory / shard_name(i), self.shape) for i in numbers]
+        self.shards = open_shards(self.directory, self.manifest, range(shards_of(self.manifest)))
         self._first = np.cumsum([0, *(len(shard) for shard in self.shards)])
         if len(self) != self.manifest["rows"]:
             raise BadInput(
@@ -56,7 +78,17 @@ class CacheStore:
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def at(self, row: int) -> tuple[Shard, int]:
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The draft vocabulary that its answers are over, or that it suggests (hidden states)."""
+        if vocabulary_size(self.manifest) is None:
+            return None
+        path = self.directory / VOCABULARY
+        if self.manifest.get("layout") == automodel.LAYOUT and not path.exists():
+            rows = ((row.input_ids, row.loss_mask) for row in CachedRows(self))
+            return automodel.vocabulary_of(self.manifest, rows)
+        return DraftVocabulary.load(path)
+
+    def at(self, row: int) -> tuple[AnyShard, int]:
         """The shard that holds a row, and the row's number in it."""
         which = int(np.searchsorted(self._first, row, side="right")) - 1
         return self.shards[which], int(row - self._first[which])

@@ -48,7 +48,7 @@ class HfKind(LoadedKind[HfTarget]):
             section.model,
             aux_layer_ids=section.aux_layer_ids,
             supervision=section.supervision,
-            dtype=_as_stored(section.model, device) if section.dtype == "auto" else section.dtype,
+            dtype=_as_stored(section, device) if section.dtype == "auto" else section.dtype,
             device=device,
             attn_implementation=section.attn_implementation,
             compile_layers=section.compile,
@@ -68,13 +68,13 @@ class HfKind(LoadedKind[HfTarget]):
         return int(section.keep_states_gb * 2**30)
 
 
-def _as_stored(model: str, device: "torch.device") -> str:
+def _as_stored(section: HfTarget, device: "torch.device") -> str:
     """As stored; but a model stored in float32 (a dequantised one) runs in bfloat16 on a GPU."""
     import torch
 
-    from fledge.models.resolve import load_config
+    from fledge.target.kinds import target_config
 
-    stored = getattr(load_config(model), "dtype", None)
+    stored = getattr(target_config(section), "dtype", None)
     return "bfloat16" if device.type == "cuda" and stored == torch.float32 else "auto"
 
 

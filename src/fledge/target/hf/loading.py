@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fledge.core.errors import BadInput, broken_files, first_line
+from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line
 from fledge.core.machine import find_device
 from fledge.target.weights import quantisation_method
 
@@ -39,7 +39,7 @@ def load_hf_model(
     """The model on `device` (a GPU where there is one), with its tokenizer."""
     import transformers
 
-    from fledge.models.resolve import local_model
+    from fledge.models.resolve import local_model, wants_trust
 
     directory = local_model(str(name_or_path))
     device = find_device(device)
@@ -59,6 +59,8 @@ def load_hf_model(
             directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except broken_files() as error:
+        if wants_trust(error):
+            raise UntrustedCode.of(str(name_or_path)) from error
         raise BadInput(
             f"the target could not be loaded on {device} ({first_line(error)})",
             where=str(name_or_path),
@@ -104,6 +106,8 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
     """The tokenizer beside a target's weights; None when there is none that can be read."""
     import transformers
 
+    from fledge.models.resolve import wants_trust
+
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
@@ -111,6 +115,8 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
             directory, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
+        if wants_trust(error):
+            raise UntrustedCode.of(str(directory)) from error
         # a target runs without one; its fingerprint is then absent
         log.warning("%s: its tokenizer cannot be read (%s)", directory, first_line(error))
         return None

@@ -46,7 +46,12 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Documents, Group, overhead_in_tokens
-from fledge.target.weights import describe_weights, weights_fingerprint
+from fledge.target.weights import (
+    describe_weights,
+    refuse_offloaded,
+    refuse_sharded,
+    weights_fingerprint,
+)
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 # What architectures raise that cannot take packed documents in one row (TypeError: a forward that
@@ -81,14 +86,15 @@ class HFEagle3TargetModel(InProcessTarget):
                 f"cp_mesh of size {self._cp_size}: context parallelism is not supported yet",
                 fix="pass cp_mesh=None or a mesh of size 1",
             )
-        self.model = model
+        self.cp_mesh = cp_mesh
+        refuse_offloaded(model)
         self.tokenizer = tokenizer
-        self._layers = find_layers(model)
+        self.model = model
+        self._layers = self._get_transformer_layers()
         self._depth = target_depth(getattr(model, "config", None), self._layers)
-        if aux_layer_ids is None:
-            aux_layer_ids = default_aux_layer_ids(self._depth, num_aux_layers)
-        depth = min(self._depth, len(self._layers))
-        self.aux_layer_ids = validate_aux_layer_ids(aux_layer_ids, depth, num_aux_layers)
+        self._num_aux_layers = num_aux_layers
+        candidate_ids = self._default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
         self._check_last_state()
         self.model = model.eval().requires_grad_(False)
         self._options = _accepted(model, use_cache=False, output_hidden_states=False)
@@ -153,11 +159,24 @@ class HFEagle3TargetModel(InProcessTarget):
         target._stored_as = loaded.stored_as
         return target
 
+    def _get_transformer_layers(self) -> list[nn.Module]:
+        """The decoder layers in order, of a ModuleList or of a ModuleDict keyed by str(i)."""
+        return find_layers(self.model)
+
+    def _default_aux_layer_ids(self) -> list[int]:
+        return default_aux_layer_ids(self._depth, self._num_aux_layers)
+
+    def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
+        """Distinct layers that exist, as many as the method listens to; else a ValueError."""
+        depth = min(self._depth, len(self._layers))
+        return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
+
     def get_input_embeddings(self) -> nn.Embedding:
         self._check_open()
         return cast(nn.Embedding, self.model.get_input_embeddings())  # type: ignore[operator]
 
     def _facts(self) -> dict[str, Any]:
+        refuse_sharded(self.model, "its weights are", where=type(self.model).__name__)
         return {
             "final_norm": describe_final_norm(self.model),
             "dtype": self._state_dtype,
@@ -288,13 +307,15 @@ class HFEagle3TargetModel(InProcessTarget):
     @torch.no_grad()
     def _head_of_states(self) -> TargetHead:
         if self._head is None:
-            self._head_module = find_head_module(self.model)
+            name, module = type(self.model).__name__, find_head_module(self.model)
+            refuse_sharded(module, "its output head is", where=name)
+            self._head_module = module
             probe_BT = torch.arange(4, device=self._device())[None]
             self._head, self._state_dtype = learn_head(
                 lambda: self._call(probe_BT, torch.ones_like(probe_BT)),
-                self._head_module,
+                module,
                 model=self.model,
-                where=type(self.model).__name__,
+                where=name,
             )
         return self._head
 

@@ -96,7 +96,8 @@ class RemoteKind(TargetKind[RemoteTarget]):
 def _client(section: RemoteTarget, *, pin_memory: bool = False) -> "RemoteEagle3TargetModel":
     from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
 
-    options = section.model_dump(exclude={"backend", "model", "token_env", "wire_dtype"})
+    kept_here = {"backend", "model", "token_env", "wire_dtype", "trust_remote_code"}
+    options = section.model_dump(exclude=kept_here)
     options |= {"token": token_from(section.token_env), "dtype": section.wire_dtype}
     return RemoteEagle3TargetModel(**options, pin_memory=pin_memory)
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from fledge.core.errors import BadInput, MissingPackage
+from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
 from fledge.target.layers import text_config
 
@@ -51,6 +51,29 @@ def engine_class(device: str) -> "type[SGLangEngine]":
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     module = importlib.import_module(VERSIONS[installed_version()])
     return cast(type[SGLangEngine], module.Engine)
+
+
+def joined_rank(tp_size: int) -> int | None:
+    """This process's rank in the caller's process group, which SGLang then uses too; None: there is
+    none, and SGLang makes its own."""
+    if not torch.distributed.is_initialized():
+        return None
+    size = torch.distributed.get_world_size()
+    if size != tp_size:
+        raise BadInput(
+            f"torch.distributed is already in use here with {in_words(size)} "
+            f"rank{'s' * (size > 1)}, and the target's tp_size is {tp_size}",
+            fix=f"give tp_size={size}, or another process: fledge serve-target --engine sglang",
+        )
+    return torch.distributed.get_rank()
+
+
+def leave_world(parallel_state: Any) -> None:
+    """Drop SGLang's own groups over all ranks, and let the caller keep the process group that they
+    were made in (SGLang's `destroy_distributed_environment` destroys that one too)."""
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
 
 
 @dataclass(frozen=True)
@@ -153,12 +176,7 @@ class SGLangEngine(ABC):
                 "this process holds an SGLang target already",
                 fix="close it first, or run the second one elsewhere (fledge serve-target)",
             )
-        if torch.distributed.is_initialized():
-            raise BadInput(
-                "torch.distributed is already in use here, and SGLang needs process groups "
-                "of its own",
-                fix="run the target in another process: fledge serve-target --engine sglang",
-            )
+        self._joined = joined_rank(int(options["tp_size"])) is not None
         logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
         SGLangEngine._in_use, self._closed = True, False
         try:
@@ -212,8 +230,9 @@ class SGLangEngine(ABC):
         """What the model is given for a `ScheduleBatch`."""
 
     @abstractmethod
-    def _forget(self) -> None:
-        """Destroy the process groups that `_start` made, and what else would hinder the next."""
+    def _forget(self, *, joined: bool) -> None:
+        """Destroy the process groups that `_start` made, and what else would hinder the next. Those
+        of a caller whom SGLang has `joined` stay."""
 
     @property
     def model(self) -> nn.Module:
@@ -287,7 +306,7 @@ class SGLangEngine(ABC):
         self._closed = True
         self.__dict__.pop("_taps", None)
         self.__dict__.pop("_runner", None)
-        self._forget()
+        self._forget(joined=self._joined)
         SGLangEngine._in_use = False
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -2,6 +2,9 @@
 
 The ranks of a tensor-parallel model meet in collectives, so all must make the same calls. A call
 goes to the other ranks through pipes and is then made here; only this rank's answer is kept.
+
+In a torch.distributed process group of `tp_size` ranks, the ranks are the caller's own: each
+builds a runner, and all make the same calls. Nothing is started, and the group outlives the engine.
 """
 
 import multiprocessing
@@ -11,18 +14,18 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fledge.target.sglang.engine import SGLangEngine, engine_class
+from fledge.target.sglang.engine import SGLangEngine, engine_class, joined_rank
 
 
 class SGLangRanks:
-    """The engine of rank 0 in this process, and its peers."""
+    """The engine of rank 0 in this process, and its peers; or that of the caller's own rank."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._pipes: list[Connection] = []
         self._peers: list[BaseProcess] = []
-        port = free_port()
+        joined, port = joined_rank(int(options["tp_size"])), free_port()
         processes = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        for rank in range(1, int(options["tp_size"])):
+        for rank in range(1, int(options["tp_size"]) if joined is None else 1):
             ours, theirs = processes.Pipe()
             # a peer waits for rank 0's next call: as a daemon it does not outlive it
             arguments = (theirs, options, rank, port)
@@ -32,7 +35,8 @@ class SGLangRanks:
             self._pipes.append(ours)
             self._peers.append(peer)
         try:
-            self.engine: SGLangEngine = engine_class(options["device"])(options, rank=0, port=port)
+            engine = engine_class(options["device"])
+            self.engine: SGLangEngine = engine(options, rank=joined or 0, port=port)
         except BaseException:
             for peer in self._peers:
                 peer.terminate()

@@ -29,7 +29,8 @@ _ENGINE_ERRORS = (
 
 class SGLangTargetRunner:
     """A standalone SGLang `ModelRunner` that returns EAGLE-3 supervision; see `HiddenTargetRunner`.
-    One in a process at a time: SGLang's configuration and process groups are global."""
+    One in a process at a time: SGLang's configuration and process groups are global. Built by
+    `build`."""
 
     def __init__(self, ranks: SGLangRanks) -> None:
         self._ranks: SGLangRanks | None = ranks
@@ -40,7 +41,7 @@ class SGLangTargetRunner:
     @classmethod
     def build(
         cls,
-        model: str | PathLike[str],
+        model_path: str | PathLike[str],
         *,
         dtype: torch.dtype | str | None = None,
         trust_remote_code: bool = False,
@@ -48,7 +49,8 @@ class SGLangTargetRunner:
         **sglang_kwargs: Any,
     ) -> "SGLangTargetRunner":
         """Load a model by any name that `fledge.local_model` knows into SGLang, which needs no
-        `num_aux_layers`: it shows as many layers as it is asked for.
+        `num_aux_layers`: it shows as many layers as it is asked for. Where torch.distributed is in
+        use with `tp_size` ranks, all of them build one and make the same calls (`ranks`).
 
         `sglang_kwargs` go to `ServerArgs` under their own names (`page_size`, `tp_size`,
         `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).
@@ -62,7 +64,7 @@ class SGLangTargetRunner:
         device = str(sglang_kwargs.get("device") or ("cuda" if gpu else "cpu"))
         options = server_options(sglang_kwargs, engine_class(device).option_names(), device=device)
         options |= {
-            "model_path": str(local_model(str(model))),
+            "model_path": str(local_model(str(model_path))),
             "dtype": sglang_dtype(dtype),
             "trust_remote_code": trust_remote_code,
         }
@@ -75,7 +77,7 @@ class SGLangTargetRunner:
             reason = first_line(error)[:200]
             raise BadInput(
                 f"SGLang {version} could not load the target ({reason})",
-                where=str(model),
+                where=str(model_path),
                 fix="check the files and the engine's arguments; target.backend=hf runs any model",
             ) from error
         finally:

@@ -6,11 +6,7 @@ from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import bootstrap
-from sglang.srt.distributed.parallel_state import (
-    destroy_distributed_environment,
-    destroy_model_parallel,
-)
+from sglang.srt.distributed import bootstrap, parallel_state
 from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
@@ -21,7 +17,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
 from sglang.srt.server_args import ServerArgs
 
-from fledge.target.sglang.engine import NoPrefixCache, SGLangEngine, new_request
+from fledge.target.sglang.engine import NoPrefixCache, SGLangEngine, leave_world, new_request
 
 
 class _NoPrefixCache(NoPrefixCache):
@@ -90,7 +86,10 @@ class Engine(SGLangEngine):
             return_hidden_states_before_norm=False,
         )
 
-    def _forget(self) -> None:
-        destroy_model_parallel()
-        destroy_distributed_environment()
+    def _forget(self, *, joined: bool) -> None:
+        parallel_state.destroy_model_parallel()
+        if joined:
+            leave_world(parallel_state)
+        else:
+            parallel_state.destroy_distributed_environment()
         set_global_expert_location_metadata(None, allow_overwrite=True)

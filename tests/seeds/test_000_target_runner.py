@@ -1,0 +1,144 @@
+"""The engine-agnostic target: "a pluggable runner", called as its document describes it.
+
+Each test quotes the sentence that it checks.
+"""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fledge import (
+    Eagle3TargetBackend,
+    HFEagle3TargetModel,
+    LlamaEagle3DraftModel,
+    RunnerEagle3TargetModel,
+    TargetRunner,
+)
+from fledge.draft.derive import derive_draft_config
+from target.contract import padded_rows
+from target.tiny_models import tiny_model
+
+
+class FakeRunner:
+    """ "The narrow surface a concrete engine must implement", and nothing more."""
+
+    def __init__(self, model):
+        self.model = model
+        self.asked = None
+
+    def set_aux_layers(self, aux_layer_ids):
+        self.asked = aux_layer_ids
+
+    @torch.no_grad()
+    def forward_eagle3(self, input_ids, attention_mask):
+        out = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
+            use_cache=False,
+        )  # fmt: skip
+        return out.logits, torch.cat([out.hidden_states[i + 1] for i in self.asked], dim=-1)
+
+    def input_embedding_weight(self):
+        return self.model.get_input_embeddings().weight.detach()
+
+
+@pytest.fixture
+def runner():
+    return FakeRunner(tiny_model("llama"))
+
+
+def test_a_runner_needs_four_names(runner):
+    """`forward_eagle3` / `set_aux_layers` / `input_embedding_weight` and a `model` exposing
+    `.config` + `.parameters()`."""
+    assert isinstance(runner, TargetRunner)
+    names = ("forward_eagle3", "set_aux_layers", "input_embedding_weight", "model")
+    for missing in names:
+        partial = SimpleNamespace(**{name: print for name in names if name != missing})
+        assert not isinstance(partial, TargetRunner)
+
+
+def test_importing_the_contract_imports_no_engine():
+    """ "importing this module never pulls in SGLang or vLLM" """
+    code = (
+        "import sys; from fledge import RunnerEagle3TargetModel, SGLangTargetRunner, TargetRunner;"
+        "sys.exit(bool({'sglang', 'vllm'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_shared_default_layers_and_a_choice_of_three(runner):
+    """ "When None the shared EAGLE-3 default recipe is used, matching every other backend." """
+    target = RunnerEagle3TargetModel(runner)
+    assert isinstance(target, Eagle3TargetBackend)
+    assert target.aux_layer_ids == HFEagle3TargetModel(tiny_model("llama")).aux_layer_ids
+    assert runner.asked == target.aux_layer_ids == [1, 3, 4]  # low / mid / high of 8 layers
+    assert RunnerEagle3TargetModel(runner=runner, aux_layer_ids=[5, 0, 2]).aux_layer_ids == [
+        5,
+        0,
+        2,
+    ]
+    assert runner.asked == [
+        5,
+        0,
+        2,
+    ]  # "Tell the underlying model which 3 decoder layers to capture."
+    for wrong in ([1, 2], [1, 1, 2], [1, 2, 8]):
+        with pytest.raises(ValueError, match="aux"):
+            RunnerEagle3TargetModel(runner, aux_layer_ids=wrong)
+
+
+def test_a_batch_equals_the_co_located_one_byte_for_byte(runner):
+    """ "an Eagle3TargetBatch byte-for-byte compatible with HFEagle3TargetModel.generate_batch: the
+    logits, input_ids and loss_mask are shifted left by one (next-token alignment) while the aux
+    hidden states are kept position-aligned" """
+    rows = padded_rows()  # "sequences are assumed right-padded"
+    ours = RunnerEagle3TargetModel(runner).generate_batch(*rows)
+    theirs = HFEagle3TargetModel(tiny_model("llama")).generate_batch(*rows)
+    assert dict(ours.tensors()).keys() == dict(theirs.tensors()).keys()
+    for name, tensor in theirs.tensors():
+        assert torch.equal(getattr(ours, name), tensor), name
+    logits, aux = runner.forward_eagle3(*rows[:2])  # "full vocab, unshifted"
+    assert torch.equal(ours.logits[:, :-1], logits[:, 1:])
+    assert not ours.logits[:, -1].any()
+    assert torch.equal(ours.input_ids[:, :-1], rows[0][:, 1:])
+    assert torch.equal(ours.loss_mask[:, :-1], rows[2][:, 1:])
+    assert torch.equal(ours.aux_hidden_states, aux)
+    assert aux.shape == (*rows[0].shape, 3 * runner.model.config.hidden_size)
+
+
+def test_the_model_and_its_embeddings(runner):
+    """ "Return an object exposing .weight (the target input embeddings)": "the draft's
+    copy_embeddings_from_target only reads .weight"."""
+    target = RunnerEagle3TargetModel(runner)
+    assert target.model is runner.model
+    embedding = target.get_input_embeddings()
+    assert torch.equal(embedding.weight, runner.model.get_input_embeddings().weight)
+    draft = LlamaEagle3DraftModel(derive_draft_config(target.model.config))
+    draft.copy_embeddings_from_target(embedding)
+    assert torch.equal(draft.embed_tokens.weight, embedding.weight)
+
+
+def test_engines_subclass_it_and_closing_releases_the_runner(runner):
+    """ "Concrete engines subclass this to add their own from_pretrained (which builds the runner);
+    everything else is inherited." "Release the runner (frees GPU memory / engine handles)." """
+    released = []
+
+    class Engine(RunnerEagle3TargetModel):
+        @classmethod
+        def from_pretrained(cls, model):
+            return cls(FakeRunner(model))
+
+    target = Engine.from_pretrained(tiny_model("llama"))
+    target.runner.close = lambda: released.append(1)
+    batch = target.generate_batch(*padded_rows())
+    assert torch.equal(
+        batch.logits, RunnerEagle3TargetModel(runner).generate_batch(*padded_rows()).logits
+    )
+    target.close()
+    target.close()
+    assert released == [1]
+    with pytest.raises(RuntimeError, match="closed"):
+        target.generate_batch(*padded_rows())
+    RunnerEagle3TargetModel(runner).close()  # a runner with nothing to release is fine

@@ -1,0 +1,252 @@
+"""P-EAGLE's side of the draft, called as its document describes it.
+
+Each test quotes the sentence that it checks.
+"""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import LlamaConfig
+
+from fledge import (
+    LlamaEagle3DraftModel,
+    PEagleTrainerModule,
+    create_peagle_mask_mod,
+    generate_cod_sample_indices,
+)
+from fledge.compat import flex_peagle
+from fledge.draft import base
+
+MASK_ID, WIDTH = 22, 7
+
+
+def make_draft(**changes):
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "target_hidden_size": 10, "draft_vocab_size": 9, "num_aux_hidden_states": 3,
+        "parallel_drafting": True, "mask_token_id": MASK_ID,
+    }  # fmt: skip
+    draft = LlamaEagle3DraftModel(LlamaConfig(**settings | changes)).double()
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    draft.set_vocab_mapping(torch.tensor([0, 2, 3, 7, 11, 12, 18, 20, 22]))
+    return draft
+
+
+def test_the_placeholder_is_one_parameter_before_fc():
+    """ "Shape [1, 1, 3 * H] and the on-disk key mask_hidden"; "only when parallel_drafting is set
+    so EAGLE-3 / EAGLE-3.1 checkpoints round-trip with no extra keys." """
+    draft = make_draft()
+    assert draft.state_dict()["mask_hidden"].shape == (1, 1, 3 * 10)
+    assert draft.mask_hidden.numel() == draft.fc.in_features
+    assert draft.mask_hidden.requires_grad
+    for norms in ({}, {"fc_norm": True, "norm_output": True}):
+        plain = make_draft(parallel_drafting=False, mask_token_id=None, **norms)
+        assert "mask_hidden" not in plain.state_dict()
+        # "Only valid when the draft was built with config.parallel_drafting=True."
+        with pytest.raises(ValueError, match="parallel_drafting"):
+            plain.masked_projected_hidden()
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_the_placeholder_goes_the_way_of_aux_states(fc_norm):
+    """ "Returns a [1, hidden_size] tensor obtained by running the placeholder through the same
+    project_hidden_states path (fc plus optional fc_norm)" """
+    draft = make_draft(fc_norm=fc_norm)
+    found = draft.masked_projected_hidden()
+    assert found.shape == (1, 16)
+    assert torch.equal(found, draft.project_hidden_states(draft.mask_hidden)[0])
+
+
+def elements(generator=3):
+    """A row of documents of 4 and 3 tokens, all depths flattened: (anchor_pos, depth)."""
+    parts = []
+    for begin, length in ((0, 4), (4, 3)):
+        anchor, depth = generate_cod_sample_indices(
+            length, torch.ones(length), 3, 1.0, generator=torch.Generator().manual_seed(generator)
+        )
+        parts.append(torch.stack([anchor + begin, depth]))
+    return torch.cat(parts, dim=1)
+
+
+def inputs(draft, anchor, depth):
+    """ "real token ids at depth-0 slots, the masked mask_token_id at depth >= 1 slots";
+    "fc-projected target aux states at depth-0 slots, the projected mask_hidden placeholder
+    elsewhere"; "anchor_pos + depth (the reference position)"."""
+    random = torch.Generator().manual_seed(1)
+    aux = torch.randn(WIDTH, 30, generator=random, dtype=torch.float64)
+    tokens = torch.randint(0, 20, (WIDTH,), generator=random)
+    starts = torch.tensor([0, 0, 0, 0, 4, 4, 4])
+    projected = draft.project_hidden_states(aux)[anchor]
+    hidden = torch.where((depth == 0)[:, None], projected, draft.masked_projected_hidden())
+    ids = torch.where(depth == 0, tokens[anchor], MASK_ID)
+    return ids[None], hidden[None], (anchor - starts[anchor] + depth)[None]
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_one_pass_over_all_depths_is_what_each_element_would_see_alone(norm_output):
+    """ "P-EAGLE flattens all COD depths into one sequence and attends in a single pass";
+    "Cross-depth visibility is enforced entirely by block_mask"; "Returns the pre-logits hidden
+    states (post-norm when config.norm_output is set), one row per sampled element." """
+    draft = make_draft(norm_output=norm_output)
+    anchor, depth = elements()
+    mask = draft.build_peagle_block_mask(
+        anchor_pos=anchor, depth=depth, lengths=[4, 3], total_seq_len=WIDTH
+    )
+    ids, hidden, positions = inputs(draft, anchor, depth)
+    out = draft.forward_peagle(
+        sampled_input_ids=ids, sampled_projected_hidden=hidden, position_ids=positions,
+        block_mask=mask,
+    )  # fmt: skip
+    assert out.shape == (1, len(anchor), 16)
+    assert depth.max() == 2
+    for index, (a, d) in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True)):
+        # as in serving: the verified tokens of its document, then its own mask slots, causally
+        begin = 0 if a < 4 else 4
+        alone = torch.tensor([*range(begin, a + 1), *[a] * d])
+        depths = torch.tensor([0] * (a + 1 - begin) + [*range(1, d + 1)])
+        causal = create_block_mask(
+            lambda b, h, q, kv: q >= kv, None, None, len(alone), len(alone), device="cpu"
+        )
+        given = inputs(draft, alone, depths)
+        expected = draft.forward_peagle(*given, causal)[0, -1]
+        torch.testing.assert_close(out[0, index], expected, rtol=1e-9, atol=1e-9)
+    logits = draft.compute_logits(out)
+    assert logits.shape == (1, len(anchor), 9)
+    head_input = out if norm_output else draft.norm(out)
+    torch.testing.assert_close(logits, head_input @ draft.lm_head.weight.T)
+
+
+def test_the_mask_is_the_one_that_the_mask_function_describes():
+    """ "Construct the COD flex_attention block mask for one sequence" "(see
+    create_peagle_mask_mod)"."""
+    anchor, depth = elements()
+    draft = make_draft()
+    block = draft.build_peagle_block_mask(anchor, depth, torch.tensor([4, 3]), WIDTH)
+    index, zero = torch.arange(len(anchor)), torch.tensor(0)
+    expected = create_peagle_mask_mod(anchor, depth, [4, 3], WIDTH)(
+        zero, zero, index[:, None], index[None]
+    )
+    found = block.mask_mod(zero, zero, index[:, None], index[None])
+    assert torch.equal(found, expected)
+    assert 0 < expected.sum() < expected.numel()
+
+
+def test_the_layers_have_forwards_of_their_own():
+    """ "Decoder-layer variant for the P-EAGLE single parallel forward": "same norms, residuals, MLP
+    and [embeds, hidden] concatenation"; "Standard pre-norm Llama block over H hidden states with
+    the COD mask." """
+    draft = make_draft()
+    anchor, depth = elements()
+    mask = draft.build_peagle_block_mask(anchor, depth, [4, 3], WIDTH)
+    ids, hidden, positions = inputs(draft, anchor, depth)
+    fused, plain = draft.layers
+    assert [*inspect.signature(fused.forward_peagle).parameters] == [
+        "input_embeds", "hidden_states", "position_ids", "block_mask",
+    ]  # fmt: skip
+    assert [*inspect.signature(plain.forward_peagle).parameters] == [
+        "hidden_states", "position_ids", "block_mask",
+    ]  # fmt: skip
+    embeds = draft.embed_tokens(ids)
+    both = torch.cat([fused.input_layernorm(embeds), fused.hidden_norm(hidden)], dim=-1)
+    attended = fused.self_attn.forward_peagle(
+        combined_states=both, position_ids=positions, block_mask=mask
+    )
+    state = hidden + attended
+    state = state + fused.mlp(fused.post_attention_layernorm(state))
+    first = fused.forward_peagle(embeds, hidden, positions, mask)
+    torch.testing.assert_close(first, state)
+    attended = plain.self_attn.forward_peagle(plain.input_layernorm(state), positions, mask)
+    state = state + attended
+    state = state + plain.mlp(plain.post_attention_layernorm(state))
+    torch.testing.assert_close(plain.forward_peagle(first, positions, mask), state)
+    torch.testing.assert_close(draft.forward_peagle(ids, hidden, positions, mask), state)
+
+
+def test_gradient_checkpointing_trades_one_forward_for_memory(monkeypatch):
+    """ "When gradient_checkpointing is enabled (training only), the layer's activations are freed
+    after the forward and recomputed during the backward"; "use_reentrant=False is required"; "With
+    the flag off (the default, and in eval) the layer runs directly" """
+    draft = make_draft().train()
+    assert not draft.gradient_checkpointing
+    anchor, depth = elements()
+    mask = draft.build_peagle_block_mask(anchor, depth, [4, 3], WIDTH)
+    calls, original = [], base.checkpoint
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["use_reentrant"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(base, "checkpoint", counted)
+
+    def gradient():
+        draft.zero_grad()
+        ids, hidden, positions = inputs(draft, anchor, depth)
+        draft.forward_peagle(ids, hidden, positions, mask).square().sum().backward()
+        return [p.grad.clone() for p in draft.parameters() if p.grad is not None]
+
+    expected = gradient()
+    assert calls == []
+    draft.gradient_checkpointing_enable()
+    found = gradient()
+    assert calls == [False, False]
+    assert all(map(torch.equal, found, expected))
+    draft.eval()
+    gradient()
+    draft.train()
+    draft.gradient_checkpointing_disable()
+    gradient()
+    assert calls == [False, False]
+    draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert draft.gradient_checkpointing
+    with pytest.raises(ValueError, match="use_reentrant"):
+        draft.gradient_checkpointing_enable({"use_reentrant": True})
+    assert draft._run_draft_layer(lambda x, y=0: x + y, 2, y=3) == 5
+
+
+def test_compiled_only_where_inductor_supports_the_tensors():
+    """ "Run the P-EAGLE flex attention, compiling only when Inductor supports it." """
+    q = torch.randn(1, 4, 5, 16)
+    assert not flex_peagle.compile_supported(q, q, q)  # on a CPU
+    assert flex_peagle._Compiled.failure is None
+
+
+def test_what_a_trainer_adds_to_the_draft(tmp_path):
+    """ "The P-EAGLE trainer scatters the result into every masked COD depth"; the checkpoint says
+    what it was trained for, and the embeddings may be frozen."""
+    draft = make_draft().float()
+    draft.freeze_embeddings()
+    ids = draft.selected_token_ids
+    trainer = PEagleTrainerModule(
+        draft, selected_token_ids=ids, selected_token_mask=draft.t2d, num_depths=3,
+        mask_token_id=MASK_ID,
+    )  # fmt: skip
+    ones = torch.ones(2, WIDTH).long()
+    out = trainer(
+        input_ids=ones, attention_mask=ones, loss_mask=ones, seed=0,
+        aux_hidden_states=torch.randn(2, WIDTH, 30), target_logits=torch.randn(2, WIDTH, 23),
+    )  # fmt: skip
+    out.loss.backward()
+    assert draft.embed_tokens.weight.grad is None
+    assert draft.mask_hidden.grad.abs().max() > 0
+    draft.save_pretrained(tmp_path / "draft")
+    config = LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft").config
+    assert (config.num_depths, config.down_sample_ratio, config.down_sample_ratio_min) == (
+        3, 0.7, 0.2,
+    )  # fmt: skip
+    assert (config.parallel_drafting, config.mask_token_id) == (True, MASK_ID)
+
+
+def test_cod_sampling_has_its_defaults():
+    named = inspect.signature(generate_cod_sample_indices).parameters
+    assert [named[name].default for name in (
+        "num_depths", "down_sample_ratio", "down_sample_ratio_min",
+    )] == [8, 0.7, 0.2]  # fmt: skip
+    anchor, depth = generate_cod_sample_indices(12, torch.ones(12))
+    assert torch.bincount(depth)[:3].tolist() == [12, 7, 4]
+    assert ((anchor + depth) < 12).all()

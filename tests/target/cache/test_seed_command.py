@@ -1,0 +1,205 @@
+"""The documented precompute command as it is written, and what training takes from its cache."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fledge.cli.main import run
+from fledge.compat.precompute_eagle3 import main
+from fledge.core.errors import BadInput
+from fledge.recipe.schema import RESOLVED_NAME, load_recipe
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.train.fit import fit
+from fledge.train.setup import open_run, set_up
+from target.cache.caches import payload
+from train.test_fit import final_weights
+from train.tiny import Notes, make_target
+
+COMMAND = """
+--target-model meta-llama/Llama-3.1-8B-Instruct
+--input-data Aeala/ShareGPT_Vicuna_unfiltered
+--output-dir /data/eagle3_cache/sharegpt_llama31
+--seq-length 2048 --draft-vocab-size 8192
+--batch-size 4 --shard-size 256 --dtype bf16
+"""
+
+
+@pytest.fixture(scope="module")
+def deep_target(tmp_path_factory):
+    """Deep enough for the default layers, and with more tokens than the command asks for."""
+    directory = make_target(tmp_path_factory.mktemp("deep"))
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=9000, hidden_size=16, intermediate_size=32, num_hidden_layers=8,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512,
+        )
+    ).save_pretrained(directory)  # fmt: skip
+    return directory
+
+
+@pytest.fixture(scope="module")
+def made(deep_target, tiny_chats, tmp_path_factory):
+    """Run the command with its three paths exchanged and flags added; encoding -> cache."""
+    root = tmp_path_factory.mktemp("caches")
+
+    def make(name="seed", *flags):
+        paths = {
+            "meta-llama/Llama-3.1-8B-Instruct": deep_target,
+            "Aeala/ShareGPT_Vicuna_unfiltered": tiny_chats,
+            "/data/eagle3_cache/sharegpt_llama31": root / name,
+        }
+        if not (root / name).exists():
+            words = [str(paths.get(word, word)) for word in shlex.split(COMMAND)]
+            assert main([*words, *flags]) == 0
+        return root / name
+
+    return make
+
+
+def recipe_words(cache, output_dir, *more):
+    """A recipe that is silent about the draft's vocabulary."""
+    return [
+        f"target.cached_target_path={cache}", "training.device=cpu", "training.steps=2",
+        "data.valid_rows=4", "objective.ttt_steps=2", f"run.output_dir={output_dir}", *more,
+    ]  # fmt: skip
+
+
+def vocabulary_of(words):
+    opened = open_run(load_recipe(None, words))
+    opened.parts.target.close()
+    return opened.vocabulary
+
+
+def test_training_takes_the_size_that_the_command_was_given(made, tmp_path):
+    """Written down as what it is, so that resuming, reading and repeating the run agree."""
+    words = recipe_words(made(), tmp_path / "run")
+    training = set_up(load_recipe(None, words))
+    assert fit(training, Notes()).finished
+    assert final_weights(tmp_path / "run")["lm_head.weight"].shape == (8192, 16)
+    resolved = load_recipe(tmp_path / "run" / RESOLVED_NAME)
+    assert resolved.draft.draft_vocab_size == 8192
+    assert fit(set_up(load_recipe(None, words)), Notes()).finished
+    again = vocabulary_of([*resolved_words(resolved), f"run.output_dir={tmp_path / 'again'}"])
+    assert again.digest() == training.vocabulary.digest()
+
+
+def resolved_words(recipe):
+    return [f"{name}={json.dumps(value)}" for name, value in recipe.model_dump().items()]
+
+
+def test_the_same_verb_continues_the_run(made, tmp_path, capsys):
+    words = ["train", *recipe_words(made(), tmp_path / "run")]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            run(words)
+        assert not stop.value.code, capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        run(["recipe", "show", *words[1:]])
+    assert "draft_vocab_size: 8192" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        run([*words, "draft.draft_vocab_size=32000"])
+    assert stop.value.code == 2
+    assert "draft.draft_vocab_size: 8192 -> 32000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("said", "size"), [("64", 64), ("null", 9000), ("32000", 9000)])
+def test_of_hidden_states_it_is_a_suggestion(made, tmp_path, said, size):
+    words = recipe_words(made(), tmp_path / "run", f"draft.draft_vocab_size={said}")
+    assert vocabulary_of(words).size == size
+
+
+def test_of_probabilities_it_is_the_only_one(made, tmp_path):
+    cache = made("probs", "--encoding", "probs")
+    assert vocabulary_of(recipe_words(cache, tmp_path / "run")).size == 8192
+    for said, named in (("64", "64"), ("null", "None"), ("32000", "32000")):
+        with pytest.raises(BadInput, match=f"of 8192, draft.draft_vocab_size says {named}"):
+            vocabulary_of(recipe_words(cache, tmp_path / "run", f"draft.draft_vocab_size={said}"))
+
+
+def test_a_warm_start_keeps_its_own(made, tmp_path):
+    """Whatever size the recipe has, said or not; over probabilities the map has to fit."""
+    probs, start = made("probs", "--encoding", "probs"), tmp_path / "start"
+    for size, cache in ((8192, probs), (64, made())):
+        size_word = f"draft.draft_vocab_size={size}"
+        assert fit(set_up(load_recipe(None, recipe_words(cache, start, size_word))), Notes())
+        warm = recipe_words(cache, tmp_path / "run", f"draft.init_from={start}")
+        for words in (warm, [*warm, "draft.draft_vocab_size=32000"]):
+            assert vocabulary_of(words).size == size
+        if cache != probs:
+            with pytest.raises(BadInput, match="made for another draft vocabulary"):
+                vocabulary_of(recipe_words(probs, tmp_path / "run", f"draft.init_from={start}"))
+        shutil.rmtree(start)
+
+
+def test_a_converted_cache_suggests_the_same(made, tmp_path):
+    hidden = CachedEagle3TargetModel(made()).info().suggested
+    for encoding in ("hidden-fp8", "probs"):
+        with pytest.raises(SystemExit) as stop:
+            run(["cache", "convert", str(made()), str(tmp_path / encoding), "--encoding", encoding])
+        assert not stop.value.code
+        info = CachedEagle3TargetModel(tmp_path / encoding).info()
+        found = info.vocabulary if encoding == "probs" else info.suggested
+        assert found.digest() == hidden.digest()
+
+
+def test_floats_are_stored_in_dtype_and_computed_as_the_target_is_stored(made, deep_target):
+    """bfloat16 states of a float32 target: its own answers, rounded once."""
+    cached = CachedEagle3TargetModel(made())
+    rows = cached.rows()
+    live = HFEagle3TargetModel.from_pretrained(deep_target, device="cpu")
+    assert cached.info().dtype == torch.float32
+    for i in (0, 7):
+        batch = token_batch(rows[i])
+        stored, exact = cached.answer(batch), live.answer(batch)
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            kept, own = getattr(stored, name), getattr(exact, name)
+            assert kept.dtype == torch.bfloat16
+            assert own.dtype == torch.float32
+            torch.testing.assert_close(kept.float(), own, rtol=2**-8, atol=1e-6)
+    low = CachedEagle3TargetModel(made("low", "--target-dtype", "bf16"))
+    assert low.info().dtype == torch.bfloat16
+    assert (
+        low.answer(token_batch(rows[7]))
+        .aux_hidden_states.ne(cached.answer(token_batch(rows[7])).aux_hidden_states)
+        .any()
+    )
+
+
+def token_batch(row):
+    from fledge.core.rows import TokenBatch
+
+    ids, mask = (torch.tensor([values.tolist()]) for values in (row.input_ids, row.loss_mask))
+    return TokenBatch(ids, torch.ones_like(ids), mask)
+
+
+def test_recipes_have_the_same_two_dtypes(deep_target, tiny_chats, made, tmp_path):
+    words = [
+        f"target.model={deep_target}", f"data.train={tiny_chats}", "data.workers=1",
+        "training.device=cpu", "data.valid_rows=0", "draft.draft_vocab_size=8192",
+    ]  # fmt: skip
+    flags = ["--dtype", "bf16", "--target-dtype", "fp32", "-o", str(tmp_path / "cache")]
+    with pytest.raises(SystemExit) as stop:
+        run(["precompute", *words, "target.dtype=bfloat16", *flags])
+    assert not stop.value.code
+    ours, theirs = payload(tmp_path / "cache"), payload(made())
+    assert [name for name in ours if ours[name] != theirs[name]] == ["manifest.json"]
+
+
+def test_the_advice_about_unusable_rows_can_be_followed(deep_target, tmp_path, capsys):
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
+    data = tmp_path / "half.jsonl"
+    data.write_text(f"{json.dumps(good)}\n{{}}\n")
+    words = [
+        "--target-model", str(deep_target), "--input-data", str(data), "--seq-length", "64",
+        "--output-dir", str(tmp_path / "cache"), "--device", "cpu",
+    ]  # fmt: skip
+    assert main(words) == 2
+    assert "max_drop_share" in capsys.readouterr().err
+    assert main([*words, "--max-drop-share", "0.5"]) == 0
+    assert main([*words, "--max-drop-share", "1.5"]) == 2
