@@ -160,7 +160,9 @@ def test_what_is_no_http_or_no_route_does_no_harm(server):
 def test_a_body_that_does_not_come_is_408(server, monkeypatch):
     monkeypatch.setattr("fledge.target.remote.server.app._BODY_TIMEOUT_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
-        raw.sendall(b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        raw.sendall(
+            b"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc"
+        )
         assert raw.recv(100).startswith(b"HTTP/1.1 408")
     assert answers(server)
 

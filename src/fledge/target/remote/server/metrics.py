@@ -13,7 +13,10 @@ _HELP = {
     "abandoned_total": ("counter", "Questions whose client left before their turn came."),
     "queue_requests": ("gauge", "Questions that wait for the target."),
     "pending_requests": ("gauge", "Requests between arrival and the end of their reply."),
+    "pending_body_bytes": ("gauge", "Bytes of the bodies that these hold or will hold."),
     "pending_reply_bytes": ("gauge", "Bytes of replies that these hold or will hold."),
+    "connections": ("gauge", "Open connections."),
+    "dropped_connections_total": ("counter", "Connections closed for being too many or too slow."),
 }
 
 
