@@ -341,19 +341,6 @@ def test_tokens_come_from_the_environment(monkeypatch):
         token_from("MY_TOKEN")
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-keyout", "key.pem", "-out", "cert.pem", "-days", "2"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    try:
-        subprocess.run(command, cwd=directory, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed")
-    return directory / "cert.pem", directory / "key.pem"
-
-
 def test_tls(certificate):
     cert, key = certificate
     with running(address=Address(port=0, tls_cert=cert, tls_key=key), token="t") as started:
