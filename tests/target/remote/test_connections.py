@@ -119,7 +119,7 @@ def test_what_never_ends_is_cut_off(server, begin, more):
         raw.settimeout(5.0)
         with contextlib.suppress(ConnectionError):
             raw.sendall(begin)
-            while sent < 8 << 20:
+            while sent < 32 << 20:
                 raw.sendall(more)
                 sent += len(more)
             pytest.fail("the server takes everything")
