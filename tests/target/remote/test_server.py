@@ -382,14 +382,18 @@ def test_the_command_serves_drains_and_ends_with_code_0(tiny_target, tmp_path):
         process.communicate()
 
 
-def test_bad_options_are_one_line(tiny_target):
+def test_bad_options_are_one_line(tiny_target, monkeypatch):
     from fledge.cli.main import run
 
+    monkeypatch.setenv("ODD_TOKEN", "two words")
+    monkeypatch.setenv("NO_TOKEN", "")
     for arguments, code in (
         (["--target", str(tiny_target), "--engine", "hff"], 2),
         (["--target", str(tiny_target), "--aux-layer-ids", "a,b"], 2),
         (["--target", str(tiny_target), "--host", "0.0.0.0"], 2),
         (["--target", str(tiny_target), "--engine-arg", "x"], 2),
+        (["--target", str(tiny_target), "--token-env", "ODD_TOKEN"], 2),
+        (["--target", str(tiny_target), "--token-env", "NO_TOKEN"], 2),
         (["--target", "/nowhere/at/all"], 2),
     ):
         with pytest.raises(SystemExit) as ended:

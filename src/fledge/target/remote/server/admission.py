@@ -67,9 +67,11 @@ class Admission:
         self._requests += requests
         self._body_bytes += body_bytes
         self._reply_bytes += reply_bytes
-        self._metrics.set("pending_requests", self._requests)
-        self._metrics.set("pending_body_bytes", self._body_bytes)
-        self._metrics.set("pending_reply_bytes", self._reply_bytes)
+        self._metrics.set(
+            pending_requests=self._requests,
+            pending_body_bytes=self._body_bytes,
+            pending_reply_bytes=self._reply_bytes,
+        )
 
 
 class Place:

@@ -39,6 +39,7 @@ from fledge.target.remote.wire import Message
 _LONGEST_REASON = 500  # characters
 _BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to take the next piece
 _STALL_S = 10.0  # for the next piece of a body
+_SMALL_BYTES = 16 << 10  # a body that is read in less time than it takes to hand it to a thread
 
 
 class _Gone(Exception):  # noqa: N818  (ends a request, no fault)
@@ -205,7 +206,9 @@ class _Generate(_Route):
             place.take_body(declared)  # before any of it is read
         most = self._server.limits.max_body_bytes
         body = await _read_body(receive, most, place if declared is None else None)
-        question = await asyncio.to_thread(self._server.target.read, body)
+        read = self._server.target.read
+        small = len(body) < _SMALL_BYTES
+        question = read(body) if small else await asyncio.to_thread(read, body)
         del body
         if await self._refused(question, send):
             return

@@ -35,9 +35,10 @@ class Metrics:
         with self._lock:
             self._values[key] = self._values.get(key, 0) + amount
 
-    def set(self, name: str, value: float) -> None:
+    def set(self, **values: float) -> None:
         with self._lock:
-            self._values[name, ""] = value
+            for name, value in values.items():
+                self._values[name, ""] = value
 
     def passed(self, questions: int, tokens: int, seconds: float, *, failed: bool) -> None:
         """One pass of the target is over."""

@@ -132,4 +132,4 @@ class AnswerQueue:
         return min(30.0, max(0.1, tokens / max(self._tokens_per_s, 1.0)))
 
     def _show(self) -> None:
-        self._metrics.set("queue_requests", len(self._waiting))
+        self._metrics.set(queue_requests=len(self._waiting))

@@ -158,8 +158,8 @@ class _Chores:
 
     async def do(self) -> None:
         self._connections.drop_late()
-        self._metrics.set("connections", len(self._connections))
-        self._metrics.set("dropped_connections_total", self._connections.dropped)
+        held, dropped = len(self._connections), self._connections.dropped
+        self._metrics.set(connections=held, dropped_connections_total=dropped)
         if time.monotonic() - self._looked >= _LEFTOVERS_S:
             self._looked = time.monotonic()
             await asyncio.to_thread(remove_leftovers)
