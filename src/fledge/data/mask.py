@@ -21,9 +21,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fledge.data.bounded_jinja import Span
 from fledge.data.conversation import Conversation, Message
 from fledge.data.drops import BadRow
-from fledge.data.template import PROBE, ChatTemplate, Span, shared_prefix
+from fledge.data.template import PROBE, ChatTemplate, shared_prefix
 
 # Opening and closing marks of reasoning, as the templates in use write them.
 _REASONING = [
