@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from fledge import __version__
-from fledge.core.errors import explain
+from fledge.core.errors import explain, first_line
 
 # Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -121,7 +121,9 @@ def run(argv: list[str] | None = None) -> None:
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
         except _UsageError as error:
             _fail(error.format_message(), 2)  # type: ignore[attr-defined]  # see _UsageError
-        except (KeyboardInterrupt, typer.Abort):
+        except (KeyboardInterrupt, typer.Abort) as error:
+            if isinstance(error.__cause__, EOFError) and not stopped:  # Typer's idea of an interrupt
+                _fail(f"a file ended too early ({first_line(error.__cause__)})", 2)
             _interrupted(argv, stopped)
         except BrokenPipeError:  # `fledge data preview | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not read

@@ -55,7 +55,7 @@ def product_size(operator: str, left: Any, right: Any) -> int:
     many, times = (right, left) if isinstance(left, int) else (left, right)
     if not isinstance(times, int) or isinstance(many, int | float):
         return 0
-    size = len(many) if isinstance(many, str | bytes) else weight(many, ENDLESS)
+    size: int = len(many) if isinstance(many, str | bytes) else weight(many, ENDLESS)
     return size * max(0, int(times))
 
 
