@@ -122,7 +122,7 @@ def run(argv: list[str] | None = None) -> None:
         except _UsageError as error:
             _fail(error.format_message(), 2)  # type: ignore[attr-defined]  # see _UsageError
         except (KeyboardInterrupt, typer.Abort) as error:
-            if isinstance(error.__cause__, EOFError) and not stopped:  # Typer's idea of an interrupt
+            if isinstance(error.__cause__, EOFError) and not stopped:  # so Typer reads it
                 _fail(f"a file ended too early ({first_line(error.__cause__)})", 2)
             _interrupted(argv, stopped)
         except BrokenPipeError:  # `fledge data preview | head`

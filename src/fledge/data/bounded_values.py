@@ -52,11 +52,12 @@ def product_size(operator: str, left: Any, right: Any) -> int:
         return _formatted(left, right) if isinstance(left, str | bytes) else 0
     if operator == "**":
         return ENDLESS if isinstance(right, int) and abs(right) > 512 else 0
-    many, times = (right, left) if isinstance(left, int) else (left, right)
+    many: Any = right if isinstance(left, int) else left
+    times = left if isinstance(left, int) else right
     if not isinstance(times, int) or isinstance(many, int | float):
         return 0
     size: int = len(many) if isinstance(many, str | bytes) else weight(many, ENDLESS)
-    return size * max(0, int(times))
+    return size * max(0, times)
 
 
 def _formatted(text: Any, *args: Any, **kwargs: Any) -> int:
@@ -66,7 +67,7 @@ def _formatted(text: Any, *args: Any, **kwargs: Any) -> int:
     written = [int(digits) if len(digits) < 10 else ENDLESS for digits in _NUMBER.findall(text)]
     given = _numbers((args, kwargs))
     widest = 64 + max(written, default=0) + max(given, default=0) + weight((args, kwargs), ENDLESS)
-    places = max(text.count("%"), text.count("{"))
+    places: int = max(text.count("%"), text.count("{"))
     return len(text) + places * widest
 
 

@@ -196,7 +196,11 @@ def _load_dataset(name: str, split: str) -> Any:
 
     try:
         return datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError, DatasetsError) as error:  # OSErrors: the hub's; ValueErrors: splits
+    except (
+        OSError,
+        ValueError,
+        DatasetsError,
+    ) as error:  # of the hub, of splits
         raise BadInput(
             f"cannot load the data set {name!r} ({str(error)[:120]})",
             fix="give a local .jsonl, .json or .parquet file, or check the name and the network",
