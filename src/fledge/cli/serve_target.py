@@ -1,12 +1,11 @@
 """`fledge serve-target`: serve a target to trainers in other processes or on other machines."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from fledge.cli.console import err, quiet_libraries
+from fledge.cli.console import err, print_json, quiet_libraries
 from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
 
@@ -162,7 +161,7 @@ def _argument(text: str) -> tuple[str, Any]:
 def _announce(url: str, info: dict[str, Any], *, as_json: bool) -> None:
     facts = ("model", "engine", "aux_layer_ids", "dtype", "weights_fingerprint")
     if as_json:
-        print(json.dumps({"url": url, **{name: info[name] for name in facts}}), flush=True)
+        print_json({"url": url, **{name: info[name] for name in facts}}, one_line=True)
         return
     layers = ", ".join(map(str, info["aux_layer_ids"]))
     err.say(
