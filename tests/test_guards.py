@@ -77,6 +77,26 @@ def test_a_step_and_a_decoder_need_no_pydantic():
     assert not loaded & {"pydantic", "datasets", "gguf", "pyarrow"}
 
 
+def written_to_the_terminal(path: Path) -> set[str]:
+    """The ways in which a file writes to the terminal past `core.terminal`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            past = name in {"print", "Console", "rich.print", "rich.console.Console"}
+            echo = name.rpartition(".")[2] in {"echo", "secho"}
+            if past or echo or re.fullmatch(r"sys\.(stdout|stderr)\.write(lines)?", name):
+                found.add(name)
+    return found
+
+
+def test_everything_is_shown_through_the_one_terminal():
+    """Strings from outside are shown, not obeyed, by every verb that will ever be written."""
+    own = {"core/terminal.py", "cli/console.py"}
+    others = [p for p in SRC.rglob("*.py") if str(p.relative_to(SRC)) not in own]
+    assert {str(p.relative_to(SRC)): w for p in others if (w := written_to_the_terminal(p))} == {}
+
+
 def test_no_file_is_named_after_nothing():
     assert not [p for p in SRC.rglob("*.py") if p.stem in {"utils", "common", "helpers", "misc"}]
 

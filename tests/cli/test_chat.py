@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fledge.cli.chat import SHADES, accepted_depths, coloured
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
+from fledge.core.text import visible
 from fledge.decode.rounds import Round
 from fledge.decode.speculative import Generation
 from fledge.train.fit import fit
@@ -55,7 +56,7 @@ def test_a_pipe_of_questions_as_json(run):
 def test_answers_go_to_stdout_and_figures_to_stderr(run):
     wanted = json.loads(chat(run, "count to 5\n", "--json").stdout)
     result = chat(run, "count to 5\n", "--compare")
-    assert result.stdout == wanted["text"] + "\n"
+    assert result.stdout == visible(wanted["text"]) + "\n"  # a random model says anything
     assert f"{wanted['tokens']} tokens in {wanted['rounds']} rounds" in result.stderr
     assert "the same text" in result.stderr
 

@@ -112,4 +112,4 @@ def bench_train(
         texts = {k: f"{v:,}" if isinstance(v, int) else f"{v}" for k, v in figures.items()}
         out.print(facts_table(texts))
     for note in notes:
-        print(note)
+        out.plain(note)

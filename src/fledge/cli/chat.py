@@ -1,6 +1,5 @@
 """`fledge chat`: talk to a target that decodes with a draft; the draft's words are green."""
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -9,9 +8,11 @@ from rich.text import Text
 from typer import Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, out, quiet_libraries
+from fledge.cli.console import err, out, print_json, quiet_libraries
 from fledge.cli.loading import load_draft_beside, load_target
 from fledge.core.errors import BadInput
+from fledge.core.terminal import marked
+from fledge.core.text import visible
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 
@@ -49,7 +50,7 @@ def chat(
 
     quiet_libraries()
     path = draft_directory(draft)
-    with err.status("loading the target"):
+    with err.waiting("loading the target"):
         backend = load_target(path, target, aux_layers, dtype, device, trust_remote_code)
         drafting = {"method": method or None, "num_draft_tokens": draft_tokens}
         sampling = {"temperature": temperature, "seed": seed}
@@ -67,7 +68,7 @@ def chat(
         answer = talk.answer(conversation, compare=compare, quiet=as_json)
         conversation.append({"role": "assistant", "content": answer["text"]})
         if as_json:
-            print(json.dumps(answer, ensure_ascii=False), flush=True)
+            print_json(answer, one_line=True)
         else:
             err.say(_figures(answer), style="dim")
 
@@ -80,7 +81,7 @@ def _lines() -> Iterator[str]:
     err.print("the draft's words are green; /reset forgets, /quit ends", style="dim")
     while True:
         try:
-            line = err.input("[bold]you[/] › ").strip()
+            line = err.input(marked("[bold]you[/] › ")).strip()
         except EOFError:
             return
         if line:
@@ -189,8 +190,8 @@ class _Stream:
             return
         if out.is_terminal:
             out.print(coloured(pieces, depths), end="", soft_wrap=True)
-        else:  # a pipe gets every character as it is
-            print("".join(pieces), end="", flush=True)
+        else:
+            out.plain("".join(pieces), end="")
 
 
 def accepted_depths(generation: Any) -> list[int]:
@@ -207,7 +208,7 @@ def coloured(pieces: list[str], depths: list[int]) -> Text:
     text = Text()
     for piece, depth in zip(pieces, depths, strict=True):
         shade = SHADES[min(depth, len(SHADES)) - 1]
-        text.append(piece, style=f"black on {shade}" if depth else "")
+        text.append(visible(piece), style=f"black on {shade}" if depth else "")
     return text
 
 

@@ -1,31 +1,19 @@
 """What every verb shares: output streams, progress bars, JSON."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from rich import progress
-from rich.console import Console
 from rich.table import Table
 
-
-class _Console(Console):
-    """A reader that closes the pipe (`| head`) is not a failure: `main.run` ends with code 0."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-    def say(self, text: str, style: str | None = None) -> None:
-        """Text as it is, however narrow the terminal."""
-        self.print(text, style=style, markup=False, soft_wrap=True)
-
+from fledge.core.terminal import Terminal
+from fledge.core.text import json_text, visible
 
 # Results go to stdout, everything else goes to stderr: `fledge ... --json | jq` works.
-out = _Console(highlight=False)
-err = _Console(stderr=True, highlight=False)
+out = Terminal()
+err = Terminal(stderr=True)
 
 
 def quiet_libraries() -> None:
@@ -37,9 +25,11 @@ def quiet_libraries() -> None:
     logging.set_verbosity_error()
 
 
-def print_json(value: Any) -> None:
-    """Plain JSON on stdout, however narrow the terminal."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def print_json(value: Any, *, one_line: bool = False) -> None:
+    """Plain JSON on stdout, however narrow the terminal; one line is there at once."""
+    sys.stdout.write(json_text(value, indent=None if one_line else 2) + "\n")
+    if one_line:
+        sys.stdout.flush()
 
 
 def plain_table(*columns: str, words: int = 1, no_wrap: bool = False, title: str = "") -> Table:
@@ -73,17 +63,23 @@ def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
     """A bar with counts, elapsed and remaining time, and a free text column; it is moved by
     `update(total=, completed=, advance=, description=, note=)`."""
     columns = (
-        progress.TextColumn("[bold]{task.description}"),
+        progress.TextColumn("{task.description}", style="bold", markup=False),
         progress.BarColumn(),
         progress.TaskProgressColumn(),
         progress.MofNCompleteColumn(),
-        progress.TextColumn(unit),
-        progress.TextColumn("{task.fields[note]}"),
+        progress.TextColumn(unit, markup=False),
+        progress.TextColumn("{task.fields[note]}", markup=False),
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=err, transient=True) as bar:
-        yield partial(bar.update, bar.add_task(what, total=None, note=""))
+        task = bar.add_task(visible(what), total=None, note="")
+
+        def update(**changes: Any) -> None:
+            texts = {k: visible(v) for k, v in changes.items() if isinstance(v, str)}
+            bar.update(task, **{**changes, **texts})
+
+        yield update
 
 
 @contextlib.contextmanager

@@ -6,11 +6,13 @@ from typing import Annotated, Any
 
 import yaml
 from rich.table import Table
+from rich.text import Text
 from typer import Argument, Option, Typer
 
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
+from fledge.core.terminal import marked
 
 app = Typer(help="Prepare conversations for training, and look at them.", no_args_is_help=True)
 
@@ -115,10 +117,9 @@ def prepare(
         print_json(facts)
         return
     share = rows.supervised / rows.tokens
-    out.print(
-        f"[bold]{len(rows):,}[/] rows, [bold]{rows.tokens:,}[/] tokens, "
-        f"[green]{share:.1%} supervised[/], {rows.truncated:,} answers without their end"
-    )
+    line = "[bold]{:,}[/] rows, [bold]{:,}[/] tokens, [green]{:.1%} supervised[/], {:,} answers "
+    line += "without their end"
+    out.print(marked(line, len(rows), rows.tokens, share, rows.truncated))
     _print_drops(rows.drops)
     out.say(f"kept in {rows.directory}", style="dim")
 
@@ -168,8 +169,8 @@ def preview(
         for row in rows:
             out.print(view.to_terminal(row))
             out.print()
-        legend = f"template of {model}; [black on pale_green1]green[/] tokens are supervised"
-        out.print(legend, style="dim")
+        legend = "template of {}; [black on pale_green1]green[/] tokens are supervised"
+        out.print(marked(legend, model), style="dim")
 
 
 @app.command(epilog="Example: fledge data stats chats.jsonl --pack 4096 --json")
@@ -227,7 +228,7 @@ def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
     table = Table(title=title, title_justify="left", show_header=False, box=None)
     table.add_column(justify="right")
     for name, share, label in rows:
-        table.add_row(name, f"[green]{'█' * round(40 * share)}[/]", label)
+        table.add_row(name, Text("█" * round(40 * share), style="green"), label)
     out.print(table)
 
 

@@ -11,6 +11,7 @@ from typer import Exit, Option
 from fledge.cli.chat import SHADES, coloured
 from fledge.cli.console import err, out, print_json, shown_on_stderr
 from fledge.core.files import write_json, write_text
+from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge demo --out demo_out"
 
@@ -53,18 +54,18 @@ def tell(directory: Path, rows: int) -> bool:
     chats = directory / "chats.jsonl"
     lines = CHATS.read_text().splitlines(keepends=True)
     write_text(chats, "".join(lines[: rows or ROWS]))
-    out.rule("[bold]1. The data: green tokens will teach the draft")
+    _heading("1. The data: green tokens will teach the draft")
     data.preview([str(chats)], count=1)
-    out.rule("[bold]2. Numbers that decide a recipe")
+    _heading("2. Numbers that decide a recipe")
     data.stats([str(chats)], pack=512, max_drop_share=0.05)
-    out.rule("[bold]3. Training a draft for SmolLM2-135M on this CPU (a few minutes)")
+    _heading("3. Training a draft for SmolLM2-135M on this CPU (a few minutes)")
     overrides = [f"data.train={chats}", f"run.output_dir={directory / 'run'}", "run.name=demo"]
     recipe = load_recipe(RECIPE, overrides)
     train.check_existing(recipe)
     code = train.run_recipe(recipe)
     if code:
         raise Exit(code)
-    out.rule("[bold]4. Decoding with it: what the draft wrote, the target would have written too")
+    _heading("4. Decoding with it: what the draft wrote, the target would have written too")
     unseen = directory / "unseen.jsonl"
     asked = _questions(lines[rows or ROWS :] or lines)
     write_text(unseen, "".join(json.dumps(row) + "\n" for row in asked))
@@ -75,6 +76,10 @@ def tell(directory: Path, rows: int) -> bool:
         style="dim",
     )
     return lossless
+
+
+def _heading(text: str) -> None:
+    out.rule(marked("[bold]{}", text))
 
 
 def _questions(lines: list[str]) -> Iterator[dict[str, Any]]:
@@ -98,18 +103,22 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     write_json(run / EVALUATION_NAME, measured.to_json())
     [draft] = measured.reports
     for shown in draft.samples[:2]:
-        out.print(shown.prompt, style="bold", markup=False)
+        out.print(shown.prompt, style="bold")
         pieces, depths = [t.text for t in shown.tokens], [t.depth for t in shown.tokens]
         out.print(coloured(pieces, depths), soft_wrap=True)
-    out.print(f"\n[black on {SHADES[1]}]green[/] tokens were the draft's; on {len(draft.samples)} "
-              "questions it never saw:")  # fmt: skip
+    shade = f"[black on {SHADES[1]}]green[/]"
+    words = "tokens were the draft's; on {} questions it never saw:"
+    out.print(marked(f"\n{shade} {words}", len(draft.samples)))
     out.print(eval.positions(measured.reports))
     live = draft.live
     lossless = bool(live.same_texts == live.texts and live.agrees)
     mark = "[green]lossless[/]" if lossless else "[red]not lossless[/]"
     out.print(
-        f"{mark}: {live.same_texts} of {live.texts} answers decoded live with the draft equal the "
-        f"target's own, token for token; {live.same_rounds} of {live.rounds} rounds as replayed"
-    )
+        marked(
+            f"{mark}: {{}} of {{}} answers decoded live with the draft equal the target's own, "
+            "token for token; {} of {} rounds as replayed",
+            live.same_texts, live.texts, live.same_rounds, live.rounds,
+        )
+    )  # fmt: skip
     report.report(run)
     return lossless

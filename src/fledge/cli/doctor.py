@@ -21,6 +21,7 @@ from typer import Option
 from fledge.cli.console import out, print_json
 from fledge.core.files import cache_dir
 from fledge.core.machine import cpu_cores, memory_bytes
+from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
 
@@ -271,6 +272,6 @@ def _print_tables(facts: dict[str, Any]) -> None:
     for heading in ("part", "here", "how, or what to do"):
         parts.add_column(heading)
     for part in facts["parts"]:
-        here = "[green]yes[/]" if part["works"] else "[yellow]no[/]"
-        parts.add_row(part["name"], here, part["note"].replace("[", r"\["))
+        here = marked("[green]yes[/]" if part["works"] else "[yellow]no[/]")
+        parts.add_row(part["name"], here, part["note"])
     out.print(parts)

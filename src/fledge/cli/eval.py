@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.table import Table
+from rich.text import Text
 from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
@@ -193,7 +194,7 @@ def positions(reports: Any) -> Table:
         shown.add_column(f"{k + 1}", justify="right")
     for report in reports:
         acceptance = report.acceptance
-        length = f"[bold]{acceptance.length:.3f}[/]"
+        length = Text(f"{acceptance.length:.3f}", style="bold")
         joint, conditional = (
             [f"{x:.1%}" for x in xs] for xs in (acceptance.joint, acceptance.conditional)
         )
@@ -249,4 +250,4 @@ def _remarks(report: Any) -> None:
         )
     if report.replay_s is not None:
         lines.append(f"replayed in {report.replay_s:.1f} s")
-    out.print(f"{report.name}: {'; '.join(lines)}.", markup=False)
+    out.print(f"{report.name}: {'; '.join(lines)}.")

@@ -8,6 +8,7 @@ from typer import Argument, Option
 from fledge.cli import options as opt
 from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import parse_dtype
+from fledge.core.terminal import marked
 
 EXAMPLE = (
     "Example: fledge export runs/my_draft --engine vllm\n\n"
@@ -102,7 +103,7 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         same = ", as from the checkpoint" if decoded["same_as_checkpoint"] else ""
         what = f"{decoded['prompts']} held-out prompts decoded"
         lengths.add_row(f"{what}, from every slot", f"{decoded['every_slot_length']:.3f}")
-        lengths.add_row(f"{what}{same}", f"[bold]{decoded['acceptance_length']:.3f}[/]")
+        lengths.add_row(f"{what}{same}", marked("[bold]{:.3f}[/]", decoded["acceptance_length"]))
     if lengths.row_count:
         out.print(lengths)
     for note in check["notes"]:

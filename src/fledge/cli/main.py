@@ -4,10 +4,12 @@ Nothing here, nor at the top of a verb's file, imports torch: `--help` must answ
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -17,10 +19,11 @@ from typing import Any, NoReturn
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
-from rich.console import Console
 
 from fledge import __version__
-from fledge.core.errors import explain
+from fledge.core.errors import explain, first_line
+from fledge.core.terminal import Terminal
+from fledge.core.text import VisibleFormatter, visible
 
 # Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -38,7 +41,7 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        print(f"fledge {__version__}")
+        Terminal().plain(f"fledge {__version__}")
         raise typer.Exit
 
 
@@ -113,6 +116,7 @@ def run(argv: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell (>&-)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (to the end)
+    _show_what_libraries_say()
     with _signals() as stopped:
         try:
             code = app(args=argv, standalone_mode=False)
@@ -121,7 +125,9 @@ def run(argv: list[str] | None = None) -> None:
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
         except _UsageError as error:
             _fail(error.format_message(), 2)  # type: ignore[attr-defined]  # see _UsageError
-        except (KeyboardInterrupt, typer.Abort):
+        except (KeyboardInterrupt, typer.Abort) as error:
+            if isinstance(error.__cause__, EOFError) and not stopped:  # so Typer reads it
+                _fail(f"a file ended too early ({first_line(error.__cause__)})", 2)
             _interrupted(argv, stopped)
         except BrokenPipeError:  # `fledge data preview | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not read
@@ -134,6 +140,20 @@ def run(argv: list[str] | None = None) -> None:
                 raise
             _fail(*explained)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_what_libraries_say() -> None:
+    """Warnings and logs quote what came from outside: a server's reply, a file's name."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleFormatter())
+    warnings.formatwarning = _visible_warning
+
+
+_format_warning = warnings.formatwarning
+
+
+def _visible_warning(*given: Any, **named: Any) -> str:
+    return visible(_format_warning(*given, **named))
 
 
 class _Stopped(KeyboardInterrupt):
@@ -173,7 +193,7 @@ def _interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
 def _fail(text: str, code: int) -> NoReturn:
     """One line on stderr (none where help was shown instead), and the exit code."""
     if text.strip():
-        errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        errors = Terminal(stderr=True, soft_wrap=True)
         errors.print("fledge: ", style="" if code > 128 else "bold red", end="")
         errors.print(" ".join(text.split()))
     sys.exit(code)

@@ -1,13 +1,12 @@
 """`fledge recipe show | schema | check`: see what a recipe means before it costs anything."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option, Typer
 
-from fledge.cli.console import print_json
+from fledge.cli.console import out, print_json
 from fledge.cli.loading import recipe_of_words
 from fledge.core.errors import BadInput
 
@@ -33,7 +32,7 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
     if as_json:
         print_json(recipe.model_dump(mode="json"))
     else:
-        print(recipe.to_yaml(), end="")
+        out.plain(recipe.to_yaml(), end="")
 
 
 @app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
@@ -46,7 +45,7 @@ def schema(
     from fledge.recipe import reference as recipe_reference
 
     if markdown:
-        print(recipe_reference.markdown(), end="")
+        out.plain(recipe_reference.markdown(), end="")
     else:
         print_json(recipe_reference.json_schema())
 
@@ -64,7 +63,8 @@ def check(
             recipe = load_recipe(path)
         except BadInput as error:
             if as_json:
-                print(json.dumps({"recipe": str(path), "ok": False, "error": str(error)}))
+                told = {"recipe": str(path), "ok": False, "error": str(error)}
+                print_json(told, one_line=True)
             raise
         facts = {
             "target": f"{recipe.target.model or recipe.target.backend}",
@@ -73,6 +73,7 @@ def check(
             "output_dir": recipe.run.output_dir,
         }
         if as_json:
-            print(json.dumps({"recipe": str(path), "ok": True, **facts}))
+            print_json({"recipe": str(path), "ok": True, **facts}, one_line=True)
         else:
-            print(f"ok  {path}: {', '.join(f'{key} {value}' for key, value in facts.items())}")
+            words = ", ".join(f"{key} {value}" for key, value in facts.items())
+            out.plain(f"ok  {path}: {words}")

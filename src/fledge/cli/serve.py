@@ -10,7 +10,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fledge.cli.console import print_json
+from fledge.cli.console import out, print_json
 from fledge.cli.options import TrainedTokens, TrustRemoteCode
 from fledge.core.errors import BadInput
 
@@ -51,7 +51,7 @@ def serve(
     )  # fmt: skip
     command += [*(["--trust-remote-code"] if trust_remote_code else []), *(more or [])]
     if not run:
-        print_json(command) if as_json else print(shlex.join(command))
+        print_json(command) if as_json else out.plain(shlex.join(command))
         return
     module = ENGINE_MODULES[record["engine"]]
     if importlib.util.find_spec(module) is None:

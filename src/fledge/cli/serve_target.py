@@ -1,12 +1,11 @@
 """`fledge serve-target`: serve a target to trainers in other processes or on other machines."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from fledge.cli.console import err, quiet_libraries
+from fledge.cli.console import err, print_json, quiet_libraries
 from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
 
@@ -51,7 +50,22 @@ def serve_target(
         float, Option(min=0.001, max=1e6, help="Memory for replies under way.")
     ] = 8.0,
     max_tokens: Annotated[int, Option(min=1, help="Tokens of one request.")] = 262144,
+    max_attention: Annotated[
+        int, Option(min=1, help="Tokens of one request times its longest row or document.")
+    ] = 1 << 34,
     max_body_mb: Annotated[float, Option(min=0.001, max=1e6, help="Size of one request.")] = 64.0,
+    max_bodies_mb: Annotated[
+        float, Option(min=0.001, max=1e6, help="Memory for requests under way.")
+    ] = 256.0,
+    max_connections: Annotated[
+        int, Option(min=1, help="Connections at once; half the limit of open files at most.")
+    ] = 1024,
+    max_connections_per_address: Annotated[
+        int, Option(min=1, help="Connections at once from one address.")
+    ] = 64,
+    header_s: Annotated[
+        float, Option(min=0.1, max=1e6, help="Time for a request's headers to arrive.")
+    ] = 10.0,
     drain_s: Annotated[
         float, Option(min=0, max=1e6, help="Time to finish requests after SIGTERM.")
     ] = 60.0,
@@ -62,6 +76,7 @@ def serve_target(
     """Serve a target's hidden states to trainers (target.backend=remote), until SIGTERM."""
     _check_installed()
     from fledge.target.remote.client import token_from
+    from fledge.target.remote.server.connections import ConnectionLimits
     from fledge.target.remote.server.run import Address, serve
 
     token = token_from(token_env)
@@ -69,7 +84,9 @@ def serve_target(
     address.check(token=token, insecure=insecure)
     limits = {
         "max_body_bytes": int(max_body_mb * 1e6),
+        "max_bodies_bytes": int(max_bodies_mb * 1e6),
         "max_tokens": max_tokens,
+        "max_attention": max_attention,
         "max_requests": max_requests,
         "max_reply_bytes": int(max_reply_gb * 1e9),
         "merge_tokens": merge_tokens,
@@ -81,7 +98,8 @@ def serve_target(
         "trust_remote_code": trust_remote_code,
         "engine_args": dict(_argument(text) for text in engine_arg or []),
     }
-    with address.bind() as bound:
+    connections = ConnectionLimits(max_connections, max_connections_per_address, header_s)
+    with address.bind(connections) as bound:
         server = _open(target, engine, _layers(aux_layer_ids), settings, token, limits)
         serve(
             server, address, bound, drain_s=drain_s,
@@ -104,8 +122,8 @@ def _open(
     from fledge.models.resolve import local_model
     from fledge.target.kinds import engine_section, kind_of
     from fledge.target.layers import EAGLE3_AUX_LAYERS
+    from fledge.target.remote.server.admission import Limits
     from fledge.target.remote.server.app import TargetServer
-    from fledge.target.remote.server.queue import Limits
 
     quiet_libraries()
     section = engine_section(engine, model=target, aux_layer_ids=ids, **settings)
@@ -143,7 +161,7 @@ def _argument(text: str) -> tuple[str, Any]:
 def _announce(url: str, info: dict[str, Any], *, as_json: bool) -> None:
     facts = ("model", "engine", "aux_layer_ids", "dtype", "weights_fingerprint")
     if as_json:
-        print(json.dumps({"url": url, **{name: info[name] for name in facts}}), flush=True)
+        print_json({"url": url, **{name: info[name] for name in facts}}, one_line=True)
         return
     layers = ", ".join(map(str, info["aux_layer_ids"]))
     err.say(

@@ -12,6 +12,7 @@ from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
+from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
 
@@ -160,7 +161,7 @@ def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str
     shown.columns[0].no_wrap = True
     for name, values in (("before training", before), ("after training", after)):
         rates = [f"{rate:.1%}" for rate in values["joint"]]
-        shown.add_row(name, f"[bold]{values['acceptance_length']:.2f}[/]", *rates)
+        shown.add_row(name, marked("[bold]{:.2f}[/]", values["acceptance_length"]), *rates)
     shown.caption = (
         "length = tokens per round by exact replay, the target's own token counted; "
         "token k: rounds in which it and all before it were accepted"

@@ -19,7 +19,6 @@ Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a f
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -34,6 +33,8 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead
+from fledge.core.terminal import Terminal
+from fledge.core.text import VisibleFormatter
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job, quota_in_bytes
 from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
@@ -223,6 +224,8 @@ def _run(args: argparse.Namespace) -> int:
 
     _validate_args(args)
     logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(VisibleFormatter("%(message)s"))
     quiet_libraries()
     device = pick_device(args.device)
     section = _section(args)
@@ -334,8 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         line, code = explained
         again = "" if code == 2 else ", with --resume"
-        print(f"precompute_eagle3: {line}{again}", file=sys.stderr)
+        Terminal(stderr=True).plain(f"precompute_eagle3: {line}{again}")
         return code
     except KeyboardInterrupt:
-        print("precompute_eagle3: interrupted; --resume continues", file=sys.stderr)
+        Terminal(stderr=True).plain("precompute_eagle3: interrupted; --resume continues")
         return 130

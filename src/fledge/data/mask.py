@@ -21,9 +21,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fledge.data.bounded_jinja import Span
+from fledge.data.bounded_values import weight
 from fledge.data.conversation import Conversation, Message
 from fledge.data.drops import BadRow
-from fledge.data.template import PROBE, ChatTemplate, Span, shared_prefix
+from fledge.data.template import PROBE, ChatTemplate, shared_prefix
+
+LONGEST_ROW = 1 << 23  # characters; a longer conversation is dropped before it is rendered
+# Every answer is found by rendering what stands before it. So that a row costs seconds, not hours,
+# one with more answers is dropped, and one with too many for its length:
+MOST_ANSWERS = 1000
+_MOST_RENDERED = 1 << 28  # characters, over all answers
 
 # Opening and closing marks of reasoning, as the templates in use write them.
 _REASONING = [
@@ -81,22 +89,46 @@ def masked_texts(
     messages = conversation.messages
     at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     at = at[-1:] if options.last_turn_only else at
-    turns = [_render_turn(conversation, i, template, options) for i in at]
-    rows: list[MaskedText] = []
-    last = turns[-1]
-    while turns:  # the last turn's text carries every earlier turn it repeats unchanged
+    _check_size(conversation, len(at))
+    try:
+        last = _render_turn(conversation, at[-1], template, options)
+    except BadRow:  # of several reasons, the first turn's is the row's
+        for i in at[:-1]:
+            _render_turn(conversation, i, template, options)
+        raise
+    shared, turns = [], []  # the last turn's text carries every earlier turn it repeats unchanged
+    for i in at[:-1]:
+        turn = _render_turn(conversation, i, template, options)
+        if last.full.startswith(turn.spoken_to):
+            shared.append(turn.spans)  # and not its text: those of all turns would be quadratic
+        else:
+            turns.append(turn)
+    rows = [_assemble(last, [*shared, last.spans], template, truncated=conversation.truncated)]
+    while turns:  # and so on with those that it does not repeat
         row = turns[-1]
-        shared = [turn for turn in turns if row.full.startswith(turn.spoken_to)]
-        truncated = conversation.truncated and row is last
-        rows.append(_assemble(row, shared, template, truncated=truncated))
-        turns = [turn for turn in turns if turn not in shared]
+        shared = [turn.spans for turn in turns if row.full.startswith(turn.spoken_to)]
+        turns = [turn for turn in turns if not row.full.startswith(turn.spoken_to)]
+        rows.append(_assemble(row, shared, template, truncated=False))
     return rows[::-1]
 
 
+def _check_size(conversation: Conversation, answers: int) -> None:
+    """Refuse what would take too long before anything is rendered."""
+    characters = weight(conversation.tools, LONGEST_ROW) if conversation.tools else 0
+    for message in conversation.messages:
+        characters += len(message["content"]) + len(message.get("reasoning_content", ""))
+        if "tool_calls" in message:
+            characters += weight(message["tool_calls"], LONGEST_ROW)
+    if characters > LONGEST_ROW:
+        raise BadRow("row is too long", f"more than {LONGEST_ROW:,} characters")
+    if answers > MOST_ANSWERS or answers * characters > _MOST_RENDERED:
+        raise BadRow("too many turns", f"{answers:,} answers in {characters:,} characters")
+
+
 def _assemble(
-    row: _Turn, shared: Sequence[_Turn], template: ChatTemplate, *, truncated: bool
+    row: _Turn, shared: Sequence[Sequence[Span]], template: ChatTemplate, *, truncated: bool
 ) -> MaskedText:
-    text, spans = row.full, [span for turn in shared for span in turn.spans]
+    text, spans = row.full, [span for turn in shared for span in turn]
     if template.text_end.next_role_closes:
         spans = [(start, template.special_at(text, end)) for start, end in spans]
     if truncated and row.spoken_to.endswith(row.closing):

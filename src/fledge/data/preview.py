@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from fledge.core.text import visible
 from fledge.data.drops import BadRow
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder
@@ -58,7 +59,7 @@ def to_terminal(row: PreviewRow) -> Text:
     """Supervised tokens in two greens (so that token borders show), the rest dim. The middle of a
     very long row is left out: laying out a million colored tokens takes a minute."""
     text = Text()
-    text.append(f"{row.title()}\n", style="bold red" if row.dropped else "bold")
+    text.append(f"{visible(row.title())}\n", style="bold red" if row.dropped else "bold")
     pieces, left_out = list(enumerate(row.pieces)), len(row.pieces) - _BEGINNING - _END
     if left_out <= 0:
         return _coloured(text, pieces)
@@ -73,7 +74,7 @@ def _coloured(text: Text, pieces: Iterable[tuple[int, tuple[str, bool]]]) -> Tex
         style = (
             ("black on green3" if index % 2 else "black on pale_green1") if supervised else "dim"
         )
-        shown = piece.replace("\n", "⏎\n") if supervised else piece
+        shown = visible(piece.replace("\n", "⏎\n") if supervised else piece)
         text.append(shown, style=style)
     return text
 

@@ -3,22 +3,28 @@
 A source is cut into parts of whole rows, which yield them in any process: tokenising can be spread.
 """
 
+import contextlib
 import gzip
 import hashlib
 import itertools
 import json
 import re
+import stat
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
 from fledge.data.drops import BadRow
 
 ROWS_PER_PART = 2000
 MOST_PARTS = 16  # of a file that every part reads from its beginning: gzip, one JSON array
+LONGEST_LINE = 1 << 26  # bytes of a JSON line; a longer one is dropped without being decoded
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
+# How files begin that are not what their names say, and what they should be called.
+_MAGIC = {b"\x1f\x8b": ("gzip", ".jsonl.gz"), b"PAR1": ("parquet", ".parquet")}
 # name, or name with a split and slice: `train`, `train[:1000]`, `train[10%:20%]`
 _SPLIT = re.compile(r"^(?P<id>[^\[\]]+?)(?::(?P<split>[A-Za-z_][\w.+\[\]:%-]*))?$")
 
@@ -48,16 +54,23 @@ class Part:
             yield f"{self.name}:{index + 1}", row
 
     def _jsonl_rows(self) -> Iterator[Row]:
-        with _open(Path(self.path)) as handle:
-            handle.seek(self.start)
-            data = handle.read(self.stop - self.start)
-        for offset, line in enumerate(data.split(b"\n")):
-            if line.strip():
-                yield f"{self.name}:{self.first_line + offset}", decode_line(line)
+        at = self.start
+        with _reading(self.path, self.first_line) as lines:
+            lines.skip_to(at)
+            while at < self.stop:
+                number = lines.number
+                line, size = lines.next()
+                if size == 0:
+                    raise BadInput("the file became shorter while it was read", where=self.path)
+                at += size
+                if line is None or line.strip():
+                    yield f"{self.name}:{number}", decode_line(line)
 
 
-def decode_line(line: bytes) -> Any:
-    """One JSON line, or the BadRow that says what is wrong with it."""
+def decode_line(line: bytes | None) -> Any:
+    """One JSON line (None: one that is too long), or the BadRow that says what is wrong with it."""
+    if line is None:
+        return BadRow("row is too long", f"more than {LONGEST_LINE:,} bytes")
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -68,30 +81,96 @@ def decode_line(line: bytes) -> Any:
         return BadRow("broken or truncated JSON", str(error)[:60])
 
 
-def _open(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+class _Lines:
+    """The lines of a file, of which none is held that is too long."""
+
+    def __init__(self, handle: Any, number: int) -> None:
+        self._handle, self.number = handle, number
+
+    def skip_to(self, offset: int) -> None:
+        self._handle.seek(offset)
+
+    def next(self) -> tuple[bytes | None, int]:
+        """The next line, None in place of one that is too long, and its bytes; 0 at the end."""
+        line: bytes = self._handle.readline(LONGEST_LINE)
+        size, ended = len(line), line.endswith(b"\n") or len(line) < LONGEST_LINE
+        whole = ended
+        while not ended:
+            more = self._handle.readline(1 << 20)
+            size, ended = size + len(more), more.endswith(b"\n") or not more
+        self.number += 1
+        return (line if whole else None), size
+
+
+@contextlib.contextmanager
+def _reading(path: str, line: int = 1) -> Iterator[_Lines]:
+    """The lines of a file, plain or gzip; a file that is damaged is one line about it."""
+    zipped = path.endswith(".gz")
+    with Path(path).open("rb") as file:
+        begins = file.peek(4)[:4]
+        for magic, (what, suffix) in _MAGIC.items():
+            if begins.startswith(magic) and not (zipped and what == "gzip"):
+                raise BadInput(f"is a {what} file", where=path, fix=f"name it {suffix}")
+        lines = _Lines(gzip.GzipFile(fileobj=file) if zipped else file, line)
+        try:
+            yield lines
+        except (EOFError, zlib.error, OSError) as error:
+            raise BadInput(
+                f"truncated or damaged ({first_line(error)[:80]})",
+                where=f"{path}:{lines.number}",
+                fix="fetch or write it again",
+            ) from None
 
 
 def _load_objects(part: Part) -> list[Any]:
     if part.kind == "parquet":
         return _load_parquet(part)
     if part.kind == "dataset":
-        return list(_load_dataset(part.path, part.split).select(range(part.start, part.stop)))
+        rows = _load_dataset(part.path, part.split).select(range(part.start, part.stop))
+        with _damaged(part.name, "data set"):
+            return list(rows)
     return list(_load_json(Path(part.path))[part.start : part.stop])
+
+
+@contextlib.contextmanager
+def _damaged(where: str, what: str) -> Iterator[None]:
+    """What Arrow says of bytes that it cannot read is one line. (Its errors are ValueErrors,
+    OSErrors, KeyErrors, NotImplementedErrors or nothing but ArrowExceptions.)"""
+    import pyarrow as pa
+
+    try:
+        yield
+    except BadInput:
+        raise
+    except (pa.ArrowException, ValueError, OSError, LookupError, TypeError, OverflowError) as error:
+        line = first_line(error)[:120]
+        raise BadInput(f"not a {what}, or a damaged one ({line})", where=where) from None
 
 
 def _load_parquet(part: Part) -> list[Any]:
     """Only the row groups that hold the part: not every part may read the whole file."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(part.path) as file:
-        groups = range(file.metadata.num_row_groups)
-        sizes = [file.metadata.row_group(group).num_rows for group in groups]
+    with _damaged(part.path, "parquet file"), pq.ParquetFile(part.path) as file:
+        sizes = _group_sizes(file.metadata, part.path)
         begins = [0, *itertools.accumulate(sizes)]
+        groups = range(len(sizes))
         wanted = [g for g in groups if begins[g] < part.stop and begins[g + 1] > part.start]
         table: Any = file.read_row_groups(wanted)
-    first = part.start - begins[wanted[0]]
-    return list(table.slice(first, part.stop - part.start).to_pylist())
+        first = part.start - begins[wanted[0]]
+        rows = list(table.slice(first, part.stop - part.start).to_pylist())
+    if len(rows) != part.stop - part.start:
+        raise BadInput("a damaged parquet file: rows are missing", where=part.path)
+    return rows
+
+
+def _group_sizes(metadata: Any, path: str) -> list[int]:
+    """Rows in each group; the file's total must agree, which says that neither is a flipped bit."""
+    groups = range(metadata.num_row_groups)
+    sizes = [int(metadata.row_group(group).num_rows) for group in groups]
+    if any(size < 0 for size in sizes) or sum(sizes) != metadata.num_rows:
+        raise BadInput("a damaged parquet file: its row counts disagree", where=path)
+    return sizes
 
 
 def _load_json(path: Path) -> list[Any]:
@@ -112,11 +191,16 @@ def _load_json(path: Path) -> list[Any]:
 
 
 def _load_dataset(name: str, split: str) -> Any:
-    try:
-        import datasets
+    import datasets
+    from datasets.exceptions import DatasetsError
 
+    try:
         return datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError) as error:  # hub errors are OSErrors; unknown splits ValueErrors
+    except (
+        OSError,
+        ValueError,
+        DatasetsError,
+    ) as error:  # of the hub, of splits
         raise BadInput(
             f"cannot load the data set {name!r} ({str(error)[:120]})",
             fix="give a local .jsonl, .json or .parquet file, or check the name and the network",
@@ -148,6 +232,10 @@ def expand(sources: list[str]) -> list[tuple[str, str, str]]:
 
 
 def _kind(path: Path) -> str:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device never ends
+        raise BadInput(
+            "not a regular file", where=str(path), fix="data is read twice: write it to a file"
+        )
     if path.name.endswith((".jsonl", ".ndjson", ".jsonl.gz")):
         return "jsonl"
     if path.suffix in (".json", ".parquet"):
@@ -181,27 +269,24 @@ def _joined(parts: list[Part], most: int) -> list[Part]:
 
 
 def _jsonl_parts(name: str, path: str, rows_per_part: int) -> Iterator[Part]:
-    with _open(Path(path)) as handle:
+    with _reading(path) as lines:
         start = position = 0
-        line = first_line = 1
-        for text in handle:
-            position += len(text)
-            line += 1
-            if line - first_line == rows_per_part:
-                yield Part(name, path, "jsonl", start, position, first_line)
-                start, first_line = position, line
+        first = lines.number
+        while (size := lines.next()[1]) > 0:
+            position += size
+            if lines.number - first == rows_per_part:
+                yield Part(name, path, "jsonl", start, position, first)
+                start, first = position, lines.number
         if position > start:
-            yield Part(name, path, "jsonl", start, position, first_line)
+            yield Part(name, path, "jsonl", start, position, first)
 
 
 def _count(kind: str, path: str, split: str) -> int:
     if kind == "parquet":
         import pyarrow.parquet as pq
 
-        try:
-            return int(pq.read_metadata(path).num_rows)
-        except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-            raise BadInput(f"not a parquet file ({str(error)[:80]})", where=path) from None
+        with _damaged(path, "parquet file"):
+            return sum(_group_sizes(pq.read_metadata(path), path))
     if kind == "dataset":
         return len(_load_dataset(path, split))
     return len(_load_json(Path(path)))

@@ -14,7 +14,8 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
+from fledge.data.bounded_jinja import BoundedTemplate, OutOfBounds, Span
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
 
@@ -27,7 +28,12 @@ _CALL_PROBE: Message = {
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"k": PROBE}}}],
 }
 
-Span = tuple[int, int]  # characters [start, end)
+# What a template may stumble over, besides its own refusal: a shape that it does not know, a number
+# that is none, a macro that calls itself.
+_STUMBLES = (
+    TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError,
+    RuntimeError, MemoryError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,11 @@ class ChatTemplate:
         tokens of the tokenizer, `options` extra template variables (enable_thinking, ...)."""
         self.template = template
         self.has_tags = _TAG.search(template) is not None
+        try:
+            self._bounded = BoundedTemplate(template)
+        except (*_STUMBLES, SyntaxError) as error:
+            what = f"the chat template cannot be read ({first_line(error)[:120]})"
+            raise BadInput(what, fix="check the model's chat_template") from None
         self._variables = {**token_names, **(options or {})}
         longest_first = sorted(set(special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -98,21 +109,21 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Any, *, prompt: bool, tagged: bool
     ) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        variables = {
+            "documents": None,
+            **self._variables,
+            "messages": [self._as_template_wants(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": prompt,
+        }
         try:
-            texts, spans = render_jinja_template(
-                conversations=[[self._as_template_wants(message) for message in messages]],
-                tools=list(tools) if tools else None,
-                chat_template=self.template,
-                return_assistant_tokens_mask=tagged,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            # Templates refuse by raise_exception, or stumble over a shape they do not know.
+            if tagged:
+                return self._bounded.render_tagged(variables)
+            return self._bounded.render(variables), []
+        except OutOfBounds as error:
+            raise BadRow("template goes beyond all bounds", str(error)) from None
+        except _STUMBLES as error:
             raise BadRow("template refused the row", str(error)[:80]) from None
-        return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]] if tagged else []
 
     def _as_template_wants(self, message: Message) -> Message:
         if "reasoning_content" in message:  # gpt-oss and LFM2.5 call it thinking
@@ -203,7 +214,12 @@ def _stringly(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    """Length of the longest common prefix, in time linear in it."""
+    low, high = 0, min(len(a), len(b)) + 1  # a[:low] is shared, a[:high] is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,6 +1,7 @@
 """Conversations -> token ids with a loss mask, part by part, in any process."""
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,9 +14,12 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow, DropReport
-from fledge.data.mask import MaskedText, MaskOptions, masked_texts
+from fledge.data.mask import LONGEST_ROW, MaskedText, MaskOptions, masked_texts
 from fledge.data.sources import Part
 from fledge.data.template import ChatTemplate
+
+_BATCH = 1 << 23  # characters tokenised at a time: their tokens take fifty times that many bytes
+_BEGINNING = 16  # characters for each token of the limit that are tried first
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Encoder:
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
         spec["truncation"] = spec["padding"] = None
         self._backend = Tokenizer.from_str(json.dumps(_untrimmed(spec)))
+        self._borders = _borders(spec["added_tokens"])
 
     @classmethod
     def load(
@@ -66,21 +71,62 @@ class Encoder:
         """The masked texts of one raw row."""
         if isinstance(raw, BadRow):
             raise raw
-        return masked_texts(parse_conversation(raw), self.template, self._mask_options)
+        texts = masked_texts(parse_conversation(raw), self.template, self._mask_options)
+        for text in texts:
+            if len(text.text) > LONGEST_ROW:
+                raise BadRow("row is too long", f"more than {LONGEST_ROW:,} characters")
+            try:
+                text.text.encode()
+            except UnicodeEncodeError as error:  # a lone surrogate, in a tool's arguments perhaps
+                raise BadRow("broken UTF-8", repr(text.text[error.start :][:40])) from None
+        return texts
 
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
-        """Tokenise rows; a token is supervised when its whole text lies in a supervised span."""
-        encodings = self._backend.encode_batch([t.text for t in texts], add_special_tokens=False)
-        rows = zip(texts, places, encodings, strict=True)
-        return [_masked(text, place, encoding) for text, place, encoding in rows]
+        """Tokenise rows; a token is supervised when its whole text lies in a supervised span. Of a
+        row that `fit` will cut only a beginning is sure to be there."""
+        ends = [self._enough(text.text) for text in texts]
+        beginnings = [text.text[:end] for text, end in zip(texts, ends, strict=True)]
+        encodings = self._backend.encode_batch(beginnings, add_special_tokens=False)
+        rows = zip(texts, places, encodings, ends, strict=True)
+        return [self._row(text, place, encoding, end)[0] for text, place, encoding, end in rows]
+
+    def _row(self, text: MaskedText, place: str, encoding: Any, end: int) -> tuple[TokenRow, Any]:
+        """The row of a text whose beginning, up to `end`, is encoded: with more of it where that
+        was not enough to know what `fit` makes of the whole."""
+        row = _masked(text, place, encoding)
+        while end < len(text.text) and not self._settled(row, encoding, end):
+            end = self._enough(text.text, 4 * end)
+            encoding = self._backend.encode(text.text[:end], add_special_tokens=False)
+            row = _masked(text, place, encoding)
+        return row, encoding
+
+    def _enough(self, text: str, wanted: int = 0) -> int:
+        """Where a text may end that will be cut anyway: behind a control token, because what
+        stands before one is tokenised without regard to what comes after it."""
+        if self.options.max_length is None:
+            return len(text)
+        wanted = wanted or _BEGINNING * self.options.max_length
+        border = self._borders.search(text, wanted) if wanted < len(text) else None
+        return border.end() if border else len(text)
+
+    def _settled(self, row: TokenRow, encoding: Any, end: int) -> bool:
+        """There is more than the limit, something supervised in it, and it does end in a border."""
+        assert self.options.max_length is not None
+        start, stop = encoding.offsets[-1]
+        token = encoding.tokens[-1]
+        border = stop == end and stop - start == len(token) and self._borders.fullmatch(token)
+        long = len(row.input_ids) > self.options.max_length
+        return bool(border and long and row.loss_mask.any())
 
     def encode_to_show(
         self, text: MaskedText, place: str
     ) -> tuple[TokenRow, list[tuple[str, bool]]]:
         """A row as `fit` leaves it, and each token's own text with whether it is supervised. A
         character that takes several tokens is shown with the first of them."""
-        encoding = self._backend.encode(text.text, add_special_tokens=False)
-        row = self.fit(_masked(text, place, encoding))
+        end = self._enough(text.text)
+        encoding = self._backend.encode(text.text[:end], add_special_tokens=False)
+        whole, encoding = self._row(text, place, encoding, end)
+        row = self.fit(whole)
         pieces, at = [], 0
         for (_, end), supervised in zip(encoding.offsets, row.loss_mask.tolist(), strict=False):
             if end > at:
@@ -96,9 +142,9 @@ class Encoder:
         if limit is None or len(row.input_ids) <= limit:
             return row
         if self.options.overlong == "drop":
-            raise BadRow("longer than max_length", f"{len(row.input_ids)} tokens")
+            raise BadRow("longer than max_length", f"more than {limit} tokens")
         if not row.loss_mask[:limit].any():
-            raise BadRow("cut before any supervised token", f"{len(row.input_ids)} tokens")
+            raise BadRow("cut before any supervised token", f"more than {limit} tokens")
         cut = bool(row.loss_mask[limit])  # the cut went through something the assistant said
         ids_T, mask_T = row.input_ids[:limit], row.loss_mask[:limit]
         return TokenRow(ids_T, mask_T, row.place, row.truncated or cut)
@@ -108,9 +154,28 @@ def _masked(text: MaskedText, place: str, encoding: Any) -> TokenRow:
     ids_T = np.asarray(encoding.ids, dtype=np.int32)
     offsets_T2 = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     mask_T = np.zeros(len(ids_T), dtype=np.uint8)
-    for start, end in text.spans:
-        mask_T |= (offsets_T2[:, 0] >= start) & (offsets_T2[:, 1] <= end)
+    if text.spans:  # of the spans that begin before a token, does any end after it?
+        begins_S, ends_S = np.asarray(sorted(text.spans), dtype=np.int64).T
+        at_T = np.searchsorted(begins_S, offsets_T2[:, 0], side="right") - 1
+        mask_T[:] = (at_T >= 0) & (offsets_T2[:, 1] <= np.maximum.accumulate(ends_S)[at_T])
     return TokenRow(ids_T, mask_T, place, text.truncated)
+
+
+def _borders(added_tokens: Sequence[dict[str, Any]]) -> re.Pattern[str]:
+    """The control tokens at whose end a text may be cut without changing the tokens before.
+
+    The tokenizer splits a text at its added tokens first, and each piece on its own. Not so sure
+    are tokens that look at their neighbors or take spaces from them, that are looked for in the
+    normalized text, or that are a part of another one, which may go on behind the cut.
+    """
+    words = [token["content"] for token in added_tokens]
+    sure = [
+        token["content"]
+        for token in added_tokens
+        if not (token["single_word"] or token["rstrip"] or token["normalized"])
+        and not any(token["content"] in word and word != token["content"] for word in words)
+    ]
+    return re.compile("|".join(map(re.escape, sorted(sure, key=len, reverse=True))) or r"(?!)")
 
 
 def _untrimmed(value: Any) -> Any:
@@ -129,8 +194,31 @@ class TokenisedPart:
 def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
     """All rows of a part: a bad one is counted, never raised."""
     drops = DropReport()
-    places: list[str] = []
+    rows: list[TokenRow] = []
+    for texts, places in _batches(part, encoder, drops):
+        for place, group in _by_place(encoder.encode(texts, places)):
+            kept, last = [], None
+            for row in group:
+                try:
+                    kept.append(encoder.fit(row))
+                except BadRow as bad:
+                    last = bad
+            if kept:
+                drops.kept += 1
+                rows += kept
+            elif last is not None:
+                drops.add(place, last)
+    return TokenisedPart(rows, drops)
+
+
+def _batches(
+    part: Part, encoder: Encoder, drops: DropReport
+) -> Iterator[tuple[list[MaskedText], list[str]]]:
+    """The texts of a part with their places, as many at a time as memory is meant for; those of one
+    conversation stay together."""
     texts: list[MaskedText] = []
+    places: list[str] = []
+    size = 0
     for place, raw in part.rows():
         try:
             masked = encoder.texts(raw)
@@ -139,20 +227,11 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
             continue
         texts += masked
         places += [place] * len(masked)
-    rows = []
-    for place, group in _by_place(encoder.encode(texts, places)):
-        kept, last = [], None
-        for row in group:
-            try:
-                kept.append(encoder.fit(row))
-            except BadRow as bad:
-                last = bad
-        if kept:
-            drops.kept += 1
-            rows += kept
-        elif last is not None:
-            drops.add(place, last)
-    return TokenisedPart(rows, drops)
+        size += sum(len(text.text) for text in masked)
+        if size >= _BATCH:
+            yield texts, places
+            texts, places, size = [], [], 0
+    yield texts, places
 
 
 def _by_place(rows: Sequence[TokenRow]) -> Iterator[tuple[str, list[TokenRow]]]:

@@ -57,7 +57,7 @@ def _prompt(place: str, row: Any, group: str) -> Prompt:
     if not messages:
         raise BadInput("nothing to answer in this row", where=place, fix=fix)
     followups = row.get("followups") or []
-    if not all(isinstance(text, str) for text in followups):
+    if not isinstance(followups, list) or not all(isinstance(text, str) for text in followups):
         raise BadInput("followups must be texts", where=place)
     name, category = str(row.get("id", place)), str(row.get("category") or group)
     return Prompt(name, group, category, tuple(messages), tuple(followups))

@@ -4,17 +4,17 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from rich.console import Console
+from fledge.core.terminal import Terminal
 
 
 @contextlib.contextmanager
 def phase(text: str) -> Iterator[None]:
     """A spinner on a terminal, a plain line elsewhere."""
     # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
-    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        with console.status(text):
+    terminal = Terminal(file=sys.stderr, soft_wrap=True)
+    if terminal.is_terminal:
+        with terminal.waiting(text):
             yield
     else:
-        console.print(f"{text} ...", markup=False)
+        terminal.say(f"{text} ...")
         yield

@@ -54,7 +54,7 @@ class Prediction:
         if truth is None:
             parts = {"target": self.target_bytes, "draft and optimizer": self.draft_bytes}
             for part, size in {**parts, "one step": self.step_bytes}.items():
-                table.add_row(f"[dim]  {part}[/]", f"[dim]{_size(size)}[/]")
+                table.add_row(f"  {part}", _size(size), style="dim")
             for name, shown, _ in rows:
                 table.add_row(name, shown)
             return table

@@ -111,9 +111,10 @@ class Nursery:
         )  # fmt: skip
         assert self._process.stdout.readline() == "ready\n"
 
-    def start(self, port=0):
+    def start(self, port=0, *, drain_s=60.0, stderr="", **limits):
         """(pid, port) of a new server."""
-        self._process.stdin.write(f"{port}\n")
+        asked = {"port": port, "drain_s": drain_s, "stderr": stderr, "limits": limits}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         facts = json.loads(self._process.stdout.readline())
         return facts["pid"], facts["port"]

@@ -12,8 +12,8 @@ from target.tiny_models import tiny_model
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.remote.server.admission import Limits
 from fledge.target.remote.server.app import TargetServer
-from fledge.target.remote.server.queue import Limits
 from fledge.target.remote.server.run import Address, make_uvicorn
 
 
@@ -25,17 +25,20 @@ def tiny():
 class Running:
     """A server in a thread of this process; `stop` drains it as SIGTERM would."""
 
-    def __init__(self, *, model=None, backend=None, port=0, drain_s=5.0, address=None, **options):
+    def __init__(
+        self, *, model=None, backend=None, port=0, drain_s=5.0, address=None, connections=None,
+        **options,
+    ):  # fmt: skip
         # a model of its own: hooks of two passes at once would get into each other's way
         model = copy.deepcopy(model or tiny())
         backend = backend or HFEagle3TargetModel(model, supervision="hidden")
         self.server = TargetServer(backend, model="tiny", **options)
         self.address = address or Address(port=port)
-        self._bound = self.address.bind()
+        self._bound = self.address.bind(connections)
         self._bound.listen(128)
         self.url = self.address.url(self._bound)
         self.port = self._bound.getsockname()[1]
-        self.web = make_uvicorn(self.server, self.address, drain_s=drain_s)
+        self.web = make_uvicorn(self.server, self.address, self._bound, drain_s=drain_s)
         self._thread = threading.Thread(
             target=lambda: self.web.run(sockets=[self._bound]), daemon=True
         )

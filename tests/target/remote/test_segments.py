@@ -106,6 +106,83 @@ def test_leftovers_of_a_killed_process_are_removed_and_held_ones_are_not(directo
     assert list(directory.iterdir()) == []
 
 
+def test_a_living_server_removes_what_a_killed_client_left(directory, monkeypatch):
+    from target.remote.servers import running
+
+    monkeypatch.setattr("fledge.target.remote.server.run._LEFTOVERS_S", 0.1)
+    code = (
+        "import sys, time; from pathlib import Path; from fledge.target.remote import segment as r;"
+        "r.DIRECTORY = Path(sys.argv[1]); s = r.Segments(); keep = s.lease(100); print('held');"
+        "sys.stdout.flush(); time.sleep(60)"
+    )
+    with running():
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "held\n"
+        mine = Segments()
+        kept = mine.lease(100)
+        time.sleep(2.5)  # more than two rounds
+        assert len(list(directory.iterdir())) == 2
+        process.kill()
+        process.communicate()
+        deadline = time.monotonic() + 10
+        while len(list(directory.iterdir())) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert kept.path.exists()
+        kept.discard()
+
+
+def test_leftovers_are_looked_for_twice_a_minute():
+    from fledge.target.remote.server import run
+
+    assert run._LEFTOVERS_S <= 30
+
+
+def test_all_segments_of_a_machine_are_bounded_together(directory):
+    one, other = (Segments(max_bytes=5 << 20) for _ in range(2))
+    first, second = one.lease(2 << 20), other.lease(2 << 20)
+    assert one.lease(2 << 20) is None  # there is room for one megabyte more
+    third = other.lease(1 << 20)
+    assert third is not None
+    assert one.lease(1) is None
+    second.discard()
+    view = one.adopt(first, 100)
+    del view
+    gc.collect()
+    again = one.lease(2 << 20)
+    assert again is first  # what is used again needs no new room
+    one.adopt(again, 100)
+    gc.collect()
+    grown = one.lease(4 << 20)  # 2 -> 4 with 1 elsewhere: it grows
+    assert grown is first
+    assert other.lease(1 << 20) is None
+    assert remote_segment.living_bytes() == 5 << 20
+    for segment in (grown, third):
+        segment.discard()
+
+
+def test_without_room_the_answer_travels_as_a_body(monkeypatch, server):
+    from fledge.target.remote.client import RemoteEagle3TargetModel
+    from target.contract import padded_rows
+
+    def sent_by(way):
+        lines = server.server.metrics.text().splitlines()
+        name = f'fledge_reply_bytes_total{{way="{way}"}} '
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    monkeypatch.setattr(remote_segment, "most_bytes", lambda: 0)
+    before = sent_by("body"), sent_by("shared_memory")
+    with RemoteEagle3TargetModel(server.url) as target:
+        expected = target.generate_batch(*padded_rows())
+        assert (sent_by("body") > before[0], sent_by("shared_memory")) == (True, before[1])
+        target._segments._most_bytes = 1 << 30  # room again: the next one is shared
+        found = target.generate_batch(*padded_rows())
+        assert sent_by("shared_memory") > before[1]
+    assert torch.equal(found.aux_hidden_states, expected.aux_hidden_states)
+
+
 def test_a_program_that_just_ends_leaves_nothing(directory):
     code = (
         "import sys; from pathlib import Path; from fledge.target.remote import segment as r;"

@@ -160,7 +160,9 @@ def test_what_is_no_http_or_no_route_does_no_harm(server):
 def test_a_body_that_does_not_come_is_408(server, monkeypatch):
     monkeypatch.setattr("fledge.target.remote.server.app._BODY_TIMEOUT_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
-        raw.sendall(b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        raw.sendall(
+            b"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc"
+        )
         assert raw.recv(100).startswith(b"HTTP/1.1 408")
     assert answers(server)
 
@@ -339,19 +341,6 @@ def test_tokens_come_from_the_environment(monkeypatch):
         token_from("MY_TOKEN")
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-keyout", "key.pem", "-out", "cert.pem", "-days", "2"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    try:
-        subprocess.run(command, cwd=directory, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed")
-    return directory / "cert.pem", directory / "key.pem"
-
-
 def test_tls(certificate):
     cert, key = certificate
     with running(address=Address(port=0, tls_cert=cert, tls_key=key), token="t") as started:
@@ -393,14 +382,18 @@ def test_the_command_serves_drains_and_ends_with_code_0(tiny_target, tmp_path):
         process.communicate()
 
 
-def test_bad_options_are_one_line(tiny_target):
+def test_bad_options_are_one_line(tiny_target, monkeypatch):
     from fledge.cli.main import run
 
+    monkeypatch.setenv("ODD_TOKEN", "two words")
+    monkeypatch.setenv("NO_TOKEN", "")
     for arguments, code in (
         (["--target", str(tiny_target), "--engine", "hff"], 2),
         (["--target", str(tiny_target), "--aux-layer-ids", "a,b"], 2),
         (["--target", str(tiny_target), "--host", "0.0.0.0"], 2),
         (["--target", str(tiny_target), "--engine-arg", "x"], 2),
+        (["--target", str(tiny_target), "--token-env", "ODD_TOKEN"], 2),
+        (["--target", str(tiny_target), "--token-env", "NO_TOKEN"], 2),
         (["--target", "/nowhere/at/all"], 2),
     ):
         with pytest.raises(SystemExit) as ended:

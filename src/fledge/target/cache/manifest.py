@@ -39,9 +39,18 @@ _FIELDS: dict[str, type | UnionType] = {
 _KNOWN = {"encoding": ENCODINGS, "dtype": tuple(DTYPES)}
 LATE = "target"  # the one field that is known only when the target is loaded
 _SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
-_COPIED = re.compile(
-    r"config\.json|generation_config\.json|.*token.*|vocab\.json|merges\.txt|.*jinja"
-)
+# What a config and a tokenizer consist of, of every kind that transformers knows. A list, not a
+# pattern: a directory may hold `hf_token.txt` too. No code: a cache or a server carries data only.
+_COPIED = frozenset({
+    "config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
+    "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "encoder.json", "bpe.codes", "dict.txt",
+    "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "tokenizer.model.v11",
+    "tekken.json", "tiktoken.model", "qwen.tiktoken", "spiece.model", "spm.model",
+    "spm_char.model", "sentencepiece.model", "sentencepiece.bpe.model", "prophetnet.tokenizer",
+    "byte_maps.json", "emoji.json", "entity_vocab.json",
+})  # fmt: skip
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -206,13 +215,22 @@ def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
 
 def copied_files(model_dir: Path) -> list[Path]:
     """A model's config and tokenizer: what training reads of it besides the cache."""
-    files = (path for path in sorted(model_dir.iterdir()) if path.is_file())
-    return [path for path in files if is_copied(path.name)]
+    files = (path for path in sorted(model_dir.iterdir()) if is_copied(path.name))
+    return [path for path in files if path.is_file() and _lies_in(model_dir, path)]
 
 
 def is_copied(name: str) -> bool:
     """Whether a file of this name belongs to a config or a tokenizer; never a path."""
-    return "/" not in name and _COPIED.fullmatch(name) is not None
+    return name in _COPIED
+
+
+def _lies_in(model_dir: Path, path: Path) -> bool:
+    """Whether the file itself is in the directory. A link leads elsewhere, with one exception: the
+    hub's cache keeps REPOSITORY/snapshots/REVISION/name as a link to REPOSITORY/blobs/DIGEST."""
+    if not path.is_symlink():
+        return True
+    snapshots = model_dir.resolve().parent
+    return snapshots.name == "snapshots" and path.resolve().parent == snapshots.parent / "blobs"
 
 
 def code_files(model_dir: Path) -> list[Path]:

@@ -33,6 +33,7 @@ from fledge.target.remote.http import (
     ServerBusy,
     ServerDown,
     ServerFault,
+    check_token,
 )
 from fledge.target.remote.protocol import Question, WireEncoding, WireShape, decode_answer
 from fledge.target.remote.segment import Segment, Segments, available
@@ -121,7 +122,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
         self._check_open()
         for name, content in self._get("/v1/files", 1 << 28).items():
-            if not is_copied(name):
+            if not is_copied(name) or content.dtype != torch.uint8:
                 raise BadInput(
                     f"the server offers a file {name!r}, which is not part of a tokenizer"
                 )
@@ -223,7 +224,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         same_machine = state.info.get("boot_id") == boot_id() != ""
         if self._segments is None or not same_machine or state.server.url in self._no_segments:
             return None
-        return self._segments.lease(nbytes)
+        return self._segments.lease(nbytes)  # None: the answer travels as a body
 
     def _received(
         self, state: ServerState, reply: Reply, segment: Segment | None, most: int
@@ -274,4 +275,5 @@ def token_from(name: str | None) -> str | None:
     token = os.environ.get(name, "").strip()
     if not token:
         raise BadInput(f"the environment variable {name} holds no token", fix=f"export {name}=...")
+    check_token(token, where=f"the environment variable {name}")
     return token

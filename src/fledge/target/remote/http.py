@@ -101,6 +101,8 @@ class Server:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host, self._port = parts.hostname, parts.port
         self._tls = _trusting(ca_file) if parts.scheme == "https" else None
+        if token is not None:
+            check_token(token, where="token")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._buffers = buffers or Buffers(0)
         self._idle: list[HTTPConnection] = []
@@ -243,6 +245,17 @@ class Server:
             raise ServerFault(f"HTTP {status}: {what}")
         fix = {401: "see target.token_env", 409: "all servers must hold the same weights"}
         raise Refused(what, status=status, where=self.url, fix=fix.get(status, ""))
+
+
+def check_token(token: str, *, where: str) -> None:
+    """A bearer token travels in a header: printable ASCII without blanks."""
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise BadInput(
+            "not a token that can be sent: it is empty, or has blanks, control characters or "
+            "letters beyond ASCII",
+            where=where,
+            fix="openssl rand -hex 32 makes a good one",
+        )
 
 
 def _trusting(ca_file: str | None) -> ssl.SSLContext:

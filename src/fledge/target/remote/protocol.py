@@ -40,6 +40,11 @@ IDENTITY = (
     *("protocol", "weights_fingerprint", "tokenizer_fingerprint", "aux_layer_ids"),
     *("dtype", "hidden_size", "vocab_size", "depth"),
 )
+_ANY = 1 << 62
+
+
+class TooLarge(WireError):  # noqa: N818  (an answer to the client)
+    """More in one question than a server takes."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +84,21 @@ class Question:
         return Message(tensors, metadata)
 
     @classmethod
-    def read(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> "Question":
+    def read(
+        cls,
+        tensors: dict[str, Tensor],
+        metadata: dict[str, str],
+        *,
+        max_tokens: int = _ANY,
+        vocab_size: int = _ANY,
+    ) -> "Question":
         """From the network: a ValueError names what is wrong."""
         if metadata.get("protocol") != str(PROTOCOL):
             raise WireError(f"protocol {metadata.get('protocol')!r}, this server speaks {PROTOCOL}")
-        known = {*ROW_FIELDS, *PACKING_FIELDS, "vocabulary"}
-        missing, foreign = set(ROW_FIELDS) - set(tensors), set(tensors) - known
-        if missing or foreign:
-            raise WireError(f"tensors missing: {sorted(missing)}, not known: {sorted(foreign)}")
-        wide = {
-            name: tensor.long()
-            for name, tensor in tensors.items()
-            if not tensor.is_floating_point()
-        }
-        named = {name: t for name, t in {**tensors, **wide}.items() if name != "vocabulary"}
-        rows = TokenBatch(**named)  # type: ignore[arg-type]  # `known` holds its tensors
+        _check_layout(tensors, max_tokens, vocab_size)
+        wide = {name: tensor.long() for name, tensor in tensors.items()}
+        named = {name: tensor for name, tensor in wide.items() if name != "vocabulary"}
+        rows = TokenBatch(**named)  # type: ignore[arg-type]  # the layout was checked
         encoding, dtype = metadata.get("encoding", ""), metadata.get("dtype", "")
         if encoding not in WIRE_ENCODINGS:
             raise WireError(f"encoding {encoding!r} is not one of {', '.join(WIRE_ENCODINGS)}")
@@ -114,6 +119,16 @@ class Question:
             segment=metadata.get("segment", ""),
         )._checked()
 
+    def asks_the_same(self, other: "Question") -> bool:
+        """Whether one answer serves both; where it is written does not matter."""
+        mine, theirs = self._content(), other._content()
+        tensors = zip(mine[0], theirs[0], strict=True)
+        return mine[1:] == theirs[1:] and all(_equal(one, another) for one, another in tensors)
+
+    def _content(self) -> tuple[tuple[Tensor | None, ...], str, str, int, str]:
+        tensors = (*self.rows.arguments(), self.vocabulary)
+        return tensors, self.encoding, self.dtype, self.top_k, self.fingerprint
+
     def _checked(self) -> "Question":
         if self.encoding == "hidden":
             return self
@@ -122,6 +137,40 @@ class Question:
         if self.encoding == "topk" and not 1 <= self.top_k <= len(self.vocabulary):
             raise WireError(f"top_k must be from 1 to {len(self.vocabulary)}, got {self.top_k}")
         return self
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _check_layout(tensors: dict[str, Tensor], max_tokens: int, vocab_size: int) -> None:
+    """Names, ranks and sizes, before anything is made of these tensors: what travels as a byte
+    takes eight when it is used."""
+    known = {*ROW_FIELDS, *PACKING_FIELDS, "vocabulary"}
+    missing, foreign = set(ROW_FIELDS) - set(tensors), set(tensors) - known
+    if missing or foreign:
+        raise WireError(f"tensors missing: {sorted(missing)}, not known: {sorted(foreign)}")
+    for name, tensor in tensors.items():
+        rank = 1 if name == "vocabulary" else 2
+        if tensor.ndim != rank or not tensor.numel():
+            letters = "[W]" if rank == 1 else "[B, T]"
+            raise WireError(f"{name} must be {letters}, not empty; got {list(tensor.shape)}")
+        if tensor.is_floating_point():
+            raise WireError(f"{name} must hold integers, got {tensor.dtype}")
+    rows_BT = tensors["input_ids"].shape
+    for name, tensor in tensors.items():
+        if name == "vocabulary":
+            if len(tensor) > vocab_size:
+                raise WireError(f"vocabulary has {len(tensor)} ids, the target {vocab_size}")
+        elif name == "seq_lens":
+            if len(tensor) != rows_BT[0] or tensor.shape[1] > rows_BT[1]:
+                raise WireError("seq_lens has room for more documents than a row has tokens")
+        elif tensor.shape != rows_BT:
+            raise WireError(f"{name} must be {list(rows_BT)}, got {list(tensor.shape)}")
+    if (tokens := rows_BT.numel()) > max_tokens:
+        raise TooLarge(f"{tokens} tokens in one request, {max_tokens} are allowed")
 
 
 def _narrow(name: str, tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ The client owns the memory: a file under /dev/shm that it names in its request. 
 its reply there and answers with a few bytes; the client's tensors are views of the file, and when
 the last of them is gone the file is used again. The holder of a segment holds a lock on it, which
 the kernel drops with the process: files without a holder are leftovers of a kill, and the next
-client or server removes them.
+client or any running server removes them. All segments of a machine together take at most half of
+/dev/shm; an answer for which there is no room travels as a body.
 
 A segment whose request failed is never used again: the server that got it may still be writing.
 """
@@ -32,12 +33,31 @@ def available() -> bool:
     return DIRECTORY.is_dir() and os.access(DIRECTORY, os.W_OK)
 
 
+def most_bytes() -> int:
+    """What the segments of all clients on this machine may take together."""
+    room = os.statvfs(DIRECTORY)
+    return room.f_blocks * room.f_frsize // 2
+
+
+def living_bytes() -> int:
+    """What the segments that are there may come to hold, in use or not."""
+    total = 0
+    for path in _living():
+        with suppress(OSError):  # just removed
+            total += path.lstat().st_size
+    return total
+
+
+def _living() -> list[Path]:
+    if not available():
+        return []
+    return [path for path in DIRECTORY.glob("fledge-*") if _NAME.fullmatch(path.name)]
+
+
 def remove_leftovers() -> int:
     """Unlink segments that no process holds; how many there were."""
     removed = 0
-    for path in DIRECTORY.glob("fledge-*") if available() else ():
-        if _NAME.fullmatch(path.name) is None:
-            continue
+    for path in _living():
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # gone, or another user's
@@ -88,18 +108,26 @@ class Segments:
     """The segments of one client, each in use by at most one request or batch. No locks: memory is
     given back by the garbage collector, which may run anywhere, in the middle of `lease` too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_bytes: int | None = None) -> None:
         remove_leftovers()
+        self._most_bytes = most_bytes() if max_bytes is None else max_bytes
         self._free: deque[Segment] = deque()
         self._closed = False
         weakref.finalize(self, _discard_all, self._free)  # also when the program ends
 
-    def lease(self, nbytes: int) -> Segment:
-        """A segment of at least so many bytes; ends in `adopt` or in its own `discard`."""
+    def lease(self, nbytes: int) -> Segment | None:
+        """A segment of at least so many bytes; ends in `adopt` or in its own `discard`. None: the
+        machine's segments take all the room that they may."""
         try:
             segment = self._free.pop()
         except IndexError:
-            segment = Segment()
+            segment = None
+        size = 0 if segment is None else segment.size
+        if nbytes > size and living_bytes() + nbytes - size > self._most_bytes:
+            if segment is not None:
+                segment.discard()  # small ones that lie idle may be what is in the way
+            return None
+        segment = segment or Segment()
         segment.grow(nbytes)
         return segment
 

@@ -142,6 +142,8 @@ def _read_entry(name: str, entry: Any, at: int) -> tuple[torch.dtype, list[int],
         or end - first != math.prod(shape) * dtype.itemsize
     ):
         raise WireError(f"{name} does not lie where its shape {shape} says")
+    if math.prod(n for n in shape if n) >= 2**48:  # beside a zero: no tensor can have such sizes
+        raise WireError(f"{name} has sizes {shape}")
     if first % dtype.itemsize:
         raise WireError(f"{name} is not aligned")
     return dtype, shape, end

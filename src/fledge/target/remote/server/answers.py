@@ -5,30 +5,42 @@ from collections.abc import Sequence
 import torch
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.target.base import Eagle3TargetBackend, check_token_ids
+from fledge.core.rows import TokenBatch
+from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
 from fledge.target.cache.format import DTYPES
 from fledge.target.finite import check_answer
+from fledge.target.layers import longest_text
 from fledge.target.packing import find_documents
-from fledge.target.remote.protocol import Question, encode_answer
+from fledge.target.remote.protocol import Question, TooLarge, encode_answer
+from fledge.target.remote.server.admission import Limits
 from fledge.target.remote.server.merge import merge, split
-from fledge.target.remote.wire import Message, WireError
+from fledge.target.remote.wire import Message, WireError, check_digest, unpack
+from fledge.target.runner import RunnerEagle3TargetModel
 
 
 class Target:
     """A backend with hidden supervision, and what is asked of it."""
 
-    def __init__(self, backend: Eagle3TargetBackend) -> None:
+    def __init__(self, backend: Eagle3TargetBackend, limits: Limits) -> None:
         if backend.supervision != "hidden":
             raise ValueError(f"a server's target answers hidden states, not {backend.supervision}")
         self.backend, self.info = backend, backend.info()
         self._known_ids = len(backend.get_input_embeddings().weight)
+        self._limits, self._context = limits, _context(backend, self.info)
 
-    def check(self, question: Question) -> None:
+    def read(self, body: bytearray) -> Question:
+        """A question from the network; a ValueError says why it is none."""
+        tensors, metadata = unpack(body)
+        check_digest(body)
+        sizes = {"max_tokens": self._limits.max_tokens, "vocab_size": self.info.vocab_size}
+        question = Question.read(tensors, metadata, **sizes)
+        self._check(question)
+        return question
+
+    def _check(self, question: Question) -> None:
         """Refuse now what would fail later, in a pass with the questions of others."""
         rows = question.rows
-        if rows.seq_lens is not None and rows.seq_lens.shape[1] > rows.shape[1]:
-            raise WireError("seq_lens has room for more documents than a row has tokens")
-        find_documents(rows)
+        self._check_lengths(rows)
         check_token_ids(rows.input_ids, self._known_ids)
         if not bool(rows.attention_mask.any()):
             raise WireError("attention_mask marks no token at all")
@@ -39,6 +51,26 @@ class Target:
                 raise WireError(
                     f"vocabulary must be distinct ids of 0 .. {self.info.vocab_size - 1}"
                 )
+
+    def _check_lengths(self, rows: TokenBatch) -> None:
+        """What attention compares grows with the square of a row's length."""
+        documents = find_documents(rows)
+        what, longest = "a row", rows.shape[1]
+        if documents is not None:
+            what, longest = "a document", max(documents.lengths, default=0)
+            if (count := len(documents.lengths)) > self._limits.max_documents:
+                most = self._limits.max_documents
+                raise TooLarge(f"{count} documents in one request, {most} are allowed")
+        if longest > self._context:
+            raise WireError(
+                f"{what} of {longest} tokens is longer than the target's context, {self._context}"
+            )
+        if (pairs := rows.tokens * longest) > self._limits.max_attention:
+            most = self._limits.max_attention
+            raise TooLarge(
+                f"{rows.tokens} tokens with {what} of {longest} compare {pairs} pairs of tokens, "
+                f"{most} are allowed (--max-attention): ask about fewer rows at once"
+            )
 
     @torch.no_grad()
     def answer(self, questions: Sequence[Question]) -> list[Message]:
@@ -56,3 +88,10 @@ class Target:
         batch = batch.to(dtype=DTYPES.get(question.dtype))
         check_answer(self.backend, batch, question.rows)
         return encode_answer(batch, question, self.info.head)
+
+
+def _context(backend: Eagle3TargetBackend, info: TargetInfo) -> int:
+    """The longest row that the target was made for; practically unlimited where nobody says."""
+    if isinstance(backend, RunnerEagle3TargetModel):
+        return longest_text(backend.runner.model.config)
+    return longest_text(getattr(info.module, "config", None))

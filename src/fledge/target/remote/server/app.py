@@ -21,16 +21,26 @@ from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.manifest import copied_files, target_facts, target_tensors
 from fledge.target.finite import NotFinite
 from fledge.target.remote.client import boot_id
-from fledge.target.remote.protocol import PROTOCOL, WIRE_ENCODINGS, Question, WireShape
+from fledge.target.remote.http import check_token
+from fledge.target.remote.protocol import (
+    PROTOCOL,
+    WIRE_ENCODINGS,
+    Question,
+    TooLarge,
+    WireShape,
+)
 from fledge.target.remote.segment import write_segment
+from fledge.target.remote.server.admission import Limits, Place, QueueFull
 from fledge.target.remote.server.answers import Target
 from fledge.target.remote.server.guard import App, Guard, Receive, Scope, Send, send_head, send_json
 from fledge.target.remote.server.metrics import Metrics
-from fledge.target.remote.server.queue import AnswerQueue, Limits, QueueFull
-from fledge.target.remote.wire import Message, check_digest, unpack
+from fledge.target.remote.server.queue import AnswerQueue
+from fledge.target.remote.wire import Message
 
 _LONGEST_REASON = 500  # characters
 _BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to take the next piece
+_STALL_S = 10.0  # for the next piece of a body
+_SMALL_BYTES = 16 << 10  # a body that is read in less time than it takes to hand it to a thread
 
 
 class _Gone(Exception):  # noqa: N818  (ends a request, no fault)
@@ -39,6 +49,10 @@ class _Gone(Exception):  # noqa: N818  (ends a request, no fault)
 
 class _Late(Exception):  # noqa: N818  (an answer to the client)
     """The client takes too long to say what it wants."""
+
+
+class _Overlong(Exception):  # noqa: N818  (an answer to the client)
+    """The body is larger than it may be."""
 
 
 class TargetServer:
@@ -55,7 +69,10 @@ class TargetServer:
         limits: Limits | None = None,
     ) -> None:
         self.limits = limits or Limits()
-        self.metrics, self.target = Metrics(), Target(backend)
+        if token is not None:
+            check_token(token, where="token")
+        self.has_token = token is not None
+        self.metrics, self.target = Metrics(), Target(backend, self.limits)
         self.queue = AnswerQueue(self.target, self.metrics, self.limits)
         self._model_dir = model_dir
         self.info = self._describe(model, engine)
@@ -82,6 +99,7 @@ class TargetServer:
 
     def _routes(self) -> FastAPI:
         app = FastAPI(title="fledge target server", version=__version__, openapi_url=None)
+        app.router.redirect_slashes = False  # a redirect would repeat whatever Host it was sent
 
         @app.get("/health")
         async def health() -> dict[str, Any]:
@@ -96,12 +114,21 @@ class TargetServer:
             return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
         app.router.routes += [
-            Route("/v1/embeddings", _Once(self._embeddings), methods=["GET"]),
-            Route("/v1/head", _Once(self._head), methods=["GET"]),
-            Route("/v1/files", _Once(self._files), methods=["GET"]),
+            Route("/v1/embeddings", _Once(self, self._embeddings), methods=["GET"]),
+            Route("/v1/head", _Once(self, self._head), methods=["GET"]),
+            Route("/v1/files", _Once(self, self._files), methods=["GET"]),
             Route("/v1/generate", _Generate(self), methods=["POST"]),
         ]
         return app
+
+    @property
+    def largest_part(self) -> int:
+        """Bytes of the embedding or the head, whichever is larger; files are far smaller."""
+        weights = (
+            self.target.backend.get_input_embeddings().weight,
+            self.target.info.head.weight_VD,
+        )
+        return max(weight.nbytes for weight in weights)
 
     def _parts(self) -> dict[str, torch.Tensor]:
         weight = self.target.backend.get_input_embeddings().weight
@@ -126,44 +153,30 @@ class TargetServer:
         return Message(tensors, {})
 
 
-class _Once:
-    """A route whose reply is a message that takes a while to put together."""
-
-    def __init__(self, make: Callable[[], Message]) -> None:
-        self._make = make
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_message(send, await asyncio.to_thread(self._make))
-
-
-class _Generate:
-    """POST /v1/generate, from the body's first byte to the reply's last."""
+class _Route:
+    """A route whose reply is a message: it needs a place among the requests under way."""
 
     def __init__(self, server: TargetServer) -> None:
         self._server, self._queue = server, server.queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await _read_body(receive, self._server.limits.max_body_bytes)
-            if body is None:
-                await send_json(send, 413, {"error": "the body is too large"})
-                return
-            question = await asyncio.to_thread(self._read, body)
-            if await self._refused(question, send):
-                return
-            with self._queue.admitted(self._reply_bytes(question)):
-                message = await self._answer(question, receive)
-                await self._reply(question, message, send)
+            with self._queue.admission.place() as place:
+                await self._respond(place, scope, receive, send)
         except _Gone:
             return
         except _Late:
             await send_json(send, 408, {"error": "the body did not arrive in time"})
+        except _Overlong:
+            await send_json(send, 413, {"error": "the body is too large"})
         except QueueFull as full:
             after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # HTTP knows whole seconds
             facts = {"error": str(full), "retry_after_s": full.retry_after_s}
             await send_json(send, 429, facts, after)
         except NotFinite as error:  # a fault of ours that asking again does not mend
             await send_json(send, 500, {"error": first_line(error), "final": True})
+        except TooLarge as error:
+            await send_json(send, 413, {"error": first_line(error)[:_LONGEST_REASON]})
         except ValueError as error:  # WireError among them: malformed input is the client's problem
             await send_json(send, 400, {"error": first_line(error)[:_LONGEST_REASON]})
         except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:
@@ -171,20 +184,43 @@ class _Generate:
             what = f"the target failed ({type(error).__name__}: {reason})"
             await send_json(send, 500, {"error": what})
 
-    def _read(self, body: bytearray) -> Question:
-        tensors, metadata = unpack(body)
-        check_digest(body)
-        question = Question.read(tensors, metadata)
-        if question.rows.tokens <= self._server.limits.max_tokens:
-            self._server.target.check(question)
-        return question
+    async def _respond(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class _Once(_Route):
+    """A message about the target itself, which takes a while to put together."""
+
+    def __init__(self, server: TargetServer, make: Callable[[], Message]) -> None:
+        super().__init__(server)
+        self._make = make
+
+    async def _respond(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
+        place.take_reply(self._server.largest_part)
+        await _send_message(send, await asyncio.to_thread(self._make))
+
+
+class _Generate(_Route):
+    """POST /v1/generate, from the body's first byte to the reply's last."""
+
+    async def _respond(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
+        declared = _declared_length(scope)
+        if declared is not None:
+            place.take_body(declared)  # before any of it is read
+        most = self._server.limits.max_body_bytes
+        body = await _read_body(receive, most, place if declared is None else None)
+        read = self._server.target.read
+        small = len(body) < _SMALL_BYTES
+        question = read(body) if small else await asyncio.to_thread(read, body)
+        del body
+        if await self._refused(question, send):
+            return
+        place.take_reply(self._reply_bytes(question))
+        message = await self._answer(question, receive)
+        await self._reply(question, message, send)
 
     async def _refused(self, question: Question, send: Send) -> bool:
-        most, wanted = self._server.limits.max_tokens, question.fingerprint
-        if question.rows.tokens > most:
-            what = f"{question.rows.tokens} tokens in one request, {most} are allowed"
-            await send_json(send, 413, {"error": what})
-            return True
+        wanted = question.fingerprint
         if wanted and wanted != self._server.target.info.weights_fingerprint:
             what = f"weights {wanted} were asked for, this server holds "
             what += self._server.target.info.weights_fingerprint
@@ -226,18 +262,32 @@ class _Generate:
         self._server.metrics.count("reply_bytes_total", size, way=way)
 
 
-async def _read_body(receive: Receive, most: int) -> bytearray | None:
-    """The whole body; None when there is more of it than allowed."""
+def _declared_length(scope: Scope) -> int | None:
+    """Of the body; None where it comes in chunks."""
+    headers = dict(scope["headers"])
+    if b"transfer-encoding" in headers:
+        return None
+    return int(headers.get(b"content-length", b"0"))
+
+
+async def _read_body(receive: Receive, most: int, growing: Place | None) -> bytearray:
+    """The whole body. Where its length was not declared, it takes its room as it comes in."""
     body = bytearray()
+    now = asyncio.get_running_loop().time
+    end = now() + _BODY_TIMEOUT_S
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
+        async with asyncio.timeout_at(end) as limit:
             while True:
+                limit.reschedule(min(end, now() + _STALL_S))
                 part = await receive()
                 if part["type"] == "http.disconnect":
                     raise _Gone
-                body += part.get("body", b"")
-                if len(body) > most:
-                    return None
+                piece = part.get("body", b"")
+                if len(body) + len(piece) > most:
+                    raise _Overlong
+                if growing is not None:
+                    growing.take_body(len(piece))
+                body += piece
                 if not part.get("more_body", False):
                     return body
     except TimeoutError:

@@ -1,8 +1,10 @@
 """What stands in front of every route: the token, the size limit, the count; from headers alone."""
 
+import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from fledge.target.remote.server.metrics import Metrics
@@ -30,9 +32,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        begun = False
 
         async def counted(message: MutableMapping[str, Any]) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 known = scope["path"] in PATHS  # strangers invent paths without end
                 self._metrics.count(
                     "http_requests_total",
@@ -41,25 +46,61 @@ class Guard:
                 )
             await send(message)
 
+        try:
+            await self._admit(scope, receive, counted)
+        except asyncio.CancelledError:  # the server ends, and the time to drain is over
+            if not begun:
+                with suppress(asyncio.CancelledError):
+                    await send_json(counted, 503, {"error": "the server is shutting down"})
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         if scope["path"] not in OPEN_PATHS and not self._may_enter(headers):
             what = "a valid bearer token is needed"
-            await send_json(counted, 401, {"error": what}, {"WWW-Authenticate": "Bearer"})
+            await send_json(send, 401, {"error": what}, {"WWW-Authenticate": "Bearer"})
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body:
             what = (
                 f"the body has {length[:20].decode('latin1')} bytes, {self._max_body} are allowed"
             )
-            await send_json(counted, 413, {"error": what}, {"Connection": "close"})
+            await send_json(send, 413, {"error": what})
             return
-        await self._app(scope, receive, counted)
+        await self._app(scope, receive, send)
 
     def _may_enter(self, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None:
             return True
         # the comparison takes the same time wherever the first difference lies
         return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
+
+
+class OwnHosts:
+    """Lets only those in who name this machine: a web page whose own name was made to point to
+    127.0.0.1 can make a browser ask a server there, but not under another name than its own."""
+
+    def __init__(self, app: App, host: str) -> None:
+        self._app = app
+        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = [value for name, value in scope.get("headers", ()) if name == b"host"]
+        open_to_all = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if open_to_all or (len(hosts) == 1 and self._is_own(hosts[0].decode("latin1"))):
+            await self._app(scope, receive, send)
+            return
+        what = "the Host header does not name this machine; without a token only it may ask"
+        await send_json(send, 421, {"error": what})
+
+    def _is_own(self, host: str) -> bool:
+        """With any port: it may have been forwarded from another one, as ssh -L does."""
+        name, port = host, ""
+        if host.startswith("["):
+            name, _, port = host[1:].partition("]")
+            port = port.removeprefix(":")
+        elif ":" in host:
+            name, _, port = host.partition(":")
+        return name.lower() in self._hosts and (not port or port.isdecimal())
 
 
 async def send_json(

@@ -13,7 +13,10 @@ _HELP = {
     "abandoned_total": ("counter", "Questions whose client left before their turn came."),
     "queue_requests": ("gauge", "Questions that wait for the target."),
     "pending_requests": ("gauge", "Requests between arrival and the end of their reply."),
+    "pending_body_bytes": ("gauge", "Bytes of the bodies that these hold or will hold."),
     "pending_reply_bytes": ("gauge", "Bytes of replies that these hold or will hold."),
+    "connections": ("gauge", "Open connections."),
+    "dropped_connections_total": ("counter", "Connections closed for being too many or too slow."),
 }
 
 
@@ -32,9 +35,10 @@ class Metrics:
         with self._lock:
             self._values[key] = self._values.get(key, 0) + amount
 
-    def set(self, name: str, value: float) -> None:
+    def set(self, **values: float) -> None:
         with self._lock:
-            self._values[name, ""] = value
+            for name, value in values.items():
+                self._values[name, ""] = value
 
     def passed(self, questions: int, tokens: int, seconds: float, *, failed: bool) -> None:
         """One pass of the target is over."""

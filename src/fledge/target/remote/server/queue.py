@@ -1,43 +1,21 @@
-"""The order of answers: a bounded queue in front of one worker thread.
+"""The order of answers: a queue in front of one worker thread. What bounds it is `admission`.
 
-Everything here happens on the event loop; only the target's passes run elsewhere. A request counts
-against the limits from its arrival until its reply has left, so that slow readers cannot make the
-server hold more than its limit.
+Everything here happens on the event loop; only the target's passes run elsewhere.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fledge.core.rows import TokenBatch
 from fledge.target.remote.protocol import Question
+from fledge.target.remote.server.admission import Admission, Limits
 from fledge.target.remote.server.answers import Target
 from fledge.target.remote.server.merge import may_merge, merged_tokens
 from fledge.target.remote.server.metrics import Metrics
-from fledge.target.remote.wire import Message
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server accepts and holds."""
-
-    max_body_bytes: int = 64 << 20
-    max_tokens: int = 1 << 18  # rows times width of one request
-    max_requests: int = 64
-    max_reply_bytes: int = 8 << 30  # of all replies that are under way
-    merge_tokens: int = 16384
-
-
-class QueueFull(Exception):  # noqa: N818  (an answer to the client, not a fault)
-    """Come back after `retry_after_s`."""
-
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"the queue is full for about {retry_after_s:.1f} s")
-        self.retry_after_s = retry_after_s
+from fledge.target.remote.wire import Message, WireError
 
 
 @dataclass(eq=False)
@@ -49,7 +27,7 @@ class _Job:
 
 
 class AnswerQueue:
-    """Bounded in requests and in bytes of replies; merges small questions that wait together."""
+    """One pass after another; merges small questions that wait together."""
 
     def __init__(self, target: Target, metrics: Metrics, limits: Limits) -> None:
         self._target, self._metrics, self._limits = target, metrics, limits
@@ -57,31 +35,18 @@ class AnswerQueue:
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
         self._pump: asyncio.Task[None] | None = None
-        self._requests = self._bytes = 0
+        self.admission = Admission(limits, metrics, self._expected_s)
         self._tokens_per_s = 1000.0  # measured as passes go by
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @contextmanager
-    def admitted(self, reply_bytes: int) -> Iterator[None]:
-        """Count a request and the reply it will hold, or raise QueueFull."""
-        full = self._requests >= self._limits.max_requests
-        full = full or self._bytes + reply_bytes > self._limits.max_reply_bytes
-        if self._requests and full:
-            raise QueueFull(self._expected_s())
-        self._requests, self._bytes = self._requests + 1, self._bytes + reply_bytes
-        self._show()
-        try:
-            yield
-        finally:
-            self._requests, self._bytes = self._requests - 1, self._bytes - reply_bytes
-            self._show()
-
     async def answer(self, question: Question) -> Message:
         """Wait for the answer. A question whose id is already here is not computed twice."""
         job = self._jobs.get(question.request_id)
+        if job is not None and not job.question.asks_the_same(question):
+            raise WireError(f"request {question.request_id} is under way with another question")
         if job is None:
             done = asyncio.get_running_loop().create_future()
             job = _Job(question, done, question.alone)
@@ -125,9 +90,7 @@ class AnswerQueue:
             failed = isinstance(answers, BaseException)
             self._metrics.passed(len(jobs), tokens, seconds, failed=failed)
             if isinstance(answers, BaseException) and len(jobs) > 1:  # whose fault was it?
-                for job in reversed(jobs):
-                    job.alone = True
-                    self._waiting.appendleft(job)
+                self._put_back(jobs)
                 continue
             for index, job in enumerate(jobs):
                 if isinstance(answers, BaseException):
@@ -137,6 +100,15 @@ class AnswerQueue:
                     job.done.set_result(answers[index])
             del jobs, questions, answers, call  # replies live as long as they are sent, no longer
         self._pump = None
+
+    def _put_back(self, jobs: list[_Job]) -> None:
+        """Each in a pass of its own, as far as anybody still waits for it."""
+        for job in reversed(jobs):
+            job.alone = True
+            if job.listeners:
+                self._waiting.appendleft(job)
+            else:
+                self._metrics.count("abandoned_total")
 
     def _next_group(self) -> list[_Job]:
         """The oldest question, and those behind it that may share its pass."""
@@ -160,6 +132,4 @@ class AnswerQueue:
         return min(30.0, max(0.1, tokens / max(self._tokens_per_s, 1.0)))
 
     def _show(self) -> None:
-        self._metrics.set("queue_requests", len(self._waiting))
-        self._metrics.set("pending_requests", self._requests)
-        self._metrics.set("pending_reply_bytes", self._bytes)
+        self._metrics.set(queue_requests=len(self._waiting))

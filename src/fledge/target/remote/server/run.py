@@ -1,23 +1,37 @@
 """Serving until asked to stop: the socket, TLS, and a drain in which nothing is lost."""
 
+import asyncio
 import ipaddress
+import logging
 import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from fledge.core.errors import BadInput
 from fledge.target.remote.segment import remove_leftovers
 from fledge.target.remote.server.app import TargetServer
+from fledge.target.remote.server.connections import (
+    KEEP_ALIVE_S,
+    ConnectionLimits,
+    Connections,
+    Listener,
+    raise_file_limit,
+)
+from fledge.target.remote.server.guard import App, OwnHosts, Receive, Scope, Send
+from fledge.target.remote.server.heads import BoundedProtocol
 
-_KEEP_ALIVE_S = 120  # longer than trainers pause between requests
-_MAX_CONNECTIONS = 1024
+_LEFTOVERS_S = 30.0  # between two looks for shared memory of killed clients
+_REPEAT_S = 60.0  # before a warning is said again
 
 
 @dataclass(frozen=True)
@@ -44,14 +58,7 @@ class Address:
             if path is not None and not path.is_file():
                 raise BadInput("not a file", where=str(path))
         if self.tls_cert is not None:
-            try:
-                ssl.create_default_context().load_cert_chain(self.tls_cert, self.tls_key)
-            except ssl.SSLError as error:
-                raise BadInput(
-                    f"no certificate chain with its key ({error.reason})",
-                    where=f"{self.tls_cert}, {self.tls_key}",
-                    fix="give both in PEM form",
-                ) from None
+            self._check_certificate()
         if not self.is_loopback and token is None and not insecure:
             raise BadInput(
                 f"{self.host} can be reached from other machines, and no token is set",
@@ -59,12 +66,32 @@ class Address:
                 fix="give --token-env NAME, or --insecure on a network that you trust",
             )
 
-    def bind(self) -> socket.socket:
+    def _check_certificate(self) -> None:
+        assert self.tls_cert is not None
+
+        def no_password() -> str:  # or OpenSSL would ask the terminal for one
+            what = "the key is encrypted, and nobody is there to type its password"
+            fix = "decrypt it: openssl pkey -in KEY -out NEW"
+            raise BadInput(what, where=str(self.tls_key), fix=fix)
+
+        try:
+            context = ssl.create_default_context()
+            context.load_cert_chain(self.tls_cert, self.tls_key, no_password)
+        except OSError as error:  # SSLError among them
+            reason = getattr(error, "reason", None) or error.strerror
+            raise BadInput(
+                f"no certificate chain with its key ({reason})",
+                where=f"{self.tls_cert}, {self.tls_key}",
+                fix="give both in PEM form",
+            ) from None
+
+    def bind(self, limits: ConnectionLimits | None = None) -> Listener:
         """The listening socket, taken before the model is loaded: a busy port is known at once."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # named as TCP: asyncio sends small packets at once only where it can tell
-        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        bound = Listener(family, limits or ConnectionLimits())
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # accepted sockets inherit it: a client whose machine is gone is noticed
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
             bound.bind((self.host, self.port))
         except OSError as error:
@@ -82,38 +109,95 @@ class Address:
         return f"{scheme}://{host}:{bound.getsockname()[1]}"
 
 
-def make_uvicorn(server: TargetServer, address: Address, *, drain_s: float) -> uvicorn.Server:
+def make_uvicorn(
+    server: TargetServer, address: Address, bound: Listener, *, drain_s: float
+) -> uvicorn.Server:
     """uvicorn on its httptools parser and asyncio's own loop: the pair that sends large pieces
     without copying them (uvloop and h11 reach half of it, see benchmarks/results/remote.md)."""
+    app = server.app
+    if address.is_loopback and not server.has_token:
+        app = OwnHosts(app, address.host)
+    protocol: Any = partial(BoundedProtocol, connections=bound.connections)
     config = uvicorn.Config(
-        server.app,
-        http="httptools",
+        _tracked(app, bound.connections),
+        http=protocol,
         loop="asyncio",
         ws="none",
         lifespan="off",
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-        limit_concurrency=_MAX_CONNECTIONS,
+        proxy_headers=False,  # who asks is who is connected
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # it takes any number
+        callback_notify=_Chores(server, bound.connections).do,
+        timeout_notify=0,  # as often as it looks, which is every second
         ssl_certfile=None if address.tls_cert is None else str(address.tls_cert),
         ssl_keyfile=None if address.tls_key is None else str(address.tls_key),
     )
+    logging.getLogger("uvicorn.error").addFilter(_SELDOM)
     return uvicorn.Server(config)
+
+
+def _tracked(app: App, connections: Connections) -> App:
+    """The application, which tells whose requests are at work."""
+
+    async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
+        with connections.busy(scope.get("client")):
+            await app(scope, receive, send)
+
+    return tracked
+
+
+class _Chores:
+    """What a running server does now and then."""
+
+    def __init__(self, server: TargetServer, connections: Connections) -> None:
+        self._metrics, self._connections = server.metrics, connections
+        self._looked = time.monotonic()
+
+    async def do(self) -> None:
+        self._connections.drop_late()
+        held, dropped = len(self._connections), self._connections.dropped
+        self._metrics.set(connections=held, dropped_connections_total=dropped)
+        if time.monotonic() - self._looked >= _LEFTOVERS_S:
+            self._looked = time.monotonic()
+            await asyncio.to_thread(remove_leftovers)
+
+
+class _Seldom(logging.Filter):
+    """Warnings that strangers can cause at will, such as of what is not HTTP, once a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno > logging.WARNING:
+            return True
+        now, text = time.monotonic(), str(record.msg)
+        if now - self._said.get(text, -_REPEAT_S) < _REPEAT_S:
+            return False
+        self._said[text] = now
+        return True
+
+
+_SELDOM = _Seldom()
 
 
 def serve(
     server: TargetServer,
     address: Address,
-    bound: socket.socket,
+    bound: Listener,
     *,
     drain_s: float = 60.0,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Answer until SIGINT or SIGTERM; then finish what was accepted, and take nothing new."""
     remove_leftovers()
-    web = make_uvicorn(server, address, drain_s=drain_s)
+    connections = bound.connections
+    connections.limits = connections.limits.below(raise_file_limit())
+    web = make_uvicorn(server, address, bound, drain_s=drain_s)
     bound.listen(2048)
     on_ready(address.url(bound))
     try:

@@ -1,0 +1,219 @@
+"""Long rows: what is left out before tokenising changes nothing, and nothing costs hours."""
+
+import json
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fledge.data import mask, sources
+from fledge.data.drops import BadRow
+from fledge.data.mask import MaskedText
+from fledge.data.template import shared_prefix
+from fledge.data.tokenise import Encoder, TokeniseOptions, _masked, tokenise_part
+
+
+def chat(*turns):
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
+
+
+def whole(encoder, text, place):
+    """The definition: all of a text is tokenised, and then cut or dropped."""
+    encoding = encoder._backend.encode(text.text, add_special_tokens=False)
+    return encoder.fit(_masked(text, place, encoding))
+
+
+def outcome(make):
+    try:
+        row = make()
+    except BadRow as bad:
+        return bad.reason
+    return row.input_ids.tolist(), row.loss_mask.tolist(), row.place, row.truncated
+
+
+@pytest.fixture(scope="module")
+def encoder(smollm2_tokenizer):
+    return Encoder(smollm2_tokenizer, TokeniseOptions())
+
+
+@pytest.fixture
+def limited(encoder, monkeypatch):
+    """The same encoder with other options: to make a new one takes a second."""
+
+    def make(**options):
+        monkeypatch.setattr(encoder, "options", TokeniseOptions(**options))
+        only_last = mask.MaskOptions(last_turn_only=encoder.options.last_turn_only)
+        monkeypatch.setattr(encoder, "_mask_options", only_last)
+        return encoder
+
+    return make
+
+
+words = st.one_of(
+    st.text(max_size=60), st.sampled_from(["<|im_end|>", "<|im_start|>x", "  \n ", "a" * 500, "𓀀"])
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    turns=st.lists(words, min_size=1, max_size=24),
+    limit=st.integers(2, 60),
+    overlong=st.sampled_from(["cut", "drop"]),
+    last=st.booleans(),
+)
+def test_a_beginning_gives_the_row_that_the_whole_text_gives(limited, turns, limit, overlong, last):
+    encoder = limited(max_length=limit, overlong=overlong, last_turn_only=last)
+    said = [f"{t.encode('utf-8', 'ignore').decode()}." for t in turns]
+    [text] = encoder.texts(chat(*[t for answer in said for t in (answer, answer)]))
+    expected = outcome(lambda: whole(encoder, text, "x"))
+    assert outcome(lambda: encoder.fit(encoder.encode([text], ["x"])[0])) == expected
+    assert outcome(lambda: encoder.encode_to_show(text, "x")[0]) == expected
+
+
+def test_only_a_beginning_is_tokenised(limited):
+    encoder = limited(max_length=100)
+    [text] = encoder.texts(chat(*["Say it again, please."] * 400))
+    [row] = encoder.encode([text], ["x"])
+    assert 100 < len(row.input_ids) < 1000
+    assert len(_masked(text, "x", encoder._backend.encode(text.text)).input_ids) > 3000
+
+
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def test_borders_are_tokens_that_nothing_can_reach_across():
+    from fledge.data.tokenise import _borders
+
+    tokens = {
+        "<end>": {}, "<en": {}, "<pad>": {"rstrip": True}, "<word>": {"single_word": True},
+        "<norm>": {"normalized": True}, "</s>": {}, "</s></s>": {}, "<left>": {"lstrip": True},
+    }  # fmt: skip
+    added = [{"content": name, **ADDED, **more} for name, more in tokens.items()]
+    sure = [name for name in tokens if _borders(added).fullmatch(name)]
+    assert sure == ["<end>", "</s></s>", "<left>"]
+    assert _borders([]).search("anything") is None
+
+
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=spans, ends=st.lists(st.integers(0, 4), max_size=20))
+def test_the_mask_is_every_token_within_any_span(spans, ends):
+    bounds = np.concatenate([[0], np.cumsum(ends, dtype=np.int64)])
+
+    offsets = list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
+    encoding = SimpleNamespace(ids=ends, offsets=offsets)
+    row = _masked(MaskedText("", tuple(map(tuple, spans))), "x", encoding)
+    inside = [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
+    assert row.loss_mask.tolist() == inside
+
+
+@given(a=st.text("ab", max_size=12), b=st.text("ab", max_size=12))
+def test_shared_prefix(a, b):
+    size = shared_prefix(a, b)
+    assert a[:size] == b[:size]
+    assert a[size : size + 1] != b[size : size + 1] or size in (len(a), len(b))
+
+
+def test_limits_are_reasons(encoder, limited):
+    def reason(row):
+        with pytest.raises(BadRow) as caught:
+            encoder.texts(row)
+        return caught.value.reason
+
+    start = time.perf_counter()
+    assert reason(chat(*["a"] * 20_000)) == "too many turns"
+    assert reason(chat("a", "b" * (mask.LONGEST_ROW + 1))) == "row is too long"
+    assert reason(chat(*["a" * 19_999] * 404)) == "too many turns"
+    tools = [{"type": "function", "function": {"name": "f", "text": "x" * mask.LONGEST_ROW}}]
+    assert reason({**chat("a", "b"), "tools": tools}) == "row is too long"
+    assert time.perf_counter() - start < 5
+    last = limited(last_turn_only=True)
+    assert len(last.texts(chat(*["a"] * 20_000))) == 1  # one answer is found by two renderings
+
+
+def test_a_row_with_many_turns_is_whole_and_takes_seconds(encoder):
+    start = time.process_time()
+    [text] = encoder.texts(chat(*["a"] * 600))
+    assert time.process_time() - start < 10
+    assert text.supervised() == ["a<|im_end|>"] * 300
+
+
+def test_half_a_character_anywhere_is_a_reason(smollm2_tokenizer, tmp_path):
+    """JSON takes it, tokenizers do not."""
+    rows = [chat("a", "b"), chat("a", "b")]
+    call = {"function": {"name": "f", "arguments": {"k": "f \ud800"}}}
+    rows[0]["messages"][1]["tool_calls"] = [call]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = type(smollm2_tokenizer).from_pretrained(smollm2_tokenizer.name_or_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ m.tool_calls[0].function.arguments.k if m.tool_calls }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    [part] = sources.make_parts([str(path)])
+    made = tokenise_part(part, Encoder(tokenizer, TokeniseOptions()))
+    assert made.drops.counts == {"broken UTF-8": 1}
+    assert len(made.rows) == 1
+
+
+def test_batches_do_not_change_the_rows(encoder, tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    rows = [chat(f"{i}", "x" * i) if i % 3 else {} for i in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [part] = sources.make_parts([str(path)])
+    one = tokenise_part(part, encoder)
+    monkeypatch.setattr("fledge.data.tokenise._BATCH", 64)
+    many = tokenise_part(part, encoder)
+    assert [outcome(lambda r=r: r) for r in many.rows] == [outcome(lambda r=r: r) for r in one.rows]
+    assert many.drops == one.drops
+
+
+MEASURE = """
+import json, resource, sys, time
+from pathlib import Path
+from fledge.data import sources
+from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
+
+encoder = Encoder.load(sys.argv[1], TokeniseOptions(max_length=2048))
+base, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+parts = sources.make_parts([sys.argv[2]])
+drops = [tokenise_part(part, encoder).drops.to_json() for part in parts]
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([peak - base, time.process_time() - start, drops]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "sign", "reason"),
+    [(100, "é ", "row is too long"), (2, "word ", None)],
+)
+def test_a_long_line_takes_memory_of_its_own_order(smollm2, tmp_path, megabytes, sign, reason):
+    path = tmp_path / "a.jsonl"
+    size = megabytes << 20
+    line = json.dumps(chat("x", sign * (size // len(sign.encode()))), ensure_ascii=False)
+    with path.open("w") as handle:
+        handle.write(f"{json.dumps(chat('x', 'y'))}\n{line}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(smollm2), str(path)], capture_output=True, text=True,
+        check=True, timeout=100,
+    )  # fmt: skip
+    kilobytes, seconds, [drops] = json.loads(done.stdout)
+    assert drops["counts"] == ({reason: 1} if reason else {})
+    assert drops["kept"] == (1 if reason else 2)
+    if reason:
+        assert kilobytes << 10 < 2 * size
+        assert seconds < 5
+    else:  # tokenised whole: nothing in it is sure to be left out
+        assert kilobytes << 10 < 100 * size
+        assert seconds < 30

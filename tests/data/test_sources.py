@@ -1,0 +1,219 @@
+"""Files as they come: cut short, damaged, mislabelled, endless. What is whole is read exactly; the
+rest is one line that names the file."""
+
+import gzip
+import io
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.cli import main
+from fledge.core.errors import BadInput
+from fledge.data import sources
+from fledge.data.drops import BadRow
+from fledge.measure.prompts import read_prompts
+
+
+def chat(i):
+    messages = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}!"}]
+    return {"messages": messages}
+
+
+ROWS = [chat(i) for i in range(40)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def parquet(**options):
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS), buffer, row_group_size=9, **options)
+    return buffer.getvalue()
+
+
+FILES = {
+    "a.jsonl": LINES,
+    "a.jsonl.gz": gzip.compress(LINES, mtime=0),
+    "b.jsonl.gz": gzip.compress(LINES[:999], mtime=0) + gzip.compress(LINES[999:], mtime=0),
+    "a.json": json.dumps(ROWS).encode(),
+    "a.parquet": parquet(),
+    "b.parquet": parquet(compression="none", use_dictionary=False, write_page_checksum=True),
+}
+
+
+def read(path):
+    """The rows that are there, and whether the rest was refused in one line."""
+    try:
+        parts = sources.make_parts([str(path)], rows_per_part=7)
+        return [row for part in parts for _, row in part.rows()], None
+    except BadInput as error:
+        line = str(error)
+    assert str(path) in line
+    assert "\n" not in line
+    return [], line
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("sources")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whole_files_are_read_exactly(place, name):
+    (place / name).write_bytes(FILES[name])
+    assert read(place / name) == (ROWS, None)
+
+
+@pytest.mark.parametrize("name", FILES)
+@settings(max_examples=60, deadline=None)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_cut_short_loses_nothing_silently(place, name, share):
+    content = FILES[name]
+    (place / name).write_bytes(content[: int(share * len(content))])
+    rows, refused = read(place / name)
+    if name == "a.jsonl":  # lines before the cut are whole; the one it goes through is bad
+        cut = content[: int(share * len(content))]
+        assert refused is None
+        assert rows[: cut.count(b"\n")] == ROWS[: cut.count(b"\n")]
+        assert all(isinstance(row, BadRow) or row in ROWS for row in rows[cut.count(b"\n") :])
+        assert len(rows) == cut.count(b"\n") + (not cut.endswith(b"\n") and cut != b"")
+    elif name == "b.jsonl.gz" and rows:  # between its two members
+        assert rows[:-1] == ROWS[: len(rows) - 1]
+        assert isinstance(rows[-1], BadRow)
+    else:
+        assert rows in ([], ROWS)  # nothing at all is an empty file: refused later
+        assert refused or share * len(content) < 1 or rows == ROWS
+
+
+@pytest.mark.parametrize("name", FILES)
+@settings(max_examples=80, deadline=None)
+@given(flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), max_size=3))
+def test_flipped_bits_are_rows_or_one_line(place, name, flips):
+    content = bytearray(FILES[name])
+    for share, bit in flips:
+        content[int(share * len(content))] ^= 1 << bit
+    (place / name).write_bytes(content)
+    rows, _ = read(place / name)
+    if name.endswith(".gz"):  # what its checksum does not cover is not in the rows
+        assert rows in ([], ROWS)
+
+
+@pytest.mark.parametrize("name", FILES)
+@settings(max_examples=10, deadline=None)
+@given(content=st.binary(max_size=200))
+def test_anything_at_all_is_rows_or_one_line(place, name, content):
+    for head in (b"", FILES[name][:40], FILES["a.jsonl.gz"][:10], b"PAR1"):
+        (place / name).write_bytes(head + content)
+        read(place / name)
+
+
+VERBS = {
+    "prepare": "data prepare {} --model smollm2-135m --json",
+    "preview": "data preview {} --model smollm2-135m",
+    "stats": "data stats {} --model smollm2-135m",
+    "eval": "eval draft --target smollm2-135m --prompts {}",
+    "regenerate": "regenerate {} --target smollm2-135m --out new.jsonl",
+}
+MISLABELLED = [
+    ("a.jsonl", "a.jsonl.gz", "is a gzip file; name it .jsonl.gz"),
+    ("a.jsonl", "a.parquet", "is a parquet file; name it .parquet"),
+    ("a.jsonl.gz", "a.parquet", "is a parquet file; name it .parquet"),
+    ("a.jsonl.gz", "a.jsonl", "truncated or damaged"),
+    ("a.parquet", "a.jsonl", "not a parquet file"),
+    ("a.parquet", "a.jsonl.gz", "not a parquet file"),
+    ("a.json", "a.jsonl.gz", "not valid JSON"),
+]
+
+
+def refused(command, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main.run(command.split())
+    out, err = capfd.readouterr()
+    [line] = err.strip().splitlines()
+    assert ended.value.code == 2, err
+    assert out == ""
+    return line
+
+
+@pytest.mark.parametrize("verb", ["prepare", "preview"])
+@pytest.mark.parametrize(("name", "content", "message"), MISLABELLED)
+def test_a_file_under_another_kinds_name(
+    tmp_path, monkeypatch, capfd, smollm2, verb, name, content, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(FILES[content])
+    line = refused(VERBS[verb].format(name), capfd)
+    assert f"{name}" in line
+    assert message in line
+
+
+@pytest.mark.parametrize("verb", ["prepare", "preview", "stats"])
+def test_a_gzip_file_cut_short_is_not_an_interrupt(tmp_path, monkeypatch, capfd, smollm2, verb):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl.gz").write_bytes(FILES["a.jsonl.gz"][:-9])
+    assert "a.jsonl.gz:4" in refused(VERBS[verb].format("a.jsonl.gz"), capfd)
+
+
+def test_prompts_and_a_job_say_the_same(tmp_path):
+    from fledge.data.regenerate import Sampling, regenerate
+
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(FILES["a.jsonl.gz"][:-9])
+
+    class Nobody:
+        together = 1
+
+        def identity(self):
+            return {}
+
+        def run(self, tasks, report):
+            raise AssertionError("nothing is asked")
+
+    with pytest.raises(BadInput, match="truncated or damaged"):
+        read_prompts([str(path)])
+    with pytest.raises(BadInput, match="truncated or damaged"):
+        regenerate([str(path)], tmp_path / "new.jsonl", Nobody(), Sampling())
+
+
+@pytest.mark.timeout(30)
+def test_pipes_and_devices_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "directory.parquet").mkdir()
+    for name in ("pipe.jsonl", "zero.jsonl"):
+        for use in (sources.make_parts, sources.fingerprint):
+            with pytest.raises(BadInput, match=f"{name}: not a regular file"):
+                use([str(tmp_path / name)])
+    with pytest.raises(BadInput, match=r"no \.jsonl"):
+        sources.make_parts([str(tmp_path / "directory.parquet")])
+
+
+def test_any_other_early_end_of_a_file_is_bad_input_too(monkeypatch, capfd):
+    def app(**_):
+        from typer import Abort
+
+        raise Abort from EOFError("Ran out of input")  # as Typer does
+
+    monkeypatch.setattr(main, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        main.run(["eval"])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "fledge: a file ended too early (Ran out of input)\n"
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_line_that_is_too_long_is_dropped_unread(tmp_path, monkeypatch, zipped):
+    monkeypatch.setattr(sources, "LONGEST_LINE", 200)
+    long = json.dumps({"messages": "x" * 3_000_000}).encode()
+    content = b"\n".join([LINES.splitlines()[0], long, b"", LINES.splitlines()[1], long])
+    path = tmp_path / ("a.jsonl.gz" if zipped else "a.jsonl")
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    for rows_per_part in (1, 2, 100):
+        parts = sources.make_parts([str(path)], rows_per_part)
+        found = [row for part in parts for row in part.rows()]
+        assert [place.rpartition(":")[2] for place, _ in found] == ["1", "2", "4", "5"]
+        assert [found[0][1], found[2][1]] == ROWS[:2]
+        assert {found[i][1].reason for i in (1, 3)} == {"row is too long"}

@@ -1,0 +1,132 @@
+"""What of a model's directory goes into a cache or over a server: its config and tokenizer, nothing
+that only looks like them."""
+
+import os
+
+import pytest
+import torch
+
+from fledge.core.errors import BadInput
+from fledge.target.cache.manifest import copied_files, is_copied
+
+TRAVEL = [
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+    *("qwen.tiktoken", "tiktoken.model", "sentencepiece.bpe.model"),
+]
+STAY = [
+    *("hf_token.txt", "token", ".token", ".env", "tokens.json", "my_tokenizer.json", "token.json"),
+    *(
+        "tokenization_custom.py",
+        "evil.jinja",
+        "model.safetensors",
+        "config.json.bak",
+        "x/config.json",
+    ),
+    *(
+        "../config.json",
+        "/etc/config.json",
+        "config.json\n",
+        "",
+        "CONFIG.JSON",
+        "tokenizer.json.tmp",
+    ),
+]
+
+
+def names(directory):
+    return [path.name for path in copied_files(directory)]
+
+
+def fill(directory, files=(*TRAVEL, *STAY)):
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        if name and "/" not in name:
+            (directory / name).write_text(name)
+
+
+def test_the_files_of_every_tokenizer_travel_and_no_others(tmp_path):
+    fill(tmp_path)
+    assert sorted(names(tmp_path)) == sorted(TRAVEL)
+    assert all(map(is_copied, TRAVEL))
+    assert not any(map(is_copied, STAY))
+
+
+def test_only_regular_files_in_the_directory_itself(tmp_path):
+    model, secret = tmp_path / "model", tmp_path / "secret"
+    fill(model, ["config.json", "vocab.txt"])
+    secret.write_text("secret")
+    (model / "tokenizer.json").symlink_to(secret)
+    (model / "merges.txt").symlink_to("vocab.txt")
+    (model / "vocab.json").mkdir()
+    (model / "chat_template.json").symlink_to(model / "nowhere")
+    os.mkfifo(model / "tokenizer.model")
+    assert names(model) == ["config.json", "vocab.txt"]
+
+
+def hub_snapshot(hub):
+    """As huggingface_hub keeps a repository: names that are links to blobs."""
+    repository = hub / "models--org--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    fill(repository / "blobs", ["1" * 40, "2" * 40])
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(f"../../blobs/{'1' * 40}")
+    (snapshot / "tokenizer.json").symlink_to(f"../../blobs/{'2' * 40}")
+    return snapshot
+
+
+def test_links_of_the_hubs_cache_lead_to_its_blobs_and_nowhere_else(tmp_path):
+    snapshot = hub_snapshot(tmp_path / "hub")
+    fill(tmp_path / "hub" / "models--org--other" / "blobs", ["3" * 40])
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "vocab.json").symlink_to(tmp_path / "secret")
+    (snapshot / "merges.txt").symlink_to(f"../../../models--org--other/blobs/{'3' * 40}")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/../refs")
+    (snapshot.parent.parent / "blobs" / ("4" * 40)).symlink_to(tmp_path / "secret")
+    (snapshot / "tokenizer.model").symlink_to(f"../../blobs/{'4' * 40}")
+    assert names(snapshot) == ["config.json", "tokenizer.json"]
+    assert copied_files(snapshot)[0].read_text() == "1" * 40
+    linked = tmp_path / "linked"  # the cache itself may lie behind a link
+    linked.symlink_to(tmp_path / "hub")
+    assert names(linked / snapshot.relative_to(tmp_path / "hub")) == names(snapshot)
+
+
+def test_a_folder_called_blobs_is_not_enough(tmp_path):
+    fill(tmp_path / "blobs", ["secret"])
+    model = tmp_path / "models" / "mine"
+    fill(model, ["config.json"])
+    (model / "vocab.json").symlink_to(tmp_path / "blobs" / "secret")
+    assert names(model) == ["config.json"]
+
+
+def test_a_client_writes_no_other_file(tmp_path, monkeypatch):
+    pytest.importorskip("uvicorn", reason="needs the serve extra")
+    from fledge.target.remote.client import RemoteEagle3TargetModel
+    from target.remote.servers import running
+
+    with running() as server, RemoteEagle3TargetModel(server.url) as target:
+        text = torch.tensor(list(b"{}"), dtype=torch.uint8)
+        for name in (".bashrc", "hf_token.txt", "../config.json", "tokenization_x.py"):
+            monkeypatch.setattr(target, "_get", lambda *_, name=name: {name: text})
+            with pytest.raises(BadInput, match="not part of a tokenizer"):
+                target.fetch_files(tmp_path / "into")
+        monkeypatch.setattr(target, "_get", lambda *_: {"config.json": text.float()})
+        with pytest.raises(BadInput, match="not part of a tokenizer"):
+            target.fetch_files(tmp_path / "into")
+        monkeypatch.setattr(target, "_get", lambda *_: {"config.json": text})
+        target.fetch_files(tmp_path / "into")
+    assert [path.name for path in tmp_path.rglob("*")] == ["into", "config.json"]
+
+
+def test_a_server_hands_out_a_hub_snapshot(tmp_path):
+    pytest.importorskip("uvicorn", reason="needs the serve extra")
+    from fledge.target.remote.client import RemoteEagle3TargetModel
+    from target.remote.servers import running
+
+    snapshot = hub_snapshot(tmp_path / "hub")
+    fill(snapshot, ["hf_token.txt"])
+    with running(model_dir=snapshot) as server, RemoteEagle3TargetModel(server.url) as target:
+        target.fetch_files(tmp_path / "into")
+    found = {path.name: path.read_text() for path in (tmp_path / "into").iterdir()}
+    assert found == {"config.json": "1" * 40, "tokenizer.json": "2" * 40}

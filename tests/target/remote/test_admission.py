@@ -1,0 +1,251 @@
+"""Requests of those who may ask: counted before they are read, and dropped with their client."""
+
+import http.client
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fledge.core.rows import TokenBatch
+from fledge.target.remote.client import RemoteEagle3TargetModel
+from target.contract import packed_rows, padded_rows
+from target.remote.chaos import resident_bytes
+from target.remote.servers import Limits, running
+from target.remote.test_server import Held, call, question, wait_for
+
+MB = 1_000_000
+
+
+def head(length):
+    fields = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
+    return f"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\n{fields}\r\n\r\n".encode()
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), 20)
+
+
+def whole_reply(raw):
+    """A reply whose body is JSON."""
+    reply = b""
+    while not reply.endswith(b"}"):
+        reply += raw.recv(1000)
+    return reply
+
+
+def test_memory_under_30_stalled_bodies_of_60_mb(nursery):
+    pid, port = nursery.start(max_requests=64, max_bodies_bytes=256 * MB)
+    try:
+        assert http_status(port, question()) == 200
+        before = resident_bytes(pid)
+        piece, stalled, turned_away = memoryview(bytes(MB)), [], 0
+        for _ in range(30):
+            raw = connect(port)
+            raw.sendall(head(60 * MB))
+            for _ in range(59):
+                raw.sendall(piece)
+            stalled.append(raw)
+        peak = resident_bytes(pid)
+        for raw in stalled:
+            raw.settimeout(0.2)
+            try:
+                reply = raw.recv(1000)
+            except TimeoutError:
+                continue
+            assert reply.startswith(b"HTTP/1.1 429 ")
+            assert b"retry-after: " in reply
+            turned_away += 1
+        assert turned_away == 30 - 256 // 60
+        assert max(peak, resident_bytes(pid)) - before < (256 + 200) * MB
+        for raw in stalled:
+            raw.close()
+        with RemoteEagle3TargetModel(f"http://127.0.0.1:{port}", wait_s=20.0) as target:
+            target.generate_batch(*padded_rows())
+    finally:
+        nursery.kill(pid)
+
+
+def http_status(port, body):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", "/v1/generate", body=body)
+    reply = connection.getresponse()
+    reply.read()
+    connection.close()
+    return reply.status
+
+
+def test_a_body_is_refused_before_it_is_sent_and_the_connection_goes_on():
+    limits = Limits(max_body_bytes=60_000, max_bodies_bytes=100_000)
+    with running(limits=limits) as started, connect(started.port) as first:
+        first.sendall(head(60_000) + b"x")
+        wait_for(lambda: "fledge_pending_body_bytes 60000" in started.server.metrics.text())
+        with connect(started.port) as second:
+            second.sendall(head(50_000))  # none of it
+            assert whole_reply(second).startswith(b"HTTP/1.1 429 ")
+            first.close()
+            wait_for(lambda: "fledge_pending_body_bytes 0" in started.server.metrics.text())
+            second.sendall(bytes(50_000))  # dropped: it was answered
+            body = question()
+            second.sendall(head(len(body)) + body)
+            assert second.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_bodies_without_a_length_are_counted_as_they_come():
+    limits = Limits(max_body_bytes=60_000, max_bodies_bytes=100_000)
+    with running(limits=limits) as started:
+        chunk = b"c350\r\n" + bytes(50_000) + b"\r\n"
+        with connect(started.port) as first, connect(started.port) as second:
+            first.sendall(head(None) + chunk)
+            wait_for(lambda: "fledge_pending_body_bytes 50000" in started.server.metrics.text())
+            second.sendall(head(None) + chunk[:45_006])
+            wait_for(lambda: "fledge_pending_body_bytes 95000" in started.server.metrics.text())
+            first.sendall(b"1f40\r\n" + bytes(8000))
+            assert first.recv(1000).startswith(b"HTTP/1.1 429 ")
+            second.sendall(chunk[45_006:] + b"1\r\nx\r\n0\r\n\r\n")
+            assert second.recv(1000).startswith(b"HTTP/1.1 400 ")  # it was read, and is no question
+        wait_for(lambda: "fledge_pending_body_bytes 0" in started.server.metrics.text())
+
+
+def test_a_body_that_stops_coming_is_408(server, monkeypatch):
+    monkeypatch.setattr("fledge.target.remote.server.app._STALL_S", 0.2)
+    with connect(server.port) as raw:
+        raw.sendall(head(100) + b"abc")
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_requests_count_from_their_head_on():
+    with running(limits=Limits(max_requests=2)) as started:
+        stalled = [connect(started.port) for _ in range(2)]
+        for raw in stalled:
+            raw.sendall(head(1000))
+        wait_for(lambda: "fledge_pending_requests 2" in started.server.metrics.text())
+        for path, body in (("/v1/generate", question()), ("/v1/embeddings", None)):
+            status, headers, _ = call(started, path, body)
+            assert status == 429
+            assert int(headers["Retry-After"]) >= 1
+        for raw in stalled:
+            raw.close()
+        wait_for(lambda: "fledge_pending_requests 0" in started.server.metrics.text())
+        assert call(started, "/v1/generate", question())[0] == 200
+
+
+def error(server, **changes):
+    status, _, data = call(server, "/v1/generate", question(**changes))
+    return status, json.loads(data)["error"]
+
+
+def test_what_is_longer_than_the_context_is_refused_at_once(server, monkeypatch):
+    """The tiny target's context is 64."""
+    asked = []
+    monkeypatch.setattr(server.server.target.backend, "answer", asked.append)
+    wide = torch.ones(1, 65, dtype=torch.long)
+    what = "is longer than the target's context, 64"
+    assert error(server, rows=TokenBatch(wide, wide, wide)) == (400, f"a row of 65 tokens {what}")
+    rows = TokenBatch(*packed_rows([[[5] * 65, [6] * 10]], 80))
+    assert error(server, rows=rows) == (400, f"a document of 65 tokens {what}")
+    assert asked == []
+
+
+def test_packed_rows_may_be_longer_than_the_context(server):
+    rows = TokenBatch(*packed_rows([[[5] * 60, [6] * 10]], 80))
+    assert call(server, "/v1/generate", question(rows=rows))[0] == 200
+
+
+def test_work_that_grows_with_a_square_is_bounded():
+    with running(limits=Limits(max_attention=1000, max_documents=5)) as started:
+        square = torch.ones(2, 25, dtype=torch.long)
+        status, what = error(started, rows=TokenBatch(square, square, square))
+        assert status == 413
+        assert "1250 pairs" in what
+        assert "1000 are allowed" in what
+        rows = TokenBatch(*packed_rows([[[5] * 10, [6] * 10, [7] * 5], [[5] * 25]], 25))
+        assert error(started, rows=rows)[0] == 413
+        rows = TokenBatch(*packed_rows([[[5] * 10, [6] * 10, [7] * 5], [[5] * 20, [6] * 5]], 25))
+        assert call(started, "/v1/generate", question(rows=rows))[0] == 200
+        rows = TokenBatch(*packed_rows([[[5]] * 6], 6))
+        assert error(started, rows=rows) == (413, "6 documents in one request, 5 are allowed")
+
+
+def test_small_numbers_are_not_made_large_before_they_are_counted(server, monkeypatch):
+    """A mask travels as bytes and is used as 64-bit numbers: no tensor may grow unseen."""
+    from fledge.target.remote.wire import Message
+
+    def never(tensor):
+        raise AssertionError(f"widened {list(tensor.shape)}")
+
+    ids = torch.ones(1, 4, dtype=torch.uint8)
+    facts = {"protocol": "1", "request_id": "0" * 32, "encoding": "hidden", "dtype": "auto"}
+    large = torch.ones(600_000, dtype=torch.uint8)
+    good = {"input_ids": ids, "attention_mask": ids, "loss_mask": ids}
+    monkeypatch.setattr(torch.Tensor, "long", never)
+    for changes, wanted in (
+        ({"attention_mask": large.view(1, -1)}, 400),
+        ({"vocabulary": large}, 400),
+        (dict.fromkeys(good, large.view(1, -1)), 413),
+    ):
+        body = Message({**good, **changes}, facts).to_bytes()
+        assert call(server, "/v1/generate", body)[0] == wanted
+
+
+def test_after_a_failed_pass_only_those_who_still_wait_are_computed(monkeypatch):
+    with running() as started:
+        backend, sizes = started.server.target.backend, []
+        real, go, begun = backend.answer, threading.Event(), threading.Semaphore(0)
+
+        def answer(rows):
+            sizes.append(rows.shape[0])
+            begun.release()
+            if len(sizes) <= 2:
+                assert go.wait(30)
+            if len(sizes) == 2:
+                raise RuntimeError("one of the merged rows is poison")
+            return real(rows)
+
+        monkeypatch.setattr(backend, "answer", answer)
+        one = TokenBatch(*(tensor[:1] for tensor in padded_rows()))
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(call, started, "/v1/generate", question(rows=one))
+            assert begun.acquire(timeout=20)
+            stays = pool.submit(
+                call, started, "/v1/generate", question(rows=one, request_id="1" * 32, alone=False)
+            )
+            leaves = http.client.HTTPConnection("127.0.0.1", started.port)
+            leaves.request(
+                "POST", "/v1/generate", body=question(rows=one, request_id="2" * 32, alone=False)
+            )
+            wait_for(lambda: "fledge_queue_requests 2" in started.server.metrics.text())
+            go.set()
+            go.clear()
+            assert begun.acquire(timeout=20)  # the pass of both
+            leaves.close()
+            wait_for(lambda: "fledge_pending_requests 1" in started.server.metrics.text())
+            go.set()
+            assert [first.result()[0], stays.result()[0]] == [200, 200]
+        assert sizes == [1, 2, 1]
+        assert "fledge_abandoned_total 1" in started.server.metrics.text()
+
+
+@pytest.mark.parametrize("field", ["rows", "encoding", "dtype"])
+def test_an_id_that_comes_again_with_another_question_is_refused(monkeypatch, field):
+    changed = {
+        "rows": TokenBatch(*(tensor[:1] for tensor in padded_rows())),
+        "encoding": "probs",
+        "dtype": "float16",
+    }[field]
+    more = {"vocabulary": torch.tensor([1, 2])} if field == "encoding" else {}
+    with running() as started:
+        held = Held(started, monkeypatch)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(call, started, "/v1/generate", question())
+            assert held.begun.acquire(timeout=20)
+            status, what = error(started, **{field: changed}, **more)
+            assert status == 400
+            assert "under way with another question" in what
+            again = pool.submit(call, started, "/v1/generate", question())
+            wait_for(lambda: "fledge_pending_requests 2" in started.server.metrics.text())
+            held.go.set()
+            assert first.result()[2] == again.result()[2]
+        assert held.calls == 1

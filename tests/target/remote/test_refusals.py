@@ -1,0 +1,202 @@
+"""What is refused in one line: tensors of wrong sizes, foreign hosts, odd tokens, locked keys; and
+endings that leave no trace."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.core.errors import BadInput
+from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
+from fledge.target.remote.server.run import Address
+from fledge.target.remote.wire import Message, WireError, unpack
+from target.remote.servers import running
+from target.remote.test_server import answers, call, wait_for
+
+FIELDS = ["input_ids", "attention_mask", "loss_mask", "position_ids", "seq_lens", "doc_remaining"]
+FACTS = {"protocol": "1", "request_id": "0" * 32, "encoding": "hidden", "dtype": "auto"}
+
+
+def tensors():
+    ids = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)
+    ones, length = torch.ones_like(ids), torch.tensor([[4]], dtype=torch.int32)
+    places = torch.arange(4, dtype=torch.int32)[None]
+    values = (ids, ones, ones, places, length, places.flip(1))
+    return dict(zip(FIELDS, values, strict=True))
+
+
+@given(
+    st.sampled_from([*FIELDS, "vocabulary"]),
+    st.lists(st.integers(0, 5), max_size=4),
+    st.sampled_from([torch.int32, torch.uint8, torch.int64, torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=60, deadline=None)
+def test_sizes_that_fit_nothing_are_400(server, field, shape, dtype):
+    assert call(server, "/v1/generate", Message(tensors(), FACTS).to_bytes())[0] == 200
+    asked = {**tensors(), field: torch.ones(shape, dtype=dtype)}
+    good = field != "vocabulary" and shape == list(tensors()[field].shape)
+    good = good or (field == "vocabulary" and len(shape) == 1 and shape[0] > 0)
+    if good and not dtype.is_floating_point:
+        return  # nothing wrong with its sizes
+    status, _, data = call(server, "/v1/generate", Message(asked, FACTS).to_bytes())
+    assert status == 400, data
+    what = json.loads(data)["error"]
+    assert field in what or field == "input_ids"  # by which the others are measured
+    assert "\n" not in what
+
+
+def test_sizes_beside_a_zero_are_sizes_too():
+    """A tensor of no numbers whose other sizes overflow: torch raises, and the answer was 500."""
+    shape = [0, 2**47, 2**47]
+    header = {
+        "a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]},
+        "digest": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with pytest.raises(WireError, match="a has sizes"):
+        unpack(bytearray(len(text).to_bytes(8, "little") + text + bytes(8)))
+
+
+def raw_get(port, host, path="/v1/info"):
+    with socket.create_connection(("127.0.0.1", port), 10) as raw:
+        line = b"" if host is None else b"Host: " + host.encode() + b"\r\n"
+        raw.sendall(f"GET {path} HTTP/1.1\r\n".encode() + line + b"Connection: close\r\n\r\n")
+        reply = b""
+        while piece := raw.recv(1 << 16):
+            reply += piece
+    return int(reply.split()[1]), reply
+
+
+def test_only_names_of_this_machine_are_answered_without_a_token(server):
+    for host in ("localhost", "LOCALHOST", "127.0.0.1", "[::1]"):
+        for port in ("", f":{server.port}", ":9000"):  # forwarded, as ssh -L does
+            assert raw_get(server.port, host + port)[0] == 200
+    strangers = (
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil",
+        "evil.example:8700",
+        "",
+    )
+    for host in (*strangers, "127.0.0.1:80:80", "[::1]evil", "localhost@evil", None):
+        status, reply = raw_get(server.port, host)
+        assert status in (400, 421), host
+        assert b"evil" not in reply
+        assert b"weights_fingerprint" not in reply
+    assert raw_get(server.port, "balancer.example", "/health")[0] == 200
+    twice = f"localhost\r\nHost: evil.example:{server.port}"
+    assert raw_get(server.port, twice)[0] in (400, 421)
+
+
+def test_with_a_token_any_name_will_do():
+    with running(token="secret") as started:
+        found = call(
+            started, "/v1/info", headers={"Host": "gpu1", "Authorization": "Bearer secret"}
+        )
+        assert found[0] == 200
+
+
+def test_no_redirect_repeats_what_it_was_sent(server):
+    for path in ("/v1/info/", "/health/", "/metrics/"):
+        status, headers, data = call(server, path)
+        assert status == 404
+        assert headers["Location"] is None
+        assert b"127.0.0.1" not in data
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["", " ", "gehe\u00efm", "two words", "a\tb", "line\nbreak", "\x7f", "\u2603", "a\x00b"],
+)
+def test_odd_tokens_are_one_line(monkeypatch, token, server):
+    if "\x00" not in token:  # which no environment can hold
+        monkeypatch.setenv("ODD", token)
+        with pytest.raises(BadInput, match="ODD"):
+            token_from("ODD")
+    with pytest.raises(BadInput, match="token"):
+        RemoteEagle3TargetModel(server.url, token=token, wait_s=0.5)
+    with pytest.raises(BadInput, match="token"):
+        running(token=token).__enter__()
+
+
+def test_an_encrypted_key_is_one_line_and_asks_nobody(certificate, tmp_path):
+    cert, key = certificate
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "pkey", "-in", key, "-out", locked, "-aes128", "-passout", "pass:secret"]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(BadInput, match=r"locked.pem: the key is encrypted.*openssl pkey"):
+        Address(tls_cert=cert, tls_key=locked).check(token="t", insecure=False)
+    Address(tls_cert=cert, tls_key=key).check(token="t", insecure=False)
+    if os.geteuid():  # root may read everything
+        locked.chmod(0)
+        with pytest.raises(BadInput, match="no certificate chain"):
+            Address(tls_cert=cert, tls_key=locked).check(token="t", insecure=False)
+
+
+def stalled(port, count):
+    found = []
+    for _ in range(count):
+        raw = socket.create_connection(("127.0.0.1", port), 10)
+        raw.sendall(
+            b"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx"
+        )
+        found.append(raw)
+    half_open = socket.create_connection(("127.0.0.1", port), 10)
+    return [*found, half_open]
+
+
+def test_a_second_interrupt_leaves_no_traceback(nursery, tmp_path):
+    pid, port = nursery.start(drain_s=60.0, stderr=str(tmp_path / "stderr"))
+    waiting = stalled(port, 3)
+    wait_for(lambda: b"fledge_pending_requests 3" in raw_get(port, "localhost", "/metrics")[1])
+    os.kill(pid, signal.SIGINT)
+    wait_for(lambda: not listens(port))
+    os.kill(pid, signal.SIGINT)
+    begin = time.monotonic()
+    wait_for(lambda: not alive(pid))
+    assert time.monotonic() - begin < 5
+    assert (tmp_path / "stderr").read_text() == ""
+    assert all(raw.recv(100).startswith(b"HTTP/1.1 503 ") for raw in waiting[:3])
+    for raw in waiting:
+        raw.close()
+
+
+def listens(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 1.5])
+def test_stalled_bodies_delay_the_exit_by_the_drain_and_no_more(nursery, drain_s):
+    pid, port = nursery.start(drain_s=drain_s)
+    waiting = stalled(port, 5)
+    wait_for(lambda: b"fledge_pending_requests 5" in raw_get(port, "localhost", "/metrics")[1])
+    os.kill(pid, signal.SIGTERM)
+    begin = time.monotonic()
+    wait_for(lambda: not alive(pid))
+    assert drain_s - 0.5 < time.monotonic() - begin < drain_s + 2.5
+    for raw in waiting:
+        raw.close()
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_server_lives_on(server):
+    assert answers(server)
