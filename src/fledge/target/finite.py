@@ -8,6 +8,7 @@ taking the verdict along (`inspect`) and reading it later, with the rest of the 
 Not here: tokens picked from logits that are not finite (`core.picks`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,9 +98,11 @@ def finite_rows(values: Tensor) -> Tensor:
     By the smallest and the largest: both propagate NaN, and they are exact, where a sum of large
     bfloat16 numbers could overflow by itself. `isfinite().all()` would write a copy of everything.
     """
-    if values.is_cuda:  # one pass; on a CPU it is not vectorised, and ten times as slow as two
+    if values.is_cuda:
         low, high = torch.aminmax(values, dim=-1)
-    else:
+    else:  # no waiting here, and a look at everything is five times as fast as one at each row
+        if values.numel() and all(map(math.isfinite, map(float, torch.aminmax(values)))):
+            return torch.ones(values.shape[:-1], dtype=torch.bool, device=values.device)
         low, high = values.amin(-1), values.amax(-1)
     return low.isfinite() & high.isfinite()
 
