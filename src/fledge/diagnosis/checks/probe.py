@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
@@ -51,6 +52,7 @@ _ENOUGH = {
     "norm-residual": Enough(0.1, depths=1),
     "rope-measured": Enough(0.03),
     "capture-measured": Enough(0.03),
+    "fc-swapped": Enough(0.1),
 }
 
 
@@ -63,6 +65,9 @@ class Reading:
     norm_before_residual: bool
     target_rope: bool = False  # the target's rotary settings instead of the file's
     last_normed: bool = False  # the last layer's state after the final norm
+    # EAGLE-1: fc reads [state; embedding]; the draft foretells states before the final norm
+    fc_swapped: bool = False
+    final_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,9 @@ class Answering:
         key = tuple(layer_ids)
         if key not in self._backends:
             self._backends[key] = HFEagle3TargetModel(
-                self.first.model, key, supervision="hidden", tokenizer=self.first.tokenizer
-            )
+                self.first.model, key, supervision="hidden", tokenizer=self.first.tokenizer,
+                num_aux_layers=len(key),
+            )  # fmt: skip
         return self._backends[key]
 
     def score(
@@ -176,6 +182,11 @@ class _LastNormed(Eagle3TargetBackend):
         return self.inner.info()
 
 
+def swapped_halves(fc_EE: Tensor) -> Tensor:
+    """EAGLE-1's fc for a state and an embedding in the other order."""
+    return torch.cat(fc_EE.chunk(2, dim=1)[::-1], dim=1)
+
+
 class Probe:
     """One draft's files under every reading that differs in one setting."""
 
@@ -190,6 +201,9 @@ class Probe:
             tuple(ids), bool(config.norm_output), bool(config.norm_before_residual)
         )
         self._own_rotary: Any = self.draft.rotary
+        self._own_norm: Any = self.draft.norm_weight
+        fc: Any = self.draft.fc
+        self._own_fc: Tensor = fc.weight.detach()
         self._scores: dict[Reading, Score] = {}
 
     def score(self, reading: Reading) -> Score:
@@ -205,6 +219,18 @@ class Probe:
         self.draft.config.norm_output = reading.norm_output
         self.draft.layers[0].norm_residual = reading.norm_before_residual
         self.draft.rotary = self._rotary(reading)
+        fc = swapped_halves(self._own_fc) if reading.fc_swapped else self._own_fc
+        self.draft.fc.weight.data = fc
+        self.draft.norm_weight = self._final_norm if reading.final_norm else self._own_norm
+
+    def _final_norm(self, dtype: torch.dtype) -> Tensor:
+        """What the target's final norm makes of ones: its weight, however it is written down."""
+        info = self.answering.first.info()
+        assert info.final_norm is not None
+        norm = self.answering.first.model.get_submodule(info.final_norm.path)
+        with torch.no_grad():
+            weight: Tensor = norm(self._own_fc.new_ones(len(self._own_fc))).to(dtype)
+        return weight
 
     def _rotary(self, reading: Reading) -> Any:
         rope = target_rope(self._subject)
@@ -216,6 +242,21 @@ class Probe:
 
     def _others(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
         """Readings that differ in one setting, by the check that asks for it."""
+        others = self._eagle1 if self._subject.view.merges else self._eagle3
+        yield from others(reading)
+        own, theirs = own_rope(self._subject), target_rope(self._subject)
+        if theirs is not None and own != theirs and not reading.target_rope:
+            yield "rope-measured", replace(reading, target_rope=True)
+
+    def _eagle1(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
+        yield "fc-swapped", replace(reading, fc_swapped=not reading.fc_swapped)
+        before = replace(reading, aux_layer_ids=(self._subject.target.depth - 1,))
+        yield "capture-measured", before
+        norm = self.answering.first.info().final_norm
+        if norm is not None and norm.kind.endswith("RMSNorm"):
+            yield "capture-measured", replace(before, final_norm=True)
+
+    def _eagle3(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
         depth = self._subject.target.depth
         for shift in (-1, 1):
             ids = tuple(layer + shift for layer in reading.aux_layer_ids)
@@ -225,9 +266,6 @@ class Probe:
             yield "norm-output", replace(reading, norm_output=not reading.norm_output)
         residual = not reading.norm_before_residual
         yield "norm-residual", replace(reading, norm_before_residual=residual)
-        own, theirs = own_rope(self._subject), target_rope(self._subject)
-        if theirs is not None and own != theirs and not reading.target_rope:
-            yield "rope-measured", replace(reading, target_rope=True)
         if depth - 1 in reading.aux_layer_ids and not reading.last_normed:
             yield "capture-measured", replace(reading, last_normed=True)
 
