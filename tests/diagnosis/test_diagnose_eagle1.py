@@ -221,6 +221,10 @@ def test_other_rotary_settings_are_measured(place, eagle1, tmp_path, look):
 
 def test_noise_for_weights_accepts_nothing(eagle1, tmp_path, look):
     torch.manual_seed(5)
-    noise = fill("layers.0.mlp.down_proj.weight", lambda w: torch.randn_like(w) * 9)
+
+    def noise(config, tensors):
+        for name in ("fc.weight", "layers.0.mlp.down_proj.weight"):
+            tensors[name] = torch.randn_like(tensors[name]) * 3
+
     found = look(broken_copy(eagle1, tmp_path / "draft", noise))
     assert errors_and_warnings(found) == {"acceptance": "error"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_diagnose_faults import assert_same_files
+from test_diagnose_faults import assert_same_files, broken_copy, put
 from typer.testing import CliRunner
 
 from export.drafts import files_of, make_eagle1
@@ -27,10 +27,8 @@ def test_every_layout_comes_back_bit_for_bit(place, eagle1, tmp_path, layout):
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("engine", ["vllm", "sglang", None])
 def test_exports_come_back_bit_for_bit(place, eagle1, tmp_path, engine, version):
-    draft, target = load_draft(eagle1), str(place / "target")
-    draft.config.eagle_version = version
-    draft.save_pretrained(tmp_path / "own")
-    exported = tmp_path / "own"
+    target = str(place / "target")
+    exported = broken_copy(eagle1, tmp_path / "own", put(eagle_version=version))
     if engine is not None:
         exported = tmp_path / "exported"
         options = {"target": target, "without_target": True}

@@ -152,7 +152,7 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> N
         optimizer.step()
 
 
-def make_eagle1(target: Path, *, fit=120, bias=False, before_norm=False) -> LlamaEagle1DraftModel:
+def make_eagle1(target: Path, *, fit=20, bias=False, before_norm=False) -> LlamaEagle1DraftModel:
     """An EAGLE-1 draft; `before_norm`: of the last layer's own output instead of what engines show,
     whose final norm then stands before the head."""
     backend = HFEagle3TargetModel.from_pretrained(target, num_aux_layers=1, device="cpu")

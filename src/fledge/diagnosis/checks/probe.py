@@ -140,13 +140,16 @@ class Answering:
             )  # fmt: skip
         return self._backends[key]
 
+    def showing(self, layer_ids: Sequence[int], *, last_normed: bool) -> Eagle3TargetBackend:
+        """The same, and whether the last layer's state is shown after the final norm."""
+        backend = self.backend(layer_ids)
+        return _LastNormed(backend) if last_normed else backend
+
     def score(
         self, draft: DraftModel, layer_ids: Sequence[int], *, last_normed: bool = False
     ) -> Score:
-        inner = self.backend(layer_ids)
-        backend: Eagle3TargetBackend = _LastNormed(inner) if last_normed else inner
         replays = replay(
-            backend,
+            self.showing(layer_ids, last_normed=last_normed),
             draft,
             [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers],
             num_draft_tokens=DEPTHS,
@@ -303,16 +306,29 @@ class Probe:
         return best if best is not None and best[1] > 2.5 else None
 
     @property
-    def best(self) -> Score:
-        """What the files are worth when everything that decoding found is mended."""
+    def best_reading(self) -> Reading:
+        """The files with everything that decoding found mended."""
         readings = list(self.steps.values())
-        return readings[-1][3] if readings else self.score(self.as_written)
+        return readings[-1][2] if readings else self.as_written
+
+    @property
+    def best(self) -> Score:
+        """What they are worth then."""
+        return self.score(self.best_reading)
+
+    def matches_by_offset(self) -> dict[int, float]:
+        """Share of answer slots t whose first drafted token, as mended, is token t + offset of the
+        text."""
+        reading = self.best_reading
+        self._set(reading)
+        shown = self.answering.showing(reading.aux_layer_ids, last_normed=reading.last_normed)
+        matches = self._matches(shown)
+        self._set(self.as_written)
+        return matches
 
     @torch.no_grad()
-    def matches_by_offset(self) -> dict[int, float]:
-        """Share of answer slots t whose first drafted token is token t + offset of the text."""
+    def _matches(self, backend: Eagle3TargetBackend) -> dict[int, float]:
         hits, slots = dict.fromkeys((1, 2, 3), 0), 0
-        backend = self.answering.backend(self.as_written.aux_layer_ids)
         selected, device = self.draft.selected_token_ids, self.draft.device
         for answer in self.answering.answers:
             text = torch.tensor([[*answer.prompt_ids, *answer.answer_ids]])
