@@ -1,5 +1,7 @@
 """EAGLE-1 drafts: healthy ones pass in every layout, broken ones are named, and mended exactly."""
 
+import re
+
 import pytest
 import torch
 from test_diagnose_faults import (
@@ -69,8 +71,24 @@ def test_an_export_is_healthy_for_its_engine(place, eagle1, tmp_path, engine):
     assert_same_files(repaired, outs[engine])
 
 
+@pytest.mark.parametrize(
+    ("layout", "engine", "faults"),
+    [
+        ("eagle", "vllm", set()),
+        ("eagle", "sglang", {"architecture", "fc-bias"}),
+        ("eagle1-wrapped", "vllm", set()),
+        ("eagle1-wrapped", "sglang", {"serving", "fc-bias"}),
+    ],
+)
+def test_an_engine_makes_errors_of_its_limits(place, eagle1, tmp_path, layout, engine, faults):
+    foreign = write_as(layout, eagle1, tmp_path / "foreign", place / "target")
+    found = diagnose(foreign, str(place / "target"), engine=engine, answering=no_decoding)
+    assert set(errors_and_warnings(found)) == faults
+
+
 def test_two_layers_and_a_bias_are_healthy(place, tmp_path):
-    make_eagle1(place / "target", fit=0, bias=True).save_pretrained(tmp_path / "draft")
+    draft = make_eagle1(place / "target", fit=0, layers=2, bias=True)
+    draft.save_pretrained(tmp_path / "draft")
 
     def spread(config, tensors):  # no longer what an initializer leaves
         torch.manual_seed(2)
@@ -204,11 +222,14 @@ def test_halves_of_fc_in_the_other_order(eagle1, tmp_path, look):
     assert_same_files(write_repaired(found, tmp_path / "repaired"), eagle1)
 
 
-def test_trained_on_states_before_the_norm(place, tmp_path, look):
-    make_eagle1(place / "target", before_norm=True).save_pretrained(tmp_path / "draft")
+@pytest.mark.parametrize("states", ["read", "all"])
+def test_trained_on_states_before_the_norm(place, tmp_path, look, states):
+    """Which it reads, or reads and foretells: then only the target's norm makes sense of them."""
+    make_eagle1(place / "target", states=states).save_pretrained(tmp_path / "draft")
     found = look(tmp_path / "draft")
     assert errors_and_warnings(found) == {"capture-measured": "error"}
-    assert "the one before it" in found.of("error")[0].evidence
+    [better] = re.findall(r"with the one before it: ([\d.]+)%", found.of("error")[0].evidence)
+    assert float(better) > 60
     assert found.repaired is None
 
 

@@ -152,15 +152,15 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> N
         optimizer.step()
 
 
-def make_eagle1(target: Path, *, fit=20, bias=False, before_norm=False) -> LlamaEagle1DraftModel:
-    """An EAGLE-1 draft; `before_norm`: of the last layer's own output instead of what engines show,
-    whose final norm then stands before the head."""
+def make_eagle1(target: Path, *, fit=20, layers=1, bias=False, states="") -> LlamaEagle1DraftModel:
+    """An EAGLE-1 draft. `states`: "read": it learns to read the last layer's own output, before the
+    final norm, instead of what engines show; "all": and to foretell it too."""
     backend = HFEagle3TargetModel.from_pretrained(target, num_aux_layers=1, device="cpu")
     model = backend.model
     torch.manual_seed(1)
     config = derive_draft_config(
-        model.config, architecture="LlamaForCausalLM", eagle_version=1, num_aux_hidden_states=1,
-        fc_bias=bias,
+        model.config, architecture="LlamaForCausalLM", num_hidden_layers=layers, eagle_version=1,
+        num_aux_hidden_states=1, fc_bias=bias,
     )  # fmt: skip
     config.aux_layer_ids = [model.config.num_hidden_layers]
     draft = LlamaEagle1DraftModel(config)
@@ -172,28 +172,26 @@ def make_eagle1(target: Path, *, fit=20, bias=False, before_norm=False) -> Llama
     draft.copy_embeddings_from_target(model.model.embed_tokens)
     draft.copy_head_from_target(model.lm_head)
     if fit:
-        fit_eagle1(draft, backend, steps=fit, before_norm=before_norm)
+        fit_eagle1(draft, backend, steps=fit, states=states)
     return draft.eval()
 
 
-def fit_eagle1(draft, backend, *, steps, before_norm=False) -> None:
+def fit_eagle1(draft, backend, *, steps, states="") -> None:
     full = torch.arange(draft.config.vocab_size)
     module = Eagle1TrainerModule(
         draft, selected_token_ids=full, selected_token_mask=torch.ones_like(full).bool(),
-        target_head=backend.info().head, token_weight=1.0,
+        target_head=backend.info().head, token_weight=0.0 if states == "all" else 1.0,
     )  # fmt: skip
     rows = answered_rows(backend)
     given = backend.generate_batch(*rows).to_trainer_inputs()
-    if before_norm:
-        inner = [backend.info().depth - 1]
-        backend = HFEagle3TargetModel(
-            backend.model,
-            inner,
-            supervision="hidden",
-            num_aux_layers=1,
-            tokenizer=backend.tokenizer,
+    if states:
+        inner = HFEagle3TargetModel(
+            backend.model, [backend.info().depth - 1], supervision="hidden", num_aux_layers=1
         )
-        given |= {"aux_hidden_states": backend.generate_batch(*rows).aux_hidden_states}
+        before = inner.generate_batch(*rows).aux_hidden_states
+        given |= {"aux_hidden_states": before}
+        if states == "all":
+            given |= {"target_last_hidden_states": before.roll(-1, dims=1)}
     optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()

@@ -265,6 +265,11 @@ class DraftView:
         return votes > 0 if votes else "eagle1" in self.declared
 
     @property
+    def misnamed(self) -> bool:
+        """Whether the config calls it what its tensors are not."""
+        return bool(self.declared - {"eagle1" if self.merges else "eagle3"})
+
+    @property
     def parallel(self) -> bool:
         """P-EAGLE, by what the files say of themselves or hold."""
         return not self.merges and (

@@ -33,7 +33,7 @@ def architecture(subject: Subject) -> Iterator[Finding]:
                 fix="an EAGLE-3 draft says eagle3 or peagle, and names its target",
             )
         return
-    if subject.view.declared <= {"eagle1" if subject.view.merges else "eagle3"}:
+    if not subject.view.misnamed:
         yield from _eagle1_class(subject) if subject.view.merges else _eagle3_class(subject)
     if (kind := subject.view.get("model_type")) != "llama":
         evidence = f"model_type is {kind!r}: the draft is a Llama layer whatever the target is"

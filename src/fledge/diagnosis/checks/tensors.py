@@ -34,29 +34,20 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
         some = ", ".join(sorted(subject.files.tensors)[:3])
         yield error(f"no tensor of a draft among {len(view.state)} ({some} ...)", last=True)
         return
-    wrong = view.declared - {"eagle1" if view.merges else "eagle3"}
-    if not wrong:
+    if not view.misnamed:
         return
-    fc = view.state.get("fc.weight")
-    shown = "" if fc is None else f"fc is {list(fc.shape)}: "
-    whole = not missing_names(subject) and not unknown_names(subject) and not view.layout.nested
-    repair = partial(_call_it, merges=view.merges) if whole else None
     if view.merges:
-        yield error(
-            f"{shown}it merges one embedding and one hidden state, which is EAGLE-1/2; called and "
-            "served as EAGLE-3 it accepts nothing",
-            fix='vLLM: method "eagle"; SGLang: --speculative-algorithm EAGLE',
-            repair=repair,
-            last=repair is None,
-        )
+        what = "fc merges one embedding and one hidden state, which is EAGLE-1/2; called EAGLE-3"
     else:
-        yield error(
-            f"{shown}layer 0 reads an embedding and a state side by side, which is EAGLE-3; called "
-            "and served as EAGLE-1 it accepts nothing",
-            fix='vLLM: method "eagle3"; SGLang: --speculative-algorithm EAGLE3',
-            repair=repair,
-            last=repair is None,
-        )
+        what = "layer 0 reads an embedding and a state side by side, as in EAGLE-3; called EAGLE-1"
+    whole = not missing_names(subject) and not unknown_names(subject) and not view.layout.nested
+    vllm, sglang = (view.method.algorithms[engine] for engine in ("vllm", "sglang"))
+    yield error(
+        f"{what}, and served so, it accepts nothing",
+        fix=f'vLLM: method "{vllm}"; SGLang: --speculative-algorithm {sglang}',
+        repair=partial(_call_it, merges=view.merges) if whole else None,
+        last=not whole,
+    )
 
 
 def _call_it(files: DraftFiles, *, merges: bool) -> None:
