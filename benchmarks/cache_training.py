@@ -20,6 +20,7 @@ from cache_io import feed, forget, shards, size_of, write
 from fledge.core.distributed import pick_device
 from fledge.core.errors import BadInput
 from fledge.core.files import write_text
+from fledge.data.rows import MOST_HELD_OUT
 from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.cache.convert import convert_job
@@ -87,7 +88,8 @@ def overrides_for(args: argparse.Namespace, *given: str) -> list[str]:
              f"checkpoint.every_steps={_NEVER}", *given, *args.overrides]  # fmt: skip
     if args.steps:
         words.append(f"training.steps={args.steps}")
-    held_out = load_recipe(args.recipe, words).data.valid_rows
+    asked = load_recipe(args.recipe, words).data.valid_rows
+    held_out = MOST_HELD_OUT if asked is None else asked
     train, valid = split_chats(args.data, Path(args.directory), args.rows, held_out)
     words.append(f"data.train={train}")
     return [*words, f"data.valid={valid}"] if valid.stat().st_size else words

@@ -59,6 +59,20 @@ def tiny_target(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def overflowing_target(tiny_target, tmp_path_factory) -> Path:
+    from train.tiny import make_overflowing
+
+    return make_overflowing(tiny_target, tmp_path_factory.mktemp("overflowing") / "target")
+
+
+@pytest.fixture(scope="session")
+def damaged_target(tiny_target, tmp_path_factory) -> Path:
+    from train.tiny import make_damaged
+
+    return make_damaged(tiny_target, tmp_path_factory.mktemp("damaged") / "target")
+
+
+@pytest.fixture(scope="session")
 def tiny_chats(tmp_path_factory) -> Path:
     from train.tiny import make_chats
 

@@ -50,6 +50,12 @@ TARGETS = {
         hf.Gemma3TextConfig, head_dim=16, layer_types=["sliding_attention", "full_attention"]
     ),
     "Gemma3ForConditionalGeneration": gemma3,
+    "Gemma4ForCausalLM": lambda: text(
+        hf.Gemma4TextConfig,
+        head_dim=16,
+        global_head_dim=32,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "GptOssForCausalLM": lambda: text(hf.GptOssConfig, head_dim=16, num_local_experts=2),
 }
 ROPES = {

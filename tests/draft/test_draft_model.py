@@ -307,7 +307,9 @@ def test_broken_weights_are_one_line(tmp_path, content):
         save_file(tensors, path)
     else:
         path.write_bytes(path.read_bytes()[:4000] if content == "half" else content)
-    with pytest.raises(BadInput, match="not finite: fc.weight" if content == "nan" else "broken"):
+    with pytest.raises(
+        BadInput, match="NaN or infinity: tensor fc.weight" if content == "nan" else "broken"
+    ):
         LlamaEagle3DraftModel.from_pretrained(tmp_path)
 
 
@@ -320,8 +322,8 @@ def test_broken_weights_are_one_line(tmp_path, content):
         ({"num_aux_hidden_states": 0}, "num_aux_hidden_states"),
         ({"num_key_value_heads": 3}, "num_attention_heads"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True, "qk_norm": True}, "attention_bias"),
+        ({"mlp_bias": True, "qk_norm": True}, "mlp_bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
     ],
 )

@@ -36,6 +36,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {}),
     "granite": ("GraniteConfig", {"logits_scaling": 13.0}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 16}),
+    "phi3": ("Phi3Config", {"hidden_size": 128}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    ),
 }
 
 

@@ -17,6 +17,10 @@ KINDS = {
     "eagle3.1": {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2},
     "peagle": {"parallel_drafting": True, "mask_token_id": 0, "num_hidden_layers": 2},
 }
+VLLM_ONLY = {
+    "q/k norms": {"qk_norm": True, "num_hidden_layers": 2},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+}
 
 
 def make_draft(directory, target=None, *, seed=0, aux_layer_ids=INNER, **options) -> Path:

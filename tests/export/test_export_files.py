@@ -6,14 +6,25 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from export.export_cases import AUX, INNER, KINDS, config_of, make_draft, rewrite, tensors_of
+from export.export_cases import (
+    AUX,
+    INNER,
+    KINDS,
+    VLLM_ONLY,
+    config_of,
+    make_draft,
+    rewrite,
+    tensors_of,
+)
 from fledge import export_draft
 from fledge.core.errors import BadInput
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.export import read_export_record
+from fledge.export.formats import FORMATS
 from fledge.export.layout import in_layer_order
 from fledge.export.reread import TargetSide, reread
 from fledge.export.self_check import CheckOptions, check_files
+from fledge.methods.registry import method_of
 
 CHECK = CheckOptions(limit=2, max_new_tokens=8)
 SERVED = [
@@ -22,12 +33,16 @@ SERVED = [
     for engine in ("vllm", "sglang", "speculators")
     if (kind, engine) != ("peagle", "sglang")
 ]
+SERVED += [(kind, "vllm") for kind in VLLM_ONLY]
 
 
 @pytest.fixture(scope="module")
 def drafts(tiny_target, tmp_path_factory):
     root = tmp_path_factory.mktemp("drafts")
-    return {kind: make_draft(root / kind, tiny_target, **KINDS[kind]) for kind in KINDS}
+    kinds = KINDS | VLLM_ONLY
+    return {
+        kind: make_draft(root / kind.replace("/", ""), tiny_target, **kinds[kind]) for kind in kinds
+    }
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +51,8 @@ def exports(drafts, tiny_target, tmp_path_factory):
     root = tmp_path_factory.mktemp("exports")
     return {
         (kind, engine): export_draft(
-            drafts[kind], root / f"{kind}-{engine}", engine=engine, target=str(tiny_target),
-            check=CHECK,
+            drafts[kind], root / f"{drafts[kind].name}-{engine}", engine=engine,
+            target=str(tiny_target), check=CHECK,
         )
         for kind, engine in SERVED
     }  # fmt: skip
@@ -69,6 +84,14 @@ def test_files_are_the_draft(exports, drafts, side, case):
     assert check["decoded"]["same_as_checkpoint"]
     assert check["decoded"]["prompts"] == 2
     assert check["decoded"]["acceptance_length"] >= 1.0
+
+
+@pytest.mark.parametrize("engine", ["sglang", "speculators"])
+@pytest.mark.parametrize("kind", VLLM_ONLY)
+def test_what_an_engine_does_not_load_is_refused(drafts, tiny_target, tmp_path, kind, engine):
+    with pytest.raises(BadInput, match=r"cannot serve a draft with .* or --engine vllm"):
+        export_draft(drafts[kind], tmp_path / "no", engine=engine, target=str(tiny_target))
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("case", SERVED, ids="-".join)
@@ -410,10 +433,11 @@ def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, w
     shutil.copytree(exports[kind, engine], broken)
     model = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
     draft = in_layer_order(model.config, model.state_dict())
-    check_files(broken, engine, draft, side)
+    layout = FORMATS[method_of(draft.config).formats[engine]]
+    check_files(broken, engine, layout, draft, side)
     rewrite(broken, **{what: change})
     with pytest.raises(BadInput, match=named):
-        check_files(broken, engine, draft, side)
+        check_files(broken, engine, layout, draft, side)
 
 
 def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, tmp_path):
@@ -422,8 +446,9 @@ def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, 
     model = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"])
     draft = in_layer_order(model.config, model.state_dict())
     with pytest.raises(BadInput, match=r"embed_tokens\.weight: missing"):
-        check_files(broken, "vllm", draft, TargetSide(4))
-    check_files(exports["eagle3", "sglang"], "sglang", draft, TargetSide(4))
+        check_files(broken, "vllm", FORMATS["plain-vllm"], draft, TargetSide(4))
+    layout = FORMATS["plain-sglang"]
+    check_files(exports["eagle3", "sglang"], "sglang", layout, draft, TargetSide(4))
 
 
 def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):
@@ -431,7 +456,6 @@ def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monk
     import dataclasses
 
     from fledge.export import export as module
-    from fledge.export.formats import FORMATS
 
     wrong = dataclasses.replace(FORMATS["plain-sglang"], aux_id_offset=1)
     monkeypatch.setitem(module.FORMATS, "plain-sglang", wrong)

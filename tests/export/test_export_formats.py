@@ -39,18 +39,20 @@ def plain(**options):
     parallel=st.booleans(),
     width=st.sampled_from([10, 24]),
     target_hidden=st.sampled_from([8, 10]),
+    extra=st.sampled_from([{}, {"qk_norm": True}, {"attention_bias": True}, {"mlp_bias": True}]),
 )
 def test_every_tensor_of_every_draft_has_one_place(
-    layers, fc_norm, norm_output, parallel, width, target_hidden
+    layers, fc_norm, norm_output, parallel, width, target_hidden, extra
 ):
     draft = plain(
         num_hidden_layers=layers, fc_norm=fc_norm, norm_output=norm_output, draft_vocab_size=width,
         parallel_drafting=parallel, mask_token_id=3 if parallel else None,
-        target_hidden_size=target_hidden,
+        target_hidden_size=target_hidden, **extra,
     )  # fmt: skip
     features = draft_features(draft, TargetFacts(), trained_embeddings=False)
     facts = draft_facts(draft, TargetFacts(), num_draft_tokens=4)
-    for layout in FORMATS.values():
+    for name in method_of(draft.config).formats.values():
+        layout = FORMATS[name]
         found = expected_tensors(layout, facts, features)
         shapes = {name: tuple(tensor.shape) for name, tensor in draft.tensors.items()}
         assert {one.ours: one.shape for one in found} == shapes

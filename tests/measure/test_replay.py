@@ -21,7 +21,7 @@ def backend(target):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
+@pytest.mark.parametrize("kind", ["random", "trained", "deep", "normed", "biased", "parallel"])
 def test_replayed_rounds_are_the_live_rounds(target, backend, drafts, asked, kind, depth):
     live = SpeculativeDecoder(target, drafts[kind], aux_layer_ids=AUX, num_draft_tokens=depth)
     generations = live.generate(asked[:40], STOPS)

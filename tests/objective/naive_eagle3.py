@@ -145,6 +145,16 @@ def _rope(x, position, rotary):  # x [B, heads, T, C]
     return torch.cat([x[..., :n] * cos + torch.cat([-b, a], -1) * sin, x[..., n:]], -1)
 
 
+def _times(x, p, name):
+    """A projection, with its bias where it has one."""
+    return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+
+def _head_norm(x, p, name, eps):
+    """Over the channels of each head, where the draft does that."""
+    return _norm(x, p[f"{name}.weight"], eps) if f"{name}.weight" in p else x
+
+
 @dataclass
 class Naive:
     loss: torch.Tensor
@@ -212,7 +222,8 @@ def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
         x = _norm(state, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
 
     def heads(name, n):
-        return (x @ p[f"{prefix}self_attn.{name}_proj.weight"].T).view(b, t, n, -1).transpose(1, 2)
+        out = _times(x, p, f"{prefix}self_attn.{name}_proj").view(b, t, n, -1).transpose(1, 2)
+        return _head_norm(out, p, f"{prefix}self_attn.{name}_norm", c.rms_norm_eps)
 
     position = torch.arange(t) + k
     q = _rope(heads("q", c.num_attention_heads), position, draft.rotary)
@@ -227,13 +238,10 @@ def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
     out = weight[..., :t] @ cache[0][1]
     for j, (_, values) in enumerate(cache[1:]):
         out = out + weight[..., t + j, None] * values
-    state = state + out.transpose(1, 2).reshape(b, t, -1) @ p[prefix + "self_attn.o_proj.weight"].T
+    state = state + _times(out.transpose(1, 2).reshape(b, t, -1), p, prefix + "self_attn.o_proj")
     y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
-    gate = F.silu(y @ p[prefix + "mlp.gate_proj.weight"].T)
-    return (
-        state
-        + (gate * (y @ p[prefix + "mlp.up_proj.weight"].T)) @ p[prefix + "mlp.down_proj.weight"].T
-    )
+    gated = F.silu(_times(y, p, prefix + "mlp.gate_proj")) * _times(y, p, prefix + "mlp.up_proj")
+    return state + _times(gated, p, prefix + "mlp.down_proj")
 
 
 def check_autocast(make, batch, **extra):

@@ -8,7 +8,7 @@ the draft's parameters and rotary table.
 from dataclasses import dataclass, field
 
 import torch
-from naive_eagle3 import _norm, _rope, make_draft
+from naive_eagle3 import _head_norm, _norm, _rope, _times, make_draft
 from torch.nn import functional as F
 
 from fledge.core.head import target_distribution
@@ -129,8 +129,8 @@ def _layer(draft, p, prefix, embed, state, sees, position):
         x = torch.cat([left, _norm(state, p[prefix + "hidden_norm.weight"], c.rms_norm_eps)], -1)
 
     def heads(name, count):
-        out = x @ p[f"{prefix}self_attn.{name}_proj.weight"].T
-        out = out.view(len(x), count, -1).transpose(0, 1)
+        out = _times(x, p, f"{prefix}self_attn.{name}_proj").view(len(x), count, -1)
+        out = _head_norm(out, p, f"{prefix}self_attn.{name}_norm", c.rms_norm_eps).transpose(0, 1)
         return out.repeat_interleave(c.num_attention_heads // count, 0)
 
     q = _rope(heads("q", c.num_attention_heads), position, draft.rotary)
@@ -138,9 +138,7 @@ def _layer(draft, p, prefix, embed, state, sees, position):
     v = heads("v", c.num_key_value_heads)
     scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(~sees, float("-inf"))
     attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)
-    state = state + attended @ p[prefix + "self_attn.o_proj.weight"].T
+    state = state + _times(attended, p, prefix + "self_attn.o_proj")
     y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
-    gated = F.silu(y @ p[prefix + "mlp.gate_proj.weight"].T) * (
-        y @ p[prefix + "mlp.up_proj.weight"].T
-    )
-    return state + gated @ p[prefix + "mlp.down_proj.weight"].T
+    gated = F.silu(_times(y, p, prefix + "mlp.gate_proj")) * _times(y, p, prefix + "mlp.up_proj")
+    return state + _times(gated, p, prefix + "mlp.down_proj")

@@ -83,6 +83,8 @@ VARIANTS = {
     "two layers": {"num_hidden_layers": 2},
     "three layers, fc_norm": {"num_hidden_layers": 3, "fc_norm": True},
     "fc_norm": {"fc_norm": True},
+    "q/k norms": {"num_hidden_layers": 2, "qk_norm": True},
+    "biases": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True},
     "norm_output": {"norm_output": True},
     "norm_before_residual": {"norm_before_residual": True, "num_hidden_layers": 2},
     "both, two layers": {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2},

@@ -77,6 +77,8 @@ VARIANTS = {
     "two layers": {"layers": 2},
     "four layers": {"layers": 4},
     "fc_norm": {"layers": 2, "fc_norm": True},
+    "q/k norms": {"layers": 2, "qk_norm": True},
+    "biases": {"layers": 2, "attention_bias": True, "mlp_bias": True},
     "norm_output": {"layers": 2, "norm_output": True},
     "partial rotary": {"partial_rotary_factor": 0.5},
     "no GQA": {"num_key_value_heads": 4},

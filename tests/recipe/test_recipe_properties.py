@@ -102,7 +102,19 @@ def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
         if shape.tag is not None:
             body[shape.tag] = kind
         recipe[section] = body
+    _fit_to_method(recipe)
     return recipe
+
+
+def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
+    """Leave out what the method refuses: sections are drawn one by one."""
+    method = METHODS[recipe["objective"]["kind"]]
+    for key in method.fixed_draft:
+        recipe["draft"].pop(key, None)
+    if method.aux_layers() != 3:
+        recipe["target"].pop("aux_layer_ids", None)
+    if recipe["draft"].get("qk_norm"):
+        recipe["draft"] |= {"attention_bias": False, "mlp_bias": False}
 
 
 def load_text(text: str, *overrides: str) -> Recipe:

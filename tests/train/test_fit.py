@@ -303,6 +303,7 @@ def test_a_bad_step_is_skipped_and_named(recipe):
     [skipped] = [note for note in notes.notes if "skipped" in note]
     assert "step 2 skipped: gradient norm nan" in skipped
     assert "chats.jsonl:" in skipped
+    assert "the target's answer is not finite in layer 0, row 0 (" in skipped
     for name, parameter in training.draft.named_parameters():
         assert torch.isfinite(parameter).all()
         if parameter.requires_grad:
@@ -312,8 +313,38 @@ def test_a_bad_step_is_skipped_and_named(recipe):
 def test_too_many_bad_steps_end_the_run(recipe):
     training = set_up(recipe("data.valid_rows=0", "training.max_bad_steps=2"))
     training.parts.target = _Poisoned(training.parts.target, {2, 3, 4})
-    with pytest.raises(BadInput, match="2 steps in a row were skipped"):
+    with pytest.raises(BadInput, match="2 steps in a row were skipped: the target's answer"):
         fit(training, Notes())
+
+
+def test_a_bad_answer_that_no_gradient_shows_is_a_bad_step(recipe):
+    """Where nothing is supervised, and nothing supervised looks."""
+    from fledge.data.pack import collate
+    from fledge.train.batches import StepBatch
+    from fledge.train.step import train_step
+
+    training = set_up(recipe("data.valid_rows=0"))
+    parts, rows = training.parts, training.stream.rows
+    batch = collate(rows, training.stream._at(0)[1:], 96, 0)
+    batch.loss_mask[:, -8:] = 0
+    batch.attention_mask[:, -8:] = 1
+    inner = parts.target.answer(batch)
+    sound = train_step(parts, StepBatch(0, 0, (batch,)), lr=0.0)
+    assert not bool(sound.bad)
+    before = [p.clone() for p in parts.parameters]
+
+    class Last:
+        supports_async = False
+
+        def answer(self, _):
+            inner.last_hidden_states[0, -2] = float("inf")
+            return inner
+
+    parts.target = Last()
+    result = train_step(parts, StepBatch(1, 0, (batch,)), lr=0.1)
+    assert torch.isfinite(result.grad_norm)
+    assert bool(result.bad)
+    assert all(map(torch.equal, before, parts.parameters))
 
 
 @pytest.mark.parametrize("asked_ahead", [False, True])

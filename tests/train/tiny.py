@@ -1,6 +1,7 @@
 """A tiny target with a real tokenizer and template, and recipes that train on it in seconds."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -42,6 +43,33 @@ def make_target(directory: Path) -> Path:
     with torch.no_grad():  # a target with opinions: something to learn
         model.lm_head.weight.mul_(60)
         model.model.embed_tokens.weight.mul_(30)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_overflowing(target: Path, directory: Path) -> Path:
+    """The same target in float16, with finite weights of which layer 2 makes numbers that float16
+    cannot hold; float32 can. Special tokens alone do not show it, as a quick look does not."""
+    shutil.copytree(target, directory)
+    model = LlamaForCausalLM.from_pretrained(target)
+    mlp = model.model.layers[2].mlp
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:5, 0] = 0.0
+        model.model.embed_tokens.weight[5:, 0] = 5.0  # a channel that says: this is text
+        for weight, factor in ((mlp.gate_proj.weight, 10.0), (mlp.up_proj.weight, 50.0)):
+            weight[0] = 0.0
+            weight[0, 0] = factor
+        mlp.down_proj.weight[:, 0] = 100.0
+    model.half().save_pretrained(directory)
+    return directory
+
+
+def make_damaged(target: Path, directory: Path) -> Path:
+    """The same target with one NaN in a weight of layer 1."""
+    shutil.copytree(target, directory)
+    model = LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
     model.save_pretrained(directory)
     return directory
 

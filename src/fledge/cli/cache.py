@@ -65,27 +65,32 @@ def _facts(directory: Path) -> dict[str, Any]:
 
 @app.command(epilog="Example: fledge cache verify cache")
 def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
-    """Read every row and compare its checksum; exit code 1 when one does not fit."""
+    """Read every row, compare its checksum, look for NaN; exit code 1 when one is not whole."""
     from fledge.target.cache.manifest import read_target
     from fledge.target.cache.store import CacheStore
 
     store = CacheStore(directory.expanduser())
     read_target(store.directory, store.manifest)
-    damaged = []
+    damaged, not_finite = [], []
     with progress_bar("reading", "rows") as update:
         update(total=len(store))
         for row in range(len(store)):
             shard, local = store.at(row)
             if not shard.is_whole(local):
                 damaged.append(store.name(row))
+            elif (fault := store.fault(row)) is not None:
+                not_finite.append(f"{store.name(row)}: {fault.layer}, token {fault.token}")
             update(advance=1)
     if as_json:
-        print_json({"rows": len(store), "damaged": damaged})
+        print_json({"rows": len(store), "damaged": damaged, "not_finite": not_finite})
     else:
         for name in damaged:
             out.say(f"damaged: {name}", style="red")
-        out.print(f"{len(store):,} rows read, {len(damaged):,} damaged")
-    if damaged:
+        for name in not_finite:
+            out.say(f"not finite (NaN or infinity): {name}", style="red")
+        found = f"{len(damaged):,} damaged, {len(not_finite):,} not finite"
+        out.print(f"{len(store):,} rows read, {found}")
+    if damaged or not_finite:
         raise Exit(1)
 
 

@@ -18,10 +18,12 @@ def plan(arguments: RecipeWords, as_json: AsJson = False) -> None:
         training = set_up(recipe, lambda at: update(total=at.parts, completed=at.done))
     predicted = predict(training)
     if as_json:
-        print_json(predicted.to_json())
+        print_json({**predicted.to_json(), "warnings": training.warnings})
         return
     stream = training.stream
     out.print(
         f"{stream.steps:,} steps, {predicted.tokens:,} tokens, padding {stream.padding_share:.2%}"
     )
     out.print(predicted.table())
+    for line in training.warnings:
+        out.say(f"warning: {line}", style="yellow")

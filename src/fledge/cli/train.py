@@ -38,6 +38,7 @@ def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
 def check_existing(recipe: Any) -> None:
     """Refuse to continue a run with a recipe that is not its own."""
     from fledge.recipe.schema import RESOLVED_NAME, load_recipe
+    from fledge.train.runs import as_begun
 
     directory = Path(recipe.run.output_dir)
     check_place(directory, directory=True)
@@ -51,7 +52,7 @@ def check_existing(recipe: Any) -> None:
     if not recipe.checkpoint.resume:
         what = "a run is here already, and checkpoint.resume is false"
         raise BadInput(what, where=str(directory), fix="give another run.output_dir")
-    differing = load_recipe(resolved).differences(recipe)
+    differing = load_recipe(resolved).differences(as_begun(recipe))
     differing = [line for line in differing if not line.startswith(_FREE)]
     if differing:
         what = f"this run was started with another recipe: {'; '.join(differing[:5])}"
@@ -131,6 +132,7 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
                 "before": state.first,
                 "after": state.last,
                 "best_length": state.best_length,
+                "warnings": list(outcome.warnings),
                 "predicted": predicted.to_json(),
                 "measured": truth,
             }
@@ -147,6 +149,8 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
         out.print(acceptance_table(state.first, state.last, drafted))
     out.print(predicted.table(truth))
     out.say(f"best checkpoint (a loadable draft): {directory}/best")
+    for line in outcome.warnings:
+        out.say(f"warning: {line}", style="yellow")
 
 
 def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str) -> Table:

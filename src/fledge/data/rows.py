@@ -7,7 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
+
+ONE_IN, MOST_HELD_OUT = 10, 512  # held out where nobody says how many
 
 
 class Rows(Protocol):
@@ -39,12 +42,14 @@ class RowView(Sequence[TokenRow]):
 
 
 def split_rows(
-    rows: Rows, held_out: int, *, drop_truncated: bool = False
+    rows: Rows, held_out: int | None, *, drop_truncated: bool = False, begun: bool = False
 ) -> tuple[RowView, RowView]:
-    """(training rows, held-out rows). Rows of one conversation stay on one side.
+    """(training rows, held-out rows). Rows of one conversation stay on one side, and are counted
+    once. `held_out` None: one in `ONE_IN`, at most `MOST_HELD_OUT`.
 
-    The held-out ones are drawn with a fixed seed: they must be the same in every run on this data,
-    or figures could not be compared.
+    A number that leaves next to nothing to train on is refused, unless a run has `begun` with it:
+    it keeps its rows. The held-out ones are drawn with a fixed seed: they must be the same in every
+    run on this data, or figures could not be compared.
     """
     places, keep = [], np.ones(len(rows), dtype=bool)
     for i in range(len(rows)):
@@ -53,11 +58,25 @@ def split_rows(
         keep[i] = not (drop_truncated and row.truncated)
     conversations = sorted(set(places))
     order = np.random.default_rng(0).permutation(len(conversations))
-    count = min(held_out, max(0, len(conversations) - 1))
+    count = _held_out(len(conversations), held_out, begun=begun)
     chosen = {conversations[i] for i in order[:count]}
     out = np.array([place in chosen for place in places], dtype=bool)
     index = np.arange(len(rows), dtype=np.int64)
     return RowView(rows, index[keep & ~out]), RowView(rows, index[out])
+
+
+def _held_out(total: int, asked: int | None, *, begun: bool) -> int:
+    """How many of `total` conversations are held out."""
+    if asked is None:
+        return min(MOST_HELD_OUT, total // ONE_IN)
+    if asked and not begun and total - asked < max(1, total // ONE_IN):
+        raise BadInput(
+            f"{asked} rows are to be held out, and there are {total}: {max(0, total - asked)} "
+            "would be left to train on",
+            where="data.valid_rows",
+            fix=f"leave it out: one row in {ONE_IN} is held out then",
+        )
+    return min(asked, max(0, total - 1))
 
 
 @dataclass(frozen=True)
@@ -68,10 +87,12 @@ class KnownRows:
     held_out: int  # so many of the last ones are held out of training; 0: nobody has decided
     fingerprint: str
 
-    def split(self, held_out: int, *, drop_truncated: bool) -> tuple[RowView, RowView]:
+    def split(
+        self, held_out: int | None, *, drop_truncated: bool, begun: bool = False
+    ) -> tuple[RowView, RowView]:
         """(training rows, held-out rows), as `split_rows` where it has not been decided."""
         if not self.held_out:
-            return split_rows(self.rows, held_out, drop_truncated=drop_truncated)
+            return split_rows(self.rows, held_out, drop_truncated=drop_truncated, begun=begun)
         index = np.arange(len(self.rows), dtype=np.int64)
         train, held = np.split(index, [len(index) - self.held_out])
         if drop_truncated:

@@ -9,6 +9,8 @@ with probability min(1, p(x) / q(x)); the first rejected one is replaced by a dr
 max(p - q, 0), normalised. Every emitted token is then distributed as p, exactly. Tokens outside
 the draft vocabulary have q = 0.
 
+Where either model's numbers are not finite nothing is accepted: NO_TOKEN equals no token.
+
 Shapes: N proposed tokens of a row.
 """
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.core.picks import NO_TOKEN, tokens_of
 from fledge.decode.proposal import Chooser, Proposal
 
 
@@ -34,8 +37,7 @@ def pack_picks(proposal: Proposal, logits_BNV: Tensor, chooser: Chooser) -> Tens
 
     `logits_BNV` [B, N + 1, V]: after the verified text, then after each node.
     """
-    picked_BN, _ = chooser.pick(logits_BNV)
-    parts = (proposal.token_BN, proposal.parent_BN, picked_BN)
+    parts = (proposal.token_BN, proposal.parent_BN, chooser.pick_sound(logits_BNV))
     return torch.cat([part for part in parts if part is not None], dim=1)
 
 
@@ -54,7 +56,8 @@ def walk(tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) ->
     path: list[int] = []
     at = -1
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent == at and token == picks[at + 1]:  # parents come first: one pass is enough
+        # parents come first: one pass is enough
+        if parent == at and token == picks[at + 1] != NO_TOKEN:
             path.append(node)
             at = node
     return Verdict(path, [*(tokens[node] for node in path), picks[at + 1]])
@@ -65,18 +68,21 @@ def judge_drawn(
 ) -> list[Verdict]:
     """Rejection sampling, for a chain that was drawn from the draft's own distribution."""
     assert proposal.probs_BNW is not None
-    p_BNV = chooser.probabilities(logits_BNV)
+    top_BN = logits_BNV.amax(dim=-1)
+    sound_BN = top_BN.isfinite()
+    p_BNV = chooser.probabilities(logits_BNV.masked_fill(~sound_BN[..., None], 0.0))
     q_BNV = torch.zeros_like(p_BNV)  # its last place stays 0: nothing is proposed there
     q_BNV[:, :-1, selected_W] = proposal.probs_BNW.to(p_BNV.dtype)
     token_BN1 = proposal.token_BN[..., None]
     p_BN, q_BN = (x[:, :-1].gather(2, token_BN1)[..., 0] for x in (p_BNV, q_BNV))
-    chance_BN = acceptance_probability(p_BN, q_BN)
+    chance_BN = acceptance_probability(p_BN, q_BN) * sound_BN[:, :-1]
     draw_BN = torch.rand(
         chance_BN.shape, generator=chooser.generator, device=p_BN.device, dtype=p_BN.dtype
     )
     accepted_B = (draw_BN < chance_BN).long().cumprod(dim=1).sum(dim=1)
     rows_B = torch.arange(len(accepted_B), device=p_BN.device)
     token_B = chooser.draw(residual(p_BNV[rows_B, accepted_B], q_BNV[rows_B, accepted_B]))
+    token_B = tokens_of(token_B, top_BN[rows_B, accepted_B])
     columns = (proposal.token_BN, accepted_B[:, None], token_B[:, None])
     packed = torch.cat(columns, dim=1).tolist()
     return [Verdict(list(range(n)), [*drafted[:n], last]) for *drafted, n, last in packed]

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.core.picks import tokens_of
+
 
 @dataclass(frozen=True)
 class Proposal:
     """Tokens for the target to judge, as target ids."""
 
-    token_BN: Tensor
+    token_BN: Tensor  # NO_TOKEN (`core.picks`): the draft's numbers were not finite, never accepted
     parent_BN: Tensor | None = None  # index of the parent, -1: the verified text; None: a chain
     probs_BNW: Tensor | None = None  # what each token was drawn from; None: it was the likeliest
 
@@ -36,7 +38,21 @@ class Chooser:
 
     def pick(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """The tokens, and the distributions they were drawn from (None when greedy)."""
+        token, _, probs = self.pick_scored(logits)
+        return token, probs
+
+    def pick_scored(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same, with the largest logits: where these are not finite, the token means nothing
+        (`core.picks`)."""
         if self.temperature == 0:
-            return logits.argmax(dim=-1), None
-        probs = self.probabilities(logits)
-        return self.draw(probs), probs
+            top, token = logits.max(dim=-1)
+            return token, top, None
+        top = logits.amax(dim=-1)
+        # all alike where they are not finite: on a GPU, a draw from NaN ends the process
+        probs = self.probabilities(logits.masked_fill(~top.isfinite()[..., None], 0.0))
+        return self.draw(probs), top, probs
+
+    def pick_sound(self, logits: Tensor) -> Tensor:
+        """The tokens; NO_TOKEN where the logits are not finite."""
+        token, top, _ = self.pick_scored(logits)
+        return tokens_of(token, top)

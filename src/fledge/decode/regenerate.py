@@ -11,6 +11,7 @@ from fledge.data.regenerate_dialogue import Reply
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
+from fledge.target.finite import NotFinite
 from fledge.target.hf.loading import LoadedModel
 from fledge.target.layers import longest_text
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
@@ -62,12 +63,7 @@ class LocalModel:
             members = order[begin : begin + self._batch]
             if all(task.done and task.dialogue.last for task, _ in members):
                 continue
-            replies = self._decoder.generate(
-                [ids for _, ids in members],
-                self._stops,
-                temperature=self._sampling.temperature,
-                seed=self._sampling.seed + members[0][0].number,
-            )
+            replies = self._generate(members)
             for (task, _), reply in zip(members, replies, strict=True):
                 try:
                     task.dialogue.hear(self._reply(reply))
@@ -79,6 +75,19 @@ class LocalModel:
                 else:
                     go_on.append(task)
         return go_on
+
+    def _generate(self, members: list[tuple[Task, list[int]]]) -> list[Generation]:
+        sampling = self._sampling
+        try:
+            return self._decoder.generate(
+                [ids for _, ids in members],
+                self._stops,
+                temperature=sampling.temperature,
+                seed=sampling.seed + members[0][0].number,
+            )
+        except NotFinite as error:  # no answer of this model is worth anything
+            places = ", ".join(task.place for task, _ in members[:3])
+            raise NotFinite(error.what, where=f"the answers to {places}", fix=error.fix) from None
 
     def _encode(self, task: Task) -> list[int]:
         question = task.dialogue.question

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fledge.core.picks import NO_TOKEN
 from fledge.decode.accept import Verdict, judge, judge_drawn, pack_picks
 from fledge.decode.clock import RoundClock
 from fledge.decode.proposal import Chooser, Proposal
@@ -26,6 +27,7 @@ from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.decode.target import CachedTarget, take
 from fledge.draft.base import DraftModel
+from fledge.target.finite import Fault, NotFinite, broken_layer, refusal
 from fledge.target.layers import (
     default_aux_layer_ids,
     target_depth,
@@ -135,6 +137,9 @@ class SpeculativeDecoder:
             clock.mark(self.passes.recording_s)
             verdicts, aux_BND = self._verify(now, proposal, chooser)
             for row, verdict in zip(now.rows, verdicts, strict=True):
+                if row.finish is None and verdict.tokens[-1] == NO_TOKEN:
+                    number = next(i for i, text in enumerate(texts) if text is row)
+                    raise self._refusal(number, row, verdict.tokens[:-1])
                 self._add(row, verdict, stops)
             now = self._go_on(now.rows, [verdict.path for verdict in verdicts], aux_BND)
             clock.mark(self.passes.recording_s)
@@ -149,8 +154,10 @@ class SpeculativeDecoder:
         """Read the prompts and take the first token, which no draft had a say in."""
         prompts = [row.prompt_ids for row in rows]
         output = self.target.begin(prompts, ahead=self._count + 1)
-        first_B, _ = chooser.pick(output.logits_BNV[:, 0])
-        for row, token in zip(rows, first_B.tolist(), strict=True):
+        first_B = chooser.pick_sound(output.logits_BNV[:, 0])
+        for number, (row, token) in enumerate(zip(rows, first_B.tolist(), strict=True)):
+            if token == NO_TOKEN:
+                raise self._refusal(number, row, [])
             row.add([token], stops)
         if self.strategy is not None:
             self.strategy.start(prompts, output.aux_BND)
@@ -199,6 +206,15 @@ class SpeculativeDecoder:
             emitted = row.add(verdict.tokens, stops)
             if self.strategy is not None:
                 row.rounds.append(Round(context, min(len(verdict.path), emitted), emitted))
+
+    def _refusal(self, number: int, row: Generation, accepted: Sequence[int]) -> NotFinite:
+        """The target's numbers are none behind the known text: say where that begins."""
+        known = [*row.prompt_ids, *row.token_ids, *accepted]
+        model = self.target.model
+        # a drafted token is masked from what stands before it, but zero times NaN is NaN
+        layer = broken_layer(model, known) or "what was drafted behind it"
+        fault = Fault(layer, number, len(known) - 1)
+        return refusal(fault, dtype=self.target.dtype, model=model)
 
     def _go_on(
         self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor
@@ -278,7 +294,7 @@ def verify(
     """The target over the newest known token and the proposed ones; `drawn`: judged by chance."""
     length_B, count_B, token_BQ, _ = columns(table_BX)
     last_B1 = token_BQ.gather(1, count_B[:, None] - 1)
-    read_BN = torch.cat([last_B1, token_BN], dim=1)
+    read_BN = torch.cat([last_B1, token_BN.clamp_min(0)], dim=1)  # NO_TOKEN: read, never accepted
     layout = None if strategy is None else strategy.layout(parent_BN)
     output = target.read(read_BN, length_B, used=used, layout=layout, level=level)
     if drawn:

@@ -52,7 +52,7 @@ class CachedTarget:
         self.aux_layer_ids = list(aux_layer_ids or [])
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         weight = next(embedding.parameters())
-        self.device, self._dtype = weight.device, weight.dtype
+        self.device, self.dtype = weight.device, weight.dtype
         self.passes = passes or Passes(self.device, record=False)
         self._kinds = self._layer_kinds()
         self._layers, self._head = find_layers(model), find_head_module(model)
@@ -140,8 +140,8 @@ class CachedTarget:
             shown_BNU = visible_BNU
             if window is not None:
                 shown_BNU = visible_BNU & (stands_BU[:, None] > position_BN[..., None] - window)
-            mask_BNU = torch.zeros(shown_BNU.shape, dtype=self._dtype, device=self.device)
-            mask_BNU.masked_fill_(~shown_BNU, torch.finfo(self._dtype).min)
+            mask_BNU = torch.zeros(shown_BNU.shape, dtype=self.dtype, device=self.device)
+            mask_BNU.masked_fill_(~shown_BNU, torch.finfo(self.dtype).min)
             masks[kind] = mask_BNU[:, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 

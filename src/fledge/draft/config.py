@@ -12,6 +12,9 @@ _FLAGS = {
     "norm_before_residual": False,
     "parallel_drafting": False,
     "mask_token_id": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "qk_norm": False,
 }
 
 
@@ -42,10 +45,13 @@ def check_draft_config(config: Any) -> None:
             f"num_key_value_heads {config.num_key_value_heads}"
         )
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act: a draft is SwiGLU ('silu'), got {config.hidden_act!r}")
+        raise ValueError(
+            f"hidden_act: engines load drafts with 'silu' alone, got {config.hidden_act!r}; a "
+            "draft's activation need not be its target's"
+        )
     for name in ("attention_bias", "mlp_bias"):
-        if getattr(config, name, False):
-            raise ValueError(f"{name}: a draft has no biases; set it to false")
+        if config.qk_norm and getattr(config, name):
+            raise ValueError(f"{name}: no engine loads a draft with it and qk_norm; leave one out")
     kind = rope_parameters(config)["rope_type"]
     if kind not in STATIC_ROPE_TYPES:
         raise ValueError(

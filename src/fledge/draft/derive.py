@@ -23,10 +23,14 @@ _ROPE_KEYS = {
 }  # fmt: skip
 
 # Whose rotary a draft takes when layer types differ: the global layers', for it attends to
-# everything too. Other architectures need nothing said: the config speaks for itself.
+# everything too; Gemma 4's global layers turn a quarter of wider heads in a way that no draft of an
+# engine has, so there it is the local layers'. Other architectures need nothing said: the config
+# speaks for itself.
 ROPE_LAYERS = {
     "Gemma3ForCausalLM": "full_attention",
     "Gemma3ForConditionalGeneration": "full_attention",
+    "Gemma4ForCausalLM": "sliding_attention",
+    "Gemma4ForConditionalGeneration": "sliding_attention",
 }
 
 
@@ -39,6 +43,9 @@ def derive_draft_config(
     intermediate_size: int | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
+    qk_norm: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
     **settings: Any,
 ) -> LlamaConfig:
     """The config of a draft that fits this target: same width, heads, norm and rotary positions.
@@ -49,16 +56,19 @@ def derive_draft_config(
     text = getattr(target_config, "text_config", None) or target_config
     named = architecture or (getattr(target_config, "architectures", None) or [None])[0]
     name = named or type(target_config).__name__
-    rope = _draft_rope(text, ROPE_LAYERS.get(named or ""), name)
+    rope_layers = ROPE_LAYERS.get(named or "")
+    rope = _draft_rope(text, rope_layers, name)
+    layer = _layer_config(text, rope_layers)
     _check_fields(text, name)
     config = LlamaConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=intermediate_size or _or(text, "intermediate_size", 4 * text.hidden_size),
+        intermediate_size=intermediate_size
+        or _or(layer, "intermediate_size", 4 * text.hidden_size),
         num_hidden_layers=num_hidden_layers,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=_or(text, "num_key_value_heads", text.num_attention_heads),
-        head_dim=_or(text, "head_dim", text.hidden_size // text.num_attention_heads),
+        num_attention_heads=layer.num_attention_heads,
+        num_key_value_heads=_or(layer, "num_key_value_heads", layer.num_attention_heads),
+        head_dim=_or(layer, "head_dim", text.hidden_size // layer.num_attention_heads),
         rms_norm_eps=_or(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=text.max_position_embeddings,
         rope_theta=rope["rope_theta"],
@@ -71,10 +81,21 @@ def derive_draft_config(
         target_hidden_size=text.hidden_size,
         fc_norm=fc_norm,
         norm_output=norm_output,
+        qk_norm=qk_norm,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
         **settings,
     )
     check_draft_config(config)
     return config
+
+
+def _layer_config(text: Any, kind: str | None) -> Any:
+    """The config of one layer of this kind where they differ in more than rotary (Gemma 4)."""
+    layers, kinds = getattr(text, "per_layer_config", None), getattr(text, "layer_types", None)
+    if not layers or kind is None or kinds is None or kind not in kinds:
+        return text
+    return layers[list(kinds).index(kind)]
 
 
 def _check_fields(text: Any, name: str) -> None:

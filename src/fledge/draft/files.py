@@ -112,7 +112,6 @@ def check_tensors(
             for name in both
             if want[name].shape != have[name].shape
         ],
-        "not finite": [name for name in both if not _finite(have[name])],
     }
     complaints = [f"{fault}: {_some(names)}" for fault, names in faults.items() if names]
     if complaints:
@@ -120,6 +119,12 @@ def check_tensors(
             f"tensors {', '.join(complaints)}",
             where=str(directory / WEIGHTS_NAME),
             fix="is it a draft in the plain layout? `fledge import` reads others",
+        )
+    if broken := [name for name in both if not _finite(have[name])]:
+        raise BadInput(
+            f"the draft's weights hold NaN or infinity: tensor {_some(broken)}",
+            where=str(directory / WEIGHTS_NAME),
+            fix="the file is damaged: take another checkpoint",
         )
 
 

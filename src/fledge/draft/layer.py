@@ -24,8 +24,8 @@ from fledge.draft.rotary import Rotary, rotate
 from fledge.kernels.gate import kernel_runs
 
 
-def linear(in_features: int, out_features: int) -> nn.Linear:
-    return nn.Linear(in_features, out_features, bias=False)
+def linear(in_features: int, out_features: int, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -105,10 +105,15 @@ class DraftAttention(nn.Module):
         super().__init__()
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = linear(in_features, q_size)
-        self.k_proj = linear(in_features, kv_size)
-        self.v_proj = linear(in_features, kv_size)
-        self.o_proj = linear(q_size, config.hidden_size)
+        self.biased = bias = bool(config.attention_bias)
+        self.q_proj = linear(in_features, q_size, bias=bias)
+        self.k_proj = linear(in_features, kv_size, bias=bias)
+        self.v_proj = linear(in_features, kv_size, bias=bias)
+        self.o_proj = linear(q_size, config.hidden_size, bias=bias)
+        self.normed = config.qk_norm
+        if self.normed:  # Qwen3's: over the channels of a head
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.channels = config.head_dim
         self.rotary = Rotary(config)
 
@@ -130,7 +135,10 @@ class DraftAttention(nn.Module):
         def by_head(x: Tensor) -> Tensor:
             return x.view(batch, count, -1, self.channels).transpose(1, 2)
 
-        q, k = (rotate(heads(proj), cos, sin) for proj in (self.q_proj, self.k_proj))
+        q, k = heads(self.q_proj), heads(self.k_proj)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = peagle_flex_attention(
             by_head(q), by_head(k), by_head(heads(self.v_proj)), block_mask, self.channels**-0.5
         )
@@ -141,11 +149,15 @@ class DraftAttention(nn.Module):
 class DraftMLP(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+        self.biased = bias = bool(config.mlp_bias)
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.biased:
+            out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return out
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         return gated_mlp(x.flatten(0, -2), *weights).view_as(x)
 
@@ -173,24 +185,42 @@ class DraftLayer(nn.Module):
 
     def weights(self, dtype: torch.dtype, *, recompute_mlp: bool = False) -> "LayerWeights":
         attn, mlp = self.self_attn, self.mlp
-        qkv = torch.cat([proj.weight.to(dtype) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)])
+        projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+        qkv = torch.cat([proj.weight.to(dtype) for proj in projections])
+        qkv_bias = None
+        if attn.biased:
+            qkv_bias = torch.cat([proj.bias.to(dtype) for proj in projections])
         size = mlp.gate_proj.in_features
         first = self.input_layernorm.weight.to(dtype) if self.normed else None
         return LayerWeights(
             token_norm=first if self.fused else None,
             token_weight=qkv[:, :size] if self.fused else None,
+            token_bias=qkv_bias if self.fused else None,
             state_norm=self.hidden_norm.weight.to(dtype) if self.fused else first,
             state_qkv=qkv[:, size:] if self.fused else qkv,
+            state_bias=None if self.fused else qkv_bias,
+            q_norm=attn.q_norm.weight.to(dtype) if attn.normed else None,
+            k_norm=attn.k_norm.weight.to(dtype) if attn.normed else None,
             q_size=attn.q_proj.out_features,
             norm_residual=self.norm_residual,
             o=attn.o_proj.weight.to(dtype),
+            o_bias=attn.o_proj.bias.to(dtype) if attn.biased else None,
             mlp_norm=self.post_attention_layernorm.weight.to(dtype),
             gate=mlp.gate_proj.weight.to(dtype),
             up=mlp.up_proj.weight.to(dtype),
             down=mlp.down_proj.weight.to(dtype),
+            mlp_biases=_mlp_biases(mlp, dtype),
             eps=self.post_attention_layernorm.eps or 0.0,
             recompute_mlp=recompute_mlp,
         )
+
+
+def _mlp_biases(mlp: DraftMLP, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Of gate, up and down."""
+    if not mlp.biased:
+        return None
+    gate, up, down = (p.bias.to(dtype) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return gate, up, down
 
 
 class FusedDraftLayer(DraftLayer):
@@ -237,23 +267,27 @@ class DeepDraftLayer(DraftLayer):
 class LayerWeights:
     """The layer's weights in the dtype of the step; the fused ones split into their two halves."""
 
-    # layer 0: what makes the token's part of its input from the embedding
+    # layer 0: what makes the token's part of its input from the embedding; a bias of q, k, v too
     token_norm: Tensor | None
     token_weight: Tensor | None
+    token_bias: Tensor | None
     state_norm: Tensor | None
     state_qkv: Tensor
+    state_bias: Tensor | None  # of q, k, v where there is no token's part
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     q_size: int
     norm_residual: bool  # the residual is the normed state
     o: Tensor
+    o_bias: Tensor | None
     mlp_norm: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
+    mlp_biases: tuple[Tensor, Tensor, Tensor] | None
     eps: float
     recompute_mlp: bool = False  # the MLP's activations are recomputed: long batches need memory
-    # EAGLE-1's layer 0: fc's half for the state, and its bias
-    merge_EE: Tensor | None = None
-    token_bias: Tensor | None = None
+    merge_EE: Tensor | None = None  # EAGLE-1's layer 0: fc's half for the state
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
         """For every token once: the embedding half of q, k, v side by side, or of fc."""
@@ -275,14 +309,27 @@ class LayerWeights:
         """Some of the q, k, v outputs; `token_N` holds the embedding half of all of them."""
         weight = self.state_qkv[columns]
         if token_N is None:
-            return F.linear(normed_NE, weight)
+            bias = self.state_bias
+            return F.linear(normed_NE, weight, None if bias is None else bias[columns])
         return torch.addmm(token_N[:, columns], normed_NE, weight.t())
+
+    def queries(self, q_NHC: Tensor) -> Tensor:
+        """Queries as they are turned: normed by head, where the draft does that."""
+        return rms_norm(q_NHC, self.q_norm, self.eps)
+
+    def keys(self, k_NGC: Tensor) -> Tensor:
+        return rms_norm(k_NGC, self.k_norm, self.eps)
 
     def finish(self, residual_NE: Tensor, attended_NHC: Tensor) -> Tensor:
         """Output projection and SwiGLU, with their residuals."""
         if self.norm_residual:
             residual_NE = self.normed(residual_NE)
-        state_NE = residual_NE + F.linear(attended_NHC.flatten(1), self.o)
-        x = rms_norm(state_NE, self.mlp_norm, self.eps)
-        mlp = gated_mlp(x, self.gate, self.up, self.down, recompute=self.recompute_mlp)
-        return state_NE + mlp
+        state_NE = residual_NE + F.linear(attended_NHC.flatten(1), self.o, self.o_bias)
+        return state_NE + self._mlp(rms_norm(state_NE, self.mlp_norm, self.eps))
+
+    def _mlp(self, x_NE: Tensor) -> Tensor:
+        if self.mlp_biases is None:
+            return gated_mlp(x_NE, self.gate, self.up, self.down, recompute=self.recompute_mlp)
+        gate, up, down = self.mlp_biases  # rare: left to autograd
+        gated_NI = F.silu(F.linear(x_NE, self.gate, gate)) * F.linear(x_NE, self.up, up)
+        return F.linear(gated_NI, self.down, down)

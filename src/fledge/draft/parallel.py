@@ -127,7 +127,7 @@ class _ParallelStep:
         normed = layer.normed(state)
         kv = self._unfold(layer.project(normed, token, slice(layer.q_size, None)), segment, slots)
         keys, values = self._heads(kv).chunk(2, dim=1)
-        keys = rotate(keys, *turn)
+        keys = rotate(layer.keys(keys), *turn)
         rows, asking = segment.every, slots
         if index == len(self.layers) - 1:  # nobody reads the others' output
             rows, asking = segment.asking, len(segment.anchor_N)
@@ -142,7 +142,7 @@ class _ParallelStep:
             keys_so_far, values_so_far = zip(*earlier, left, strict=True)
             prefix = (torch.cat(keys_so_far), torch.cat(values_so_far))
         out = parallel_attention(
-            rotate(self._heads(q), *turn),
+            rotate(layer.queries(self._heads(q)), *turn),
             prefix,
             (keys[slots:], values[slots:]),
             rows,

@@ -138,7 +138,7 @@ class _Step:
         normed_TE = layer.normed(state_TE)
         kv = layer.project(normed_TE, token_T, slice(layer.q_size, None))
         keys, values = self._heads(kv).chunk(2, dim=1)
-        keys = rotate(keys, self.cos_TC, self.sin_TC)
+        keys = rotate(layer.keys(keys), self.cos_TC, self.sin_TC)
         cos, sin = self.cos_TC, self.sin_TC
         if rows is not self.plan.every:
             state_TE, normed_TE = (x.index_select(0, rows.slot_N) for x in (state_TE, normed_TE))
@@ -146,7 +146,7 @@ class _Step:
             if token_T is not None:
                 token_T = token_T[:, : layer.q_size].index_select(0, rows.slot_N)
         q = layer.project(normed_TE, token_T, slice(0, layer.q_size))
-        q = rotate(self._heads(q), cos, sin)
+        q = rotate(layer.queries(self._heads(q)), cos, sin)
         out = rollout_attention(q, keys, values, rows, kind=self.kind)
         return layer.finish(state_TE, out), keys, values
 
@@ -166,7 +166,7 @@ class _Step:
         parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # gradient: one cat
         q, keys, values = map(self._heads, parts)
         cos, sin = (x.index_select(0, slot_N) for x in (self.cos_TC, self.sin_TC))
-        q, keys = rotate(q, cos, sin), rotate(keys, cos, sin)
+        q, keys = rotate(layer.queries(q), cos, sin), rotate(layer.keys(keys), cos, sin)
         chain = (*before, (keys, values))
         out = rollout_attention(q, *prefix, rows, chain=chain, kind=self.kind)
         return layer.finish(state_NE, out), keys, values

@@ -13,7 +13,7 @@ from fledge.draft.rotary import rope_parameters
 _SHARED = (
     "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "intermediate_size",
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_aux_hidden_states", "fc_norm",
-    "rms_norm_eps", "norm_before_residual",
+    "rms_norm_eps", "norm_before_residual", "attention_bias", "mlp_bias", "qk_norm",
 )  # fmt: skip
 
 

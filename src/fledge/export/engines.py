@@ -30,6 +30,18 @@ class ServingEngine:
     oldest: str  # the oldest version whose reading is known
     tested: tuple[str, ...]  # oldest first
     limits: tuple[Limit, ...]
+    # targets whose inner states it hands to no draft: EAGLE-3's kind cannot be served there
+    mute_targets: tuple[str, ...] = ()
+
+    def check_target(self, architectures: list[str], *, inner_states: bool) -> None:
+        """Refuse a draft that needs the inner states of a target that shows none."""
+        mute = [name for name in architectures if name in self.mute_targets]
+        if inner_states and mute:
+            raise BadInput(
+                f"{self.title} hands the inner states of {mute[0]} to no draft",
+                where=f"--engine {self.name}",
+                fix="train objective.kind=eagle1, which needs the last state alone",
+            )
 
     def check_version(self, version: str | None) -> str:
         """The version asked for, or the newest tested one."""
@@ -62,6 +74,11 @@ class ServingEngine:
 
 
 _FROZEN = "train with draft.freeze_embeddings=true, or export with --target-embeddings"
+_NOT_IN_LLAMA = (
+    Limit("attention bias", None, "train with draft.attention_bias=false, or --engine vllm"),
+    Limit("mlp bias", None, "train with draft.mlp_bias=false, or --engine vllm"),
+    Limit("q/k norms", None, "train with draft.qk_norm=false, or --engine vllm"),
+)
 ENGINES: dict[EngineName, ServingEngine] = {
     "vllm": ServingEngine(
         "vllm", "vLLM", oldest="0.16.0", tested=("0.32.0",),
@@ -69,7 +86,11 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
+            Limit("q/k norms", "0.32.0", "train without them, or serve with vLLM 0.32"),
             Limit("fc bias", None, "--engine sglang reads it"),
+        ),
+        mute_targets=(
+            "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
         ),
     ),
     "sglang": ServingEngine(
@@ -84,6 +105,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("last layer", None, "train with target.aux_layer_ids below the last layer"),
             Limit("partial rotary", None, "--engine vllm"),
             Limit("yarn attention factor", None, "--engine vllm"),
+            *_NOT_IN_LLAMA,
         ),
     ),
     "speculators": ServingEngine(
@@ -91,6 +113,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
         limits=(
             Limit("other width", None, "--engine vllm takes a target of another width"),
             Limit("partial rotary", None, "--engine vllm"),
+            *_NOT_IN_LLAMA,
         ),
     ),
 }  # fmt: skip

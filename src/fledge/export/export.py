@@ -161,6 +161,8 @@ class _Job:
     def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
         features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)
         check_representable(self.engine, self.layout, self.version, features)
+        inner = self.method.aux_layers() > 1
+        self.engine.check_target(self.target.architectures, inner_states=inner)
         return features
 
     def _settle_embeddings(self) -> str:
@@ -200,7 +202,7 @@ class _Job:
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
-        check, reread = check_files(directory, self.engine.name, self.layout, self.draft, self.side)
+        check, reread = check_files(directory, self.engine.name, self.draft, self.side)
         if self.in_use is None:
             check.notes.append("exported without the target: nothing was decoded")
             return check

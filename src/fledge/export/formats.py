@@ -13,7 +13,7 @@ docs/export.md lists versions and tests).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
@@ -26,6 +26,7 @@ Feature = Literal[
     "", "parallel drafting", "several layers", "fc_norm", "norm_output", "small vocabulary",
     "trained embeddings", "chosen aux layers", "last layer", "other width", "scaled rotary",
     "partial rotary", "yarn attention factor", "fc bias",
+    "attention bias", "mlp bias", "q/k norms",
 ]  # fmt: skip
 
 CARD_NAME = "README.md"
@@ -45,6 +46,7 @@ class TensorRule:
     need: Need = "required"
     feature: Feature = ""  # only drafts with this feature have it
     zeros: bool = False  # drafts without the tensor are written with zeros
+    deep: bool = False  # of every layer but the first
 
 
 def _layer(
@@ -62,16 +64,21 @@ def _layer(
         "mlp.down_proj": ("E", "I"),
         **dict.fromkeys(norms, ("E",)),
     }
-    feature: Feature = "several layers" if deep else ""
-    return [
-        TensorRule(
-            f"{ours}.{name}.weight",
-            f"{theirs}.{norms.get(name, name)}.weight",
-            shape,
-            feature=feature,
-        )
+    weights = [
+        TensorRule(f"{ours}.{name}.weight", f"{theirs}.{norms.get(name, name)}.weight", shape)
         for name, shape in shapes.items()
     ]
+    biases: list[TensorRule] = []
+    for name, shape in shapes.items():
+        feature: Feature = "attention bias" if name.startswith("self_attn.") else "mlp bias"
+        if len(shape) == 2:
+            names = (f"{ours}.{name}.bias", f"{theirs}.{name}.bias")
+            biases.append(TensorRule(*names, shape[:1], feature=feature))
+    head_norms = [
+        TensorRule(f"{ours}.{name}.weight", f"{theirs}.{name}.weight", ("C",), feature="q/k norms")
+        for name in ("self_attn.q_norm", "self_attn.k_norm")
+    ]
+    return [replace(rule, deep=deep) for rule in (*weights, *biases, *head_norms)]
 
 
 _DEEP_NORMS = {name: name for name in ("input_layernorm", "post_attention_layernorm")}
@@ -148,8 +155,7 @@ def _llama_keys(prefix: str = "") -> list[KeyRule]:
         *_facts(*_LLAMA, prefix=prefix),
         KeyRule(f"{prefix}rope_scaling", "rope_scaling", feature="scaled rotary"),
         *_facts(*_TOKENS, prefix=prefix, need="optional"),
-        KeyRule(f"{prefix}attention_bias", value=False, need="optional"),
-        KeyRule(f"{prefix}mlp_bias", value=False, need="optional"),
+        *_facts("attention_bias", "mlp_bias", prefix=prefix),
         KeyRule(f"{prefix}tie_word_embeddings", value=False),
     ]
 
@@ -219,8 +225,11 @@ _PLAIN_VLLM = Format(
     (
         *_PLAIN_KEYS,
         _MASK_TOKEN,
+        # vLLM's Llama has no q/k norms, its Qwen3 has
+        KeyRule("architectures", value=["Eagle3Qwen3ForCausalLM"], feature="q/k norms"),
+        KeyRule("model_type", value="qwen3", feature="q/k norms"),
         # Ours: an export for vLLM is also a draft that `fledge eval` and `init_from` read.
-        *_facts("aux_layer_ids", "parallel_drafting", need="optional"),
+        *_facts("aux_layer_ids", "parallel_drafting", "qk_norm", need="optional"),
     ),
     aux_ids_key="eagle_aux_hidden_state_layer_ids",
     aux_id_offset=1,
@@ -282,6 +291,8 @@ def expected_tensors(
     expected = []
     for rule in layout.tensors:
         if rule.feature and rule.feature not in features:
+            continue
+        if rule.deep and "several layers" not in features:
             continue
         shape = tuple(_dimension(part, facts) for part in rule.shape)
         numbers = range(1)

@@ -95,6 +95,9 @@ def draft_features(
         "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "yarn attention factor": any(rope.get(name) is not None for name in _YARN_ATTENTION),
         "fc bias": "fc.bias" in draft.tensors,
+        "attention bias": config.attention_bias,
+        "mlp bias": config.mlp_bias,
+        "q/k norms": config.qk_norm,
     }
     return frozenset(name for name, there in present.items() if there)
 
@@ -127,7 +130,7 @@ def draft_facts(draft: PlainDraft, target: TargetFacts, *, num_draft_tokens: int
         "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
         "vocab_size", "draft_vocab_size", "initializer_range", "target_hidden_size",
         "num_aux_hidden_states", "fc_norm", "norm_output", "parallel_drafting", "mask_token_id",
-        "bos_token_id", "eos_token_id", "pad_token_id",
+        "bos_token_id", "eos_token_id", "pad_token_id", "attention_bias", "mlp_bias", "qk_norm",
     )  # fmt: skip
     return {
         **{name: getattr(config, name) for name in names},

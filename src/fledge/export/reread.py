@@ -62,7 +62,9 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
 
 
 def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
-    _require(values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
+    normed = values.get("architectures") == ["Eagle3Qwen3ForCausalLM"]
+    _require(normed or values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
+    _require(values.get("model_type") == ("qwen3" if normed else "llama"), "model_type")
     _require(not values.get("norm_before_residual", False), "norm_before_residual")
     key, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
     ids = values.get(key) or nested.get(key)
@@ -78,6 +80,7 @@ def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetS
         mask_token_id=values.get("mask_token_id"),
         parallel="mask_hidden" in ours,
     )
+    config.qk_norm = normed
     return Reread(config, ours, [])
 
 
@@ -198,6 +201,9 @@ def _config(
         parallel_drafting=parallel,
         mask_token_id=mask_token_id,
         aux_layer_ids=aux_layer_ids,
+        qk_norm=False,
+        attention_bias=bool(llama.get("attention_bias", False)),
+        mlp_bias=bool(llama.get("mlp_bias", False)),
     )
 
 
@@ -221,6 +227,7 @@ _COMPARED = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "max_position_embeddings", "num_aux_hidden_states", "fc_norm", "norm_output",
     "parallel_drafting", "mask_token_id", "aux_layer_ids", "eagle_version",
+    "attention_bias", "mlp_bias", "qk_norm",
 )  # fmt: skip
 
 

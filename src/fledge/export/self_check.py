@@ -22,7 +22,7 @@ from fledge.decode.stops import Stops, eos_token_ids
 from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape
 from fledge.draft.base import DraftModel
-from fledge.export.formats import Format
+from fledge.export.formats import FORMATS
 from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
@@ -136,13 +136,14 @@ def _comparable(source: DraftSource, run: OpenRun, aux_layer_ids: Sequence[int])
 
 
 def check_files(
-    directory: Path, engine: str, layout: Format, draft: PlainDraft, side: TargetSide
+    directory: Path, engine: str, draft: PlainDraft, side: TargetSide
 ) -> tuple[SelfCheck, Reread]:
     """The static half: names, values, flags."""
     served = reread(directory, engine, side)
     ours = dict(draft.tensors)
     if side.embeddings_VE is None:  # the target's, which is not here
-        ours = {name: tensor for name, tensor in ours.items() if name not in layout.ignored}
+        shared = FORMATS[method_of(draft.config).formats[engine]].ignored
+        ours = {name: tensor for name, tensor in ours.items() if name not in shared}
     faults = [f"{name}: the engine skips it" for name in served.unread]
     faults += differing_tensors(ours, served.tensors)
     faults += differing_flags(draft.config, served.config)

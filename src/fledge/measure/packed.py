@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
+from fledge.core.picks import NO_TOKEN, likeliest, tokens_of
 from fledge.core.rows import TokenBatch
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
+from fledge.target.finite import Fault, place_of, refusal
 
 Ints = NDArray[np.int64]
 
@@ -91,10 +93,11 @@ def accepted_lengths(
 
 
 def drafted_tokens(rollouts: Rollouts, head_input_NE: Tensor) -> Tensor:
-    """[N] the target ids that are drafted."""
+    """[N] the target ids that are drafted; NO_TOKEN where its numbers are not finite."""
     selected_W = rollouts.selected_token_ids
     parts = _pieces(head_input_NE, len(selected_W))
-    return torch.cat([selected_W[rollouts.logits(part).argmax(-1)] for part in parts])
+    tops = [rollouts.logits(part).max(-1) for part in parts]
+    return torch.cat([tokens_of(selected_W[top.indices], top.values) for top in tops])
 
 
 @torch.no_grad()
@@ -102,7 +105,8 @@ def target_picks(
     batch: Eagle3TargetBatch, tokens: TokenBatch, head: TargetHead, selected_W: Tensor
 ) -> Ints:
     """[S]: the target's likeliest token where slots draft; -1 elsewhere, and where probabilities
-    over the draft vocabulary only say that it is outside."""
+    over the draft vocabulary only say that it is outside. Logits that are not finite are refused:
+    their states are finite (`target.finite`), so it is the head that overflows."""
     wanted_S = drafting_slots(tokens).flatten()
     picks_S = np.full(len(wanted_S), -1, dtype=np.int64)
     if batch.target_probs is not None and batch.position_mask is not None:
@@ -111,14 +115,19 @@ def target_picks(
         token_N = selected_W.to(probs_NW.device)[probs_NW.argmax(-1)].where(covered_N, -1)
     elif batch.logits is not None:
         logits_SV = batch.logits.flatten(0, 1)
-        token_N = logits_SV[wanted_S.to(logits_SV.device)].argmax(-1)
+        token_N = likeliest(logits_SV[wanted_S.to(logits_SV.device)])
     else:
         assert batch.last_hidden_states is not None
         hidden_SD = batch.last_hidden_states.flatten(0, 1)
         hidden_ND = hidden_SD[wanted_S.to(hidden_SD.device)]
         parts = _pieces(hidden_ND, len(head.weight_VD))
-        token_N = torch.cat([head.logits(part).argmax(-1) for part in parts])
+        token_N = torch.cat([likeliest(head.logits(part)) for part in parts])
     picks_S[wanted_S.numpy()] = token_N.cpu().numpy()
+    if len(bad_S := np.flatnonzero(picks_S == NO_TOKEN)):
+        row, slot = divmod(int(bad_S[0]), tokens.shape[1])
+        fault = Fault("logits", row, slot + 1)  # of token t + 1: what slot t drafts is behind it
+        dtype = batch.aux_hidden_states.dtype
+        raise refusal(fault, dtype=dtype, place=place_of(tokens, fault))
     return picks_S
 
 

@@ -27,6 +27,7 @@ from fledge.draft.base import DraftModel
 from fledge.measure.figures import Acceptance, count_rounds
 from fledge.measure.packed import Ints, accepted_lengths, answers_of, target_picks
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.finite import checked_answer
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _replay_pack(
 
 def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
     """The target's states over a pack."""
-    batch = target.answer(tokens)
+    batch = checked_answer(target, tokens)
     if batch.last_hidden_states is None:
         raise ValueError("supervision: replay needs a target with supervision 'hidden'")
     return batch

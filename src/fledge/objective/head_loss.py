@@ -138,6 +138,7 @@ class _HeadLoss(torch.autograd.Function):
                 dhidden_PE.index_copy_(0, element_J, dlogits_JW @ head)
             if dhead_WE is not None:
                 _add_product(dhead_WE, dlogits_JW, x_JE)
+        correct_N &= row_loss_N.isfinite()  # the likeliest of NaN agrees with that of NaN
         loss = (row_loss_N * coefficient_N).sum()
         ctx.save_for_backward(dhidden_PE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
         ctx.mark_non_differentiable(row_loss_N, correct_N)

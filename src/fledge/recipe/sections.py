@@ -6,7 +6,7 @@ they differ and why.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from fledge.core.settings import (
     Count,
@@ -31,8 +31,9 @@ class Data(Section):
     valid: Texts = ()
     """Held-out conversations, same forms as train; empty: valid_rows are taken from train."""
 
-    valid_rows: Count = 512
-    """Rows kept out of training for acceptance when `valid` is empty; 0: none."""
+    valid_rows: Count | None = None
+    """Rows kept out of training for acceptance when `valid` is empty; null: a tenth of them, at
+    most 512; 0: none."""
 
     max_length: PositiveCount = 2048
     """Longest row in tokens."""
@@ -90,6 +91,15 @@ class Draft(Section):
     norm_output: bool = False
     """EAGLE-3.1: feed the normalized state to the next step. Not in SGLang 0.5.9."""
 
+    qk_norm: bool = False
+    """Normalize queries and keys head by head, as Qwen3 does. vLLM only."""
+
+    attention_bias: bool = False
+    """Biases of the attention's projections. vLLM only, not together with qk_norm."""
+
+    mlp_bias: bool = False
+    """Biases of the MLP's projections. vLLM only, not together with qk_norm."""
+
     freeze_embeddings: bool = True
     """Keep the target's embeddings. Left out: true, and false for P-EAGLE. SGLang uses the
     target's in any case."""
@@ -100,6 +110,12 @@ class Draft(Section):
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
     others); its vocabulary map is kept."""
+
+    @model_validator(mode="after")
+    def _some_engine_loads_it(self) -> "Draft":
+        if self.qk_norm and (self.attention_bias or self.mlp_bias):
+            raise ValueError("no engine loads a draft with qk_norm and biases; leave one out")
+        return self
 
 
 def _pair(value: Any) -> Any:

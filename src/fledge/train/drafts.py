@@ -13,6 +13,7 @@ from fledge.methods.registry import load_draft, method_of
 from fledge.models.resolve import load_config
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.finite import bad_weights, not_numbers
 from fledge.target.kinds import model_name
 from fledge.train.runs import starting_draft
 
@@ -41,6 +42,12 @@ def make_draft(
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
     if (module := target.info().module) is not None:  # elsewhere nobody can look at its rotary
         verify_rotary(draft.config, module)
+    for name, tensor in draft.state_dict().items():
+        if what := not_numbers(tensor):
+            owner = (
+                "the target, which the draft starts from," if section.init_from is None else "it"
+            )
+            raise bad_weights(name, what, owner=owner, where=section.init_from or "")
     draft.embed_tokens.weight.requires_grad_(not section.freeze_embeddings)
     draft.gradient_checkpointing = recipe.training.gradient_checkpointing
     return draft.to(device)
@@ -61,6 +68,9 @@ def _draft_config(
         intermediate_size=section.intermediate_size,
         fc_norm=section.fc_norm,
         norm_output=section.norm_output,
+        qk_norm=section.qk_norm,
+        attention_bias=section.attention_bias,
+        mlp_bias=section.mlp_bias,
         **settings,
     )
 

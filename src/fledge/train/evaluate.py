@@ -9,9 +9,12 @@ from fledge.decode.strategies.registry import rollouts_of
 from fledge.measure.figures import Acceptance
 from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
+from fledge.target.finite import check_answer
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.step import Models, Sums
+
+_ANYTHING = 1.0005  # the least acceptance length that does not read 1.000
 
 
 @torch.no_grad()
@@ -42,6 +45,7 @@ def evaluate(
         asked = answers_ahead(target, [batches[index] for index in mine])
         for index, (batch, on_host) in zip(mine, asked, strict=True):
             answer = on_host.to(device)
+            check_answer(target, answer, batch)
             ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
             sums.add(objective.score(ready, ready.charged_K))
             if index not in picks:
@@ -53,3 +57,16 @@ def evaluate(
     counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=device)
     total = Acceptance.from_counts(world.sum_(counts).tolist())
     return {**total.to_json(), **acceptance_metrics(sums.over(world))}
+
+
+def learnt_nothing(before: float | None, best: float, *, lr: float) -> list[str]:
+    """What to say of a draft whose best length is that of no draft, or of itself before training;
+    nothing to say: an empty list."""
+    if best < _ANYTHING:
+        so = f"{best:.3f}, equal to no draft at all"
+    elif before is not None and best <= before:
+        so = f"{best:.3f}, and {before:.3f} before training"
+    else:
+        return []
+    what = f"the draft learnt nothing: held-out acceptance length {so}"
+    return [f"{what}; is training.lr ({lr:g}) too high, or the data too little?"]

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
@@ -11,10 +12,12 @@ from typing import Any, Protocol
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.files import alone_in, removed, write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine
+from fledge.core.rows import TokenBatch
+from fledge.target.finite import NotFinite, module_of, place_of, refusal
 from fledge.train import checkpoint as checkpoints
 from fledge.train import metrics
 from fledge.train.ahead import ask_ahead
-from fledge.train.evaluate import evaluate
+from fledge.train.evaluate import evaluate, learnt_nothing
 from fledge.train.optimizer import learning_rate
 from fledge.train.setup import VOCABULARY_NAME, Training
 from fledge.train.step import StepResult, Sums, train_step
@@ -45,6 +48,7 @@ class Outcome:
     state: State
     finished: bool
     signal: int = 0  # the signal that ended it early
+    warnings: tuple[str, ...] = ()  # a run that is over, and hardly what was meant
 
 
 class StopSignal:
@@ -79,6 +83,8 @@ def fit(training: Training, observer: Observer) -> Outcome:
 
 def _fit(training: Training, observer: Observer) -> Outcome:
     recipe, parts = training.recipe, training.parts
+    for line in training.warnings:
+        observer.note(f"warning: {line}")
     state, window = resume(training, observer)
     logs = _Logs(training, observer, state) if parts.world.is_main else None
     total = training.stream.steps
@@ -102,6 +108,8 @@ def _fit(training: Training, observer: Observer) -> Outcome:
                     _log(training, state, window, result, lr, batch.epoch, logs)
                     window = Sums.zeros(parts.objective.depths, parts.device)
                 improved = _evaluation_due(training, state) and _evaluate(training, state, logs)
+                if last and logs is not None:
+                    logs.warned(state.step, _in_vain(training, state))
                 if improved or last or stopping or state.step % recipe.checkpoint.every_steps == 0:
                     _save(training, state, window, best=improved)
                     saved = state.step
@@ -119,7 +127,16 @@ def _fit(training: Training, observer: Observer) -> Outcome:
             if logs is not None:
                 logs.close()
     assert saved == state.step or state.step == total
-    return Outcome(state, state.step == total, stop.received)
+    warnings = (*training.warnings, *_in_vain(training, state))
+    return Outcome(state, state.step == total, stop.received, warnings)
+
+
+def _in_vain(training: Training, state: State) -> list[str]:
+    """The warning about a finished run that came to nothing, if it did."""
+    if state.step < training.stream.steps or not state.last.get("rounds"):
+        return []
+    lengths = state.first.get("acceptance_length"), state.best_length
+    return learnt_nothing(*lengths, lr=training.recipe.training.lr)
 
 
 def _evaluation_due(training: Training, state: State) -> bool:
@@ -161,17 +178,34 @@ def _read(training: Training, pending: tuple[Any, StepResult] | None, observer: 
         micro = [rows for rows in batch.micro if rows is not None]
         places = [place for rows in micro for pack in rows.places for place in pack]
         norm, shown = float(result.grad_norm), ", ".join(places[:3])
+        broken = _not_finite(training, micro, result)
         observer.note(
             f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; its {len(places)} documents "
-            f"begin with {shown}"
+            f"begin with {shown}" + ("" if broken is None else f"; {broken.what}")
         )
         limit = training.recipe.training.max_bad_steps
         if int(result.bad_in_a_row) >= limit:
-            last = f"last gradient norm {norm:.3g}, documents {shown}"
-            what = f"{limit} steps in a row were skipped ({last})"
+            where, what = str(training.directory), f"{limit} steps in a row were skipped"
+            if broken is not None:  # not the draft's doing, nor the learning rate's
+                raise NotFinite(f"{what}: {broken.what}", where=where, fix=broken.fix)
+            what += f" (last gradient norm {norm:.3g}, documents {shown})"
             fix = "lower training.lr or look at these rows; the last checkpoint is intact"
-            raise BadInput(what, where=str(training.directory), fix=fix)
+            raise BadInput(what, where=where, fix=fix)
     return bool(result.stop)
+
+
+def _not_finite(
+    training: Training, micro: Sequence[TokenBatch], result: StepResult
+) -> NotFinite | None:
+    """What is wrong with the target's answers of a bad step; None: it is not their fault, or they
+    are another rank's."""
+    target, config = training.parts.target, training.draft.config
+    for rows, verdict in zip(micro, result.verdicts, strict=True):
+        fault = verdict.fault(config.aux_layer_ids)
+        if fault is not None:
+            place, model = place_of(rows, fault), module_of(target)
+            return refusal(fault, dtype=verdict.dtype, place=place, model=model)
+    return None
 
 
 def _log(
@@ -328,6 +362,10 @@ class _Logs:
             values["step"], {f"evaluation/{name}": v for name, v in values["evaluation"].items()}
         )
         self._observer.evaluated(values)
+
+    def warned(self, step: int, warnings: Sequence[str]) -> None:
+        for text in warnings:
+            self._file.write({"step": step, "warning": text})
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
         for tracker in self._trackers:

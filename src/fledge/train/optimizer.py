@@ -47,7 +47,8 @@ def learning_rate(
 
 
 class StepGuard:
-    """Judges gradient norms: not finite, or far above the recent median, is a bad step."""
+    """Judges steps by their gradient norm: not finite, or far above the recent median, is bad. So
+    is a step whose target's answer was not finite, whatever its gradient."""
 
     def __init__(self, spike_factor: float | None, device: torch.device) -> None:
         self._factor = math.inf if spike_factor is None else spike_factor
@@ -55,10 +56,12 @@ class StepGuard:
         self.good = torch.zeros((), dtype=torch.int64, device=device)  # steps taken
         self.bad_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
-    def judge(self, norm: Tensor) -> Tensor:
+    def judge(self, norm: Tensor, broken: Tensor | None = None) -> Tensor:
         """True (on the device) for a bad step; good norms are remembered."""
         spike = (self.good >= GUARD_WARMUP) & (norm > self._factor * self._median())
         bad = ~torch.isfinite(norm) | spike
+        if broken is not None:
+            bad = bad | broken
         slot = (self.good % GUARD_WINDOW).reshape(1)
         kept = torch.where(bad, self.norms.index_select(0, slot), norm.to(self.norms.dtype))
         self.norms.index_copy_(0, slot, kept)

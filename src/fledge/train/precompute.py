@@ -11,13 +11,14 @@ import torch
 from fledge.core.errors import BadInput
 from fledge.data import sources
 from fledge.data.prepare import Progress, tokenizer_files_fingerprint
-from fledge.data.rows import Rows, RowView, split_rows
+from fledge.data.rows import Rows, RowView
 from fledge.data.vocab import special_token_ids
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
-from fledge.train.setup import make_target, tokenise_options, tokenised
+from fledge.train.runs import as_begun
+from fledge.train.setup import make_target, split_training, tokenise_options, tokenised
 from fledge.train.vocabulary import choose_vocabulary
 
 
@@ -63,6 +64,7 @@ def recipe_job(
     All rows are kept, in the order of the data: which of them are held out is decided when
     training, unless the recipe names held-out data of its own (`data.valid`).
     """
+    recipe = as_begun(recipe)
     kind, section, data = _precomputable(recipe), recipe.target, recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
@@ -77,8 +79,7 @@ def recipe_job(
     rows = _Joined(train, valid)
     vocabulary = None
     if options.encoding in ("probs", "topk"):
-        held_out = 0 if data.valid else data.valid_rows
-        counted, _ = split_rows(train, held_out, drop_truncated=data.drop_truncated)
+        counted, _ = split_training(train, recipe)
         vocabulary = choose_vocabulary(
             recipe, counted, vocab_size=model.vocab_size, fingerprint=train.fingerprint,
             special_ids=special_token_ids(model.tokenizer),

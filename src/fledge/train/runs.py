@@ -12,6 +12,8 @@ from fledge.draft.files import CONFIG_NAME
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.train.checkpoint import STATE_NAME
 
+_HELD_OUT_BEFORE = 512  # the default of `data.valid_rows` in recipes that runs wrote down
+
 
 def draft_directory(path: Path) -> Path:
     """The directory of a draft: the path itself, or the best checkpoint of a run."""
@@ -38,6 +40,26 @@ def recipe_of(path: Path) -> Recipe | None:
     """The recipe of the run that a draft belongs to, if any."""
     run = run_directory(path)
     return None if run is None else load_recipe(run / RESOLVED_NAME)
+
+
+def as_begun(recipe: Recipe) -> Recipe:
+    """The recipe, with the number of held-out rows that the run in its place was begun with: before
+    it could be left out, it was written down as 512."""
+    if recipe.data.valid_rows is None and _held_out_before(recipe) == _HELD_OUT_BEFORE:
+        data = recipe.data.model_copy(update={"valid_rows": _HELD_OUT_BEFORE})
+        return recipe.model_copy(update={"data": data})
+    return recipe
+
+
+def keeps_its_rows(recipe: Recipe) -> bool:
+    """Whether a run was begun with the recipe's number of held-out rows, however many there are."""
+    asked = recipe.data.valid_rows
+    return asked is not None and asked == _held_out_before(recipe)
+
+
+def _held_out_before(recipe: Recipe) -> int | None:
+    written = Path(recipe.run.output_dir) / RESOLVED_NAME
+    return load_recipe(written).data.valid_rows if written.is_file() else None
 
 
 def checkpoint_state(draft: Path) -> dict[str, Any] | None:

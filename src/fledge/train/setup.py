@@ -18,7 +18,7 @@ from fledge.core.errors import BadInput, in_words
 from fledge.core.rows import TokenBatch
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
-from fledge.data.rows import RowView, split_rows
+from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary, special_token_ids
@@ -35,9 +35,11 @@ from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, make_optimizer
+from fledge.train.runs import as_begun, keeps_its_rows
 from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
 
+FEW_ROWS = 32  # fewer are trained on, with a warning
 VOCABULARY_NAME = "vocabulary.safetensors"
 
 
@@ -54,6 +56,7 @@ class OpenRun:
     draft: DraftModel
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change between a run and its resumption
+    warnings: list[str]  # what is allowed, and hardly meant
 
 
 @dataclass
@@ -81,14 +84,20 @@ def prepare_data(
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     model = local_model(model_name(recipe.target), weights=False)
     rows = tokenised(data.train, model, data, on_progress)
-    held_out_rows = 0 if data.valid else data.valid_rows
-    train, held_out = split_rows(rows, held_out_rows, drop_truncated=data.drop_truncated)
+    train, held_out = split_training(rows, recipe)
     fingerprint = rows.fingerprint
     if data.valid:
         valid = tokenised(data.valid, model, data, on_progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
+
+
+def split_training(rows: Rows, recipe: Recipe) -> tuple[RowView, RowView]:
+    """(training rows, held-out rows) of the recipe's `data.train`."""
+    data, begun = recipe.data, keeps_its_rows(recipe)
+    held_out = 0 if data.valid else data.valid_rows
+    return split_rows(rows, held_out, drop_truncated=data.drop_truncated, begun=begun)
 
 
 def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, RowView, str]:
@@ -100,7 +109,9 @@ def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, Ro
         what = f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
         what += f"{recipe.target.backend} ({longest})"
         raise BadInput(what, where="packing.tokens", fix=f"packing.tokens={longest} or more")
-    train, held_out = known.split(data.valid_rows, drop_truncated=data.drop_truncated)
+    train, held_out = known.split(
+        data.valid_rows, drop_truncated=data.drop_truncated, begun=keeps_its_rows(recipe)
+    )
     return _not_empty(train), held_out, known.fingerprint
 
 
@@ -108,6 +119,14 @@ def _not_empty(train: RowView) -> RowView:
     if len(train) == 0:
         raise BadInput("no training row is left after the held-out ones", where="data.valid_rows")
     return train
+
+
+def _few_rows(train: int, held_out: int) -> list[str]:
+    if train >= FEW_ROWS:
+        return []
+    held = f" ({held_out} are held out)" if held_out else ", none is held out"
+    few = f"only {train} row{'' if train == 1 else 's'} to train on{held}"
+    return [f"{few}: too few for a draft to learn from; see data.train"]
 
 
 def tokenise_options(data: Data) -> TokeniseOptions:
@@ -128,6 +147,7 @@ def tokenised(
 def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
     """Build a run. Nothing is written but caches."""
     opened = open_run(recipe, on_progress)
+    recipe = opened.recipe
     with ExitStack() as undo:
         undo.enter_context(opened.parts.target)
         parts, stream = _parts(recipe, opened.parts), _stream(opened)
@@ -137,7 +157,7 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
 
 def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> OpenRun:
     """The rows and the models of a run; its target is let go of when something is missing."""
-    device = pick_device(recipe.training.device)
+    recipe, device = as_begun(recipe), pick_device(recipe.training.device)
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
@@ -160,6 +180,7 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
             parts=Models(target, objective, device, world),
             train=train,
             held_out=_held_out_batches(held_out, recipe, pad_id),
+            warnings=_few_rows(len(train), len(held_out)),
             pad_id=pad_id,
             draft=draft,
             vocabulary=vocabulary,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fledge.core.distributed import World
 from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.finite import Verdict, inspect
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
 from fledge.train.optimizer import StepGuard
@@ -86,6 +87,7 @@ class StepResult:
     sums: Sums
     grad_norm: Tensor
     bad: Tensor  # the step was skipped
+    verdicts: tuple[Verdict, ...]  # on this rank's answers
     bad_in_a_row: Tensor
     stop: Tensor  # ranks that were asked to stop
 
@@ -107,10 +109,14 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
             objective.prepare(rows, answer, seed)
             for rows, answer in zip(micro, answers, strict=True)
         ]
-    # [K + 1]: charged elements per depth, and how many ranks were asked to stop
-    counts = torch.zeros(objective.depths + 1, dtype=torch.int64, device=parts.device)
+    layers = objective.draft_model.config.num_aux_hidden_states
+    verdicts = tuple(inspect(answer, layers) for answer in answers)  # read with the step, later
+    # [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
+    counts = torch.zeros(objective.depths + 2, dtype=torch.int64, device=parts.device)
     for ready in prepared:
-        counts[:-1] += ready.charged_K
+        counts[:-2] += ready.charged_K
+    for verdict in verdicts:
+        counts[-2] += verdict.broken
     counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
     world.sum_(counts)
     with parts.clock.phase("forward"):
@@ -119,7 +125,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     sums = Sums.zeros(objective.depths, parts.device)
     for ready in prepared:
         with parts.clock.phase("forward"):
-            output = objective.score(ready, counts[:-1], acceptance)
+            output = objective.score(ready, counts[:-2], acceptance)
         with parts.clock.phase("backward"):
             output.loss.backward()  # type: ignore[no-untyped-call]
         sums.add(output)
@@ -128,10 +134,10 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         world.sum_gradients(parts.parameters)
         limit = float("inf") if parts.clip is None else parts.clip
         norm = torch.nn.utils.clip_grad_norm_(parts.parameters, limit)
-        bad = parts.guard.judge(norm)
+        bad = parts.guard.judge(norm, broken=counts[-2] > 0)
         for group in parts.optimizer.param_groups:
             group["lr"] = lr
         parts.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
-    return StepResult(sums, norm, bad, parts.guard.bad_in_a_row.clone(), counts[-1])
+    return StepResult(sums, norm, bad, verdicts, parts.guard.bad_in_a_row.clone(), counts[-1])

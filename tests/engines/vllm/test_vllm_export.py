@@ -57,6 +57,15 @@ UNUSUAL: dict[str, tuple[list[int], dict[str, Any]]] = {
     "llama3 rotary": ([1, 3, 4], {"rope_parameters": _SCALED | {"rope_type": "llama3"}}),
     "yarn rotary": ([1, 3, 4], {"rope_parameters": _SCALED | {"rope_type": "yarn"}}),
     "partial rotary": ([1, 3, 4], {"rope_parameters": _HALF}),
+    "q/k norms": ([1, 3, 4], {"width": 60, "num_hidden_layers": 2, "qk_norm": True}),
+    "q/k norms, parallel": (
+        [1, 3, 4],
+        {"num_hidden_layers": 2, "qk_norm": True} | _PARALLEL,
+    ),
+    "biases": (
+        [1, 3, 4],
+        {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True},
+    ),
 }
 
 
@@ -207,6 +216,7 @@ CONTROLS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "rope": ("eagle3", _change(rope_theta=50.0, rope_parameters=_OTHER_ROPE)),
     "rope scaling": ("llama3 rotary", _change(rope_scaling=None, rope_parameters=_UNSCALED)),
     "output norm": ("eagle3.1", _change(norm_output=False)),
+    "q/k norms": ("q/k norms", _change(rms_norm_eps=1.0)),
     "rope, eagle1": ("eagle1", _change(rope_theta=50.0, rope_parameters=_OTHER_ROPE)),
     "norm eps, eagle1": ("eagle1", _change(rms_norm_eps=10.0)),
     "aux layers, parallel": ("p-eagle", _change(eagle_aux_hidden_state_layer_ids=[2, 6, 7])),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fledge.core.picks import tokens_of
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState
 from fledge.decode.strategies.drafter import DrafterStrategy
@@ -35,14 +36,19 @@ class Chain(DrafterStrategy):
         carried_BE = drafter.extend(state)
         anchor_B1 = state.anchor_B[:, None]
         tokens: list[Tensor] = []
+        tops: list[Tensor] = []
         probs: list[Tensor] = []
         for depth in range(self.count):
             if depth > 0:
                 carried_BE = drafter.run(
                     carried_BE[:, None], tokens[-1][:, None], anchor_B1 + depth, used=state.used
                 )[:, 0]
-            picked_B, probs_BW = chooser.pick(drafter.logits(carried_BE))
+            picked_B, top_B, probs_BW = chooser.pick_scored(drafter.logits(carried_BE))
             tokens.append(self.selected_W[picked_B])
+            tops.append(top_B)
             if probs_BW is not None:
                 probs.append(probs_BW)
-        return Proposal(torch.stack(tokens, 1), probs_BNW=torch.stack(probs, 1) if probs else None)
+        token_BN = torch.stack(tokens, 1)
+        if probs:
+            return Proposal(token_BN, probs_BNW=torch.stack(probs, 1))
+        return Proposal(tokens_of(token_BN, torch.stack(tops, 1)))

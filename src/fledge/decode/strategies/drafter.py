@@ -127,9 +127,10 @@ class Drafter:
             qkv = layer.project(layer.normed(state), token, slice(None))
             q, kv = qkv.tensor_split([layer.q_size], dim=1)
             keys, values = self._heads(kv).chunk(2, dim=1)
-            keys_BUGC[rows_B1, index_BQ] = rotate(keys, *turn).view(batch, count, *keys.shape[1:])
+            keys = rotate(layer.keys(keys), *turn)
+            keys_BUGC[rows_B1, index_BQ] = keys.view(batch, count, *keys.shape[1:])
             values_BUGC[rows_B1, index_BQ] = values.reshape(batch, count, *values.shape[1:])
-            q_NHC = rotate(self._heads(q), *turn)
+            q_NHC = rotate(layer.queries(self._heads(q)), *turn)
             out = _attend(
                 q_NHC.view(batch, count, *q_NHC.shape[1:]), keys_BUGC, values_BUGC, visible_BQU
             )

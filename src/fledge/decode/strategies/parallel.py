@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.core.picks import tokens_of
 from fledge.core.rows import TokenBatch
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState
@@ -72,8 +73,12 @@ class Parallel(DrafterStrategy):
         state_BQE = drafter.run(state_BQE, token_BQ, index_BQ, used=state.used)
         rows_B1 = torch.arange(batch, device=device)[:, None]
         asking_BN = count_B1 - 1 + torch.arange(self.count, device=device)
-        picked_BN, probs_BNW = chooser.pick(drafter.logits(state_BQE[rows_B1, asking_BN]))
-        return Proposal(self.selected_W[picked_BN], probs_BNW=probs_BNW)
+        logits_BNW = drafter.logits(state_BQE[rows_B1, asking_BN])
+        picked_BN, top_BN, probs_BNW = chooser.pick_scored(logits_BNW)
+        token_BN = self.selected_W[picked_BN]
+        if probs_BNW is None:
+            token_BN = tokens_of(token_BN, top_BN)
+        return Proposal(token_BN, probs_BNW=probs_BNW)
 
 
 def run_lengths(marked_S: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fledge.core.picks import NO_TOKEN
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.state import RoundState, columns
 from fledge.decode.strategies.drafter import Drafter, DrafterStrategy
@@ -151,7 +152,9 @@ def _prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) ->
     renumbered_BN = torch.full_like(parent_BN, -1).scatter(1, kept_BM, number)
     parent_BM = parent_BN.gather(1, kept_BM)
     number_BM = renumbered_BN.gather(1, parent_BM.clamp_min(0)).masked_fill(parent_BM < 0, -1)
-    return Proposal(token_BN.gather(1, kept_BM), number_BM)
+    # a log-probability may be minus infinity; what is NaN was scored from numbers that are none
+    token_BM = token_BN.masked_fill(score_BN.isnan(), NO_TOKEN).gather(1, kept_BM)
+    return Proposal(token_BM, number_BM)
 
 
 def tree_layout(parent_BN: Tensor, max_depth: int) -> Layout:

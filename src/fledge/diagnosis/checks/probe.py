@@ -30,6 +30,7 @@ from fledge.measure.prompts import read_prompts
 from fledge.measure.replay import Text, replay
 from fledge.rollout.plan import RowMasks, plan_rollout
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.finite import checked_answer
 from fledge.target.hf.model import HFEagle3TargetModel
 
 DEPTHS = 4  # drafted tokens per slot: enough to see what a setting does to later ones
@@ -336,7 +337,7 @@ class Probe:
             wanted[:, len(answer.prompt_ids) - 1 : text.shape[1] - 3] = 1
             if not wanted.any():
                 continue
-            batch = backend.answer(TokenBatch(text, real, real))
+            batch = checked_answer(backend, TokenBatch(text, real, real))
             plan = plan_rollout(RowMasks(wanted, real), num_depths=1, device=device)
             aux = plan.on_key_axis(batch.aux_hidden_states.to(device))
             states = self.draft.unroll(aux, plan.on_key_axis(batch.input_ids.to(device)), plan)[0]

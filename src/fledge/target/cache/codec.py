@@ -10,6 +10,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
 from fledge.target.cache.format import CacheShape
+from fledge.target.finite import by_layer, finite_rows
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
@@ -26,7 +27,7 @@ def to_fp8(states_ND: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     """
     grouped_NCX = states_ND.float().reshape(len(states_ND), chunks, states_ND.shape[-1] // chunks)
     scale_NC = grouped_NCX.abs().amax(-1) / _FP8_MAX
-    scale_NC = torch.where(scale_NC > 0, scale_NC, torch.ones_like(scale_NC))
+    scale_NC = torch.where(scale_NC == 0, 1.0, scale_NC)  # NaN stays: `unsound` looks for it
     # a subnormal scale makes the quotient round past the largest value: clamp before the cast
     scaled_NCX = (grouped_NCX / scale_NC[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
     return scaled_NCX.flatten(-2).to(_FP8), scale_NC
@@ -64,6 +65,24 @@ def _short_halves(states: Tensor) -> Tensor:
     """
     bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
     return bits.bitwise_and_(~0x4000).view(torch.float16)
+
+
+@torch.no_grad()
+def unsound(stored: dict[str, Tensor], shape: CacheShape) -> tuple[Tensor, Tensor]:
+    """bool [N, A] and [M]: which aux layers of which tokens, and which supervised slots, are kept
+    as something that is not finite."""
+    aux_NAD = by_layer(stored["aux_hidden_states"], shape.aux_layers)
+    if shape.encoding == "hidden-fp8":
+        bad_NA = ~stored["aux_scale"].isfinite() | _fp8_nan(aux_NAD)
+        bad_M = ~stored["last_scale"][:, 0].isfinite() | _fp8_nan(stored["last_hidden_states"])
+        return bad_NA, bad_M
+    kept = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
+    return ~finite_rows(aux_NAD), ~finite_rows(stored[kept[shape.encoding]])
+
+
+def _fp8_nan(states: Tensor) -> Tensor:
+    """[...] of [..., D]: an 8-bit float of the row is NaN: all bits set, whatever the sign."""
+    return ((states.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
 
 
 @torch.no_grad()

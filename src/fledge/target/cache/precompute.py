@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
@@ -23,8 +23,8 @@ from fledge.core.files import removed
 from fledge.core.rows import TokenRow
 from fledge.data.pack import collate, one_per_row
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.codec import encode_rows
-from fledge.target.cache.format import ShardLayout, shard_name
+from fledge.target.cache.codec import encode_rows, unsound
+from fledge.target.cache.format import shard_name
 from fledge.target.cache.job import (
     CacheJob,
     CachePlan,
@@ -47,8 +47,11 @@ from fledge.target.cache.manifest import (
     write_head,
 )
 from fledge.target.cache.shard import ShardWriter, layout_of, open_shard
+from fledge.target.cache.store import row_fault
+from fledge.target.finite import module_of, refusal
 
 STOPPED = 3  # exit code: by the quota, or a full disk
+_BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # beside the fields of the cache
 _AHEAD = 3  # batches that the target may be ahead of the disk
 
 
@@ -172,7 +175,7 @@ def write_shards(
         vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
         target.set_vocab_mapping(*vocabulary)
     shards = [index for index in plan.missing if index < plan.allowed][rank::world]
-    with _Disk(job, on_progress) as disk:
+    with _Disk(job, on_progress, module_of(target)) as disk:
         for index in shards:
             if not (job.directory / MANIFEST).exists():
                 raise removed(job.directory)
@@ -207,7 +210,9 @@ def _compute(
     # the head is asked for only where probabilities have to be made of states
     head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
     tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
-    tokens = {field.name for field in job.shape.token_fields()}
+    tokens = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
+    # judged as it is kept, where it lies: the thread that writes reads the verdict
+    tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, job.shape)
     sizes = {name: lengths if name in tokens else [len(s) for s in slots] for name in tensors}
     return _Payload.copy_of(tensors, sizes)
 
@@ -252,8 +257,10 @@ class _Stopped(Exception):  # noqa: N818  (not an error: the caller gave up)
 class _Disk:
     """The writing thread: shards are begun, filled and ended in the order they are handed over."""
 
-    def __init__(self, job: CacheJob, on_progress: Callable[[Written], None]) -> None:
-        self._job, self._on_progress = job, on_progress
+    def __init__(
+        self, job: CacheJob, on_progress: Callable[[Written], None], model: nn.Module | None
+    ) -> None:
+        self._job, self._on_progress, self._model = job, on_progress, model
         self._queue: queue.Queue[Any] = queue.Queue(_AHEAD)
         self._error: BaseException | None = None
         self._rows = self._bytes = 0
@@ -296,15 +303,30 @@ class _Disk:
                 layout = layout_of(self._job.shape, rows)
                 with open_shard(self._job.directory / shard_name(index), layout, rows) as shard:
                     while (item := self._next()) is not None:
-                        self._put(shard, layout, *item)
+                        self._put(shard, rows, index * self._job.shard_size, *item)
         except BaseException as error:  # noqa: BLE001  (raised where the next batch is offered)
             self._error = error
 
     def _put(
-        self, shard: ShardWriter, layout: ShardLayout, members: list[int], payload: _Payload
+        self,
+        shard: ShardWriter,
+        rows: list[TokenRow],
+        first: int,  # the number of the shard's first row
+        members: list[int],
+        payload: _Payload,
     ) -> None:
         for row, document in zip(members, payload.documents(), strict=True):
+            self._check(rows[row], first + row, document.pop(_BAD_TOKENS), document.pop(_BAD_SLOTS))
             shard.put(row, document)
             self._bytes += sum(tensor.nbytes for tensor in document.values())
         self._rows += len(members)
         self._on_progress(Written(self._rows, self._bytes))
+
+    def _check(self, row: TokenRow, number: int, bad_NA: Tensor, bad_M: Tensor) -> None:
+        """What is not finite does not get into a cache, not even as the precision it is kept in."""
+        job = self._job
+        slots = job.shape.slots(np.asarray(row.loss_mask))
+        fault = row_fault(number, bad_NA, bad_M, slots, job.manifest["aux_layer_ids"])
+        if fault is not None:
+            where, dtype = str(job.directory), job.shape.dtype
+            raise refusal(fault, dtype=dtype, place=row.place, model=self._model, where=where)

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
+from fledge.target.cache.codec import unsound
 from fledge.target.cache.format import shard_name
 from fledge.target.cache.manifest import check_complete, read_manifest, shape_of, shards_of
 from fledge.target.cache.shard import Shard, row_key
+from fledge.target.finite import Fault
 
 OnDamage = Literal["fail", "skip"]
 logger = logging.getLogger(__name__)
@@ -87,6 +91,16 @@ class CacheStore:
             )
         return bool(self._checked[row] == 1)
 
+    def fault(self, row: int) -> Fault | None:
+        """The first place of a row that is kept as NaN or infinity."""
+        shard, local = self.at(row)
+        stored = {}
+        for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
+            raw = torch.from_numpy(shard.payload(field.name, local).copy())
+            stored[field.name] = raw.view(field.dtype).view(-1, field.width)
+        slots = self.shape.slots(shard.tokens(local)[1])
+        return row_fault(row, *unsound(stored, self.shape), slots, self.manifest["aux_layer_ids"])
+
     def _look(self, row: int) -> bool:
         shard, local = self.at(row)
         return shard.is_whole(local)
@@ -109,6 +123,23 @@ class CacheStore:
         """Every row that is not whole; reads the whole cache."""
         for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
             yield from (first + local for local in range(len(shard)) if not shard.is_whole(local))
+
+
+def row_fault(
+    row: int,
+    bad_NA: Tensor,
+    bad_M: Tensor,
+    slots: NDArray[np.int64],  # [M], where supervision is kept
+    aux_layer_ids: Sequence[int],
+) -> Fault | None:
+    """What `codec.unsound` says of one row: its lowest bad layer, else its supervision."""
+    first_A = [flags.nonzero() for flags in bad_NA.bool().T]
+    for layer_id, where in sorted(zip(aux_layer_ids, first_A, strict=True), key=lambda at: at[0]):
+        if len(where):
+            return Fault(f"layer {layer_id}", row, int(where[0]))
+    if len(where := bad_M.bool().nonzero()):
+        return Fault("supervision", row, int(slots[int(where[0])]) + 1)
+    return None
 
 
 class CachedRows(Sequence[TokenRow]):

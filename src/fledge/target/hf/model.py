@@ -293,6 +293,7 @@ class HFEagle3TargetModel(InProcessTarget):
             self._head, self._state_dtype = learn_head(
                 lambda: self._call(probe_BT, torch.ones_like(probe_BT)),
                 self._head_module,
+                model=self.model,
                 where=type(self.model).__name__,
             )
         return self._head

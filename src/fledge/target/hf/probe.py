@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
 from fledge.target.capture import muted_head
+from fledge.target.finite import bad_weight, bad_weights
 
 _SMALL, _LARGE = 2.0**-20, 2.0**20  # far below and far above any soft cap in use (15 .. 50)
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ def find_head_module(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def learn_head(
-    run_logits: Callable[[], Tensor], head: nn.Module, *, where: str
+    run_logits: Callable[[], Tensor], head: nn.Module, *, where: str, model: nn.Module | None = None
 ) -> tuple[TargetHead, torch.dtype]:
     """The frozen head, checked against the model, and the dtype of the states it is given.
     `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]."""
@@ -62,7 +63,7 @@ def learn_head(
     learned = replace(
         _arithmetic(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
     )
-    hidden_BTD = seen[0]
+    hidden_BTD = _some_numbers(seen[0], head, model or head, where=where)
     plain = TargetHead(weight_VD, bias_V).logits(hidden_BTD)
     torch_logits = head(hidden_BTD)
     if not torch.allclose(torch_logits.float(), plain.float(), rtol=2e-2, atol=1e-3):
@@ -72,6 +73,18 @@ def learn_head(
             fix="use supervision 'logits'",
         )
     return learned, hidden_BTD.dtype
+
+
+def _some_numbers(hidden: Tensor, head: nn.Module, whole: nn.Module, *, where: str) -> Tensor:
+    """States to compare two heads on: the model's own, unless these are not finite, or the head
+    overflows on them. That is no matter of the head's arithmetic, and told from real answers; but
+    weights that hold NaN are refused here."""
+    if bool(torch.isfinite(hidden).all()) and bool(torch.isfinite(head(hidden)).all()):
+        return hidden
+    if (found := bad_weight(whole)) is not None:
+        raise bad_weights(*found, owner="the target", where=where)
+    wave = torch.linspace(-1.0, 1.0, hidden.numel(), device=hidden.device)
+    return wave.view(hidden.shape).to(hidden.dtype)
 
 
 def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput, first_line
+from fledge.target.finite import NotFinite
 from fledge.target.remote.wire import CHUNK_BYTES, DigestCheck, WireError
 
 _SMALL_BYTES = 1 << 20  # more than any JSON reply has
@@ -236,6 +237,8 @@ class Server:
             reply, what = {}, f"HTTP {status}"
         if status == 429:
             raise ServerBusy(_seconds(reply.get("retry_after_s", headers.get("Retry-After"))))
+        if status >= 500 and reply.get("final") is True:
+            raise NotFinite(what, where=self.url)
         if status >= 500:
             raise ServerFault(f"HTTP {status}: {what}")
         fix = {401: "see target.token_env", 409: "all servers must hold the same weights"}

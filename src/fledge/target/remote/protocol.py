@@ -28,6 +28,7 @@ from fledge.core.head import TargetHead, target_distribution_from_hidden
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.cache.codec import decode_states, encode_probs
 from fledge.target.cache.format import DTYPES, CacheShape
+from fledge.target.finite import check_probs
 from fledge.target.remote.wire import Message, WireError
 
 PROTOCOL = 1  # raise when the meaning of a message changes
@@ -190,6 +191,7 @@ def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead
         mask_V[ids_W] = True
         hidden_MD = batch.last_hidden_states[batch.loss_mask.bool()]
         probs_MW, sayable_M = target_distribution_from_hidden(hidden_MD, head, ids_W, mask_V)
+        check_probs(probs_MW, batch)
         top_k = question.top_k if question.encoding == "topk" else None
         tensors |= encode_probs(probs_MW, sayable_M[:, None], dtype, top_k)
     return Message(_to_host(tensors), {"request_id": question.request_id})

@@ -194,7 +194,7 @@ def learn_engine_head(model: nn.Module) -> TargetHead:
             found: Tensor = model.compute_logits(few_ND)  # type: ignore[operator]
         return found[None]
 
-    return learn_head(logits, head, where=type(model).__name__)[0]
+    return learn_head(logits, head, model=model, where=type(model).__name__)[0]
 
 
 class EngineHead(nn.Module):

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.target.base import Eagle3TargetBackend, check_token_ids
+from fledge.target.cache.format import DTYPES
+from fledge.target.finite import check_answer
 from fledge.target.packing import find_documents
 from fledge.target.remote.protocol import Question, encode_answer
 from fledge.target.remote.server.merge import merge, split
@@ -43,6 +46,13 @@ class Target:
         rows = [question.rows for question in questions]
         batch = self.backend.answer(merge(rows))
         return [
-            encode_answer(part, question, self.info.head)
+            self._message(part, question)
             for part, question in zip(split(batch, rows), questions, strict=True)
         ]
+
+    def _message(self, batch: Eagle3TargetBatch, question: Question) -> Message:
+        """The answer as it travels; NaN and infinity do not, also where only the precision that
+        was asked for is too narrow."""
+        batch = batch.to(dtype=DTYPES.get(question.dtype))
+        check_answer(self.backend, batch, question.rows)
+        return encode_answer(batch, question, self.info.head)

@@ -19,6 +19,7 @@ from fledge import __version__
 from fledge.core.errors import first_line
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.manifest import copied_files, target_facts, target_tensors
+from fledge.target.finite import NotFinite
 from fledge.target.remote.client import boot_id
 from fledge.target.remote.protocol import PROTOCOL, WIRE_ENCODINGS, Question, WireShape
 from fledge.target.remote.segment import write_segment
@@ -161,6 +162,8 @@ class _Generate:
             after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # HTTP knows whole seconds
             facts = {"error": str(full), "retry_after_s": full.retry_after_s}
             await send_json(send, 429, facts, after)
+        except NotFinite as error:  # a fault of ours that asking again does not mend
+            await send_json(send, 500, {"error": first_line(error), "final": True})
         except ValueError as error:  # WireError among them: malformed input is the client's problem
             await send_json(send, 400, {"error": first_line(error)[:_LONGEST_REASON]})
         except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:

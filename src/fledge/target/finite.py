@@ -1,0 +1,229 @@
+"""NaN and infinity are no answer: found on the device, refused on the host in one line.
+
+A target that overflows its number format, or whose weights are damaged, answers all the same, and
+NaN passes for agreement wherever two likeliest tokens are compared. So whoever asks a target looks
+at what it got: at once (`checked_answer`), or, where waiting for the device would cost time, by
+taking the verdict along (`inspect`) and reading it later, with the rest of the step.
+
+Not here: tokens picked from logits that are not finite (`core.picks`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.batch import Eagle3TargetBatch, Supervision
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch, shift_left
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.capture import layer_outputs
+from fledge.target.layers import find_layers
+from fledge.target.weights import stored_tensors
+
+_NAMES: dict[Supervision, str] = {
+    "hidden": "last hidden state",
+    "logits": "logits",
+    "probs": "probabilities",
+}
+_WIDER = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}
+
+
+class NotFinite(BadInput):
+    """A model's numbers are NaN or infinite: nothing that follows from them is a result."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first place of an answer that is not finite."""
+
+    layer: str  # what holds it: "layer 7", "last hidden state", "logits"
+    row: int
+    token: int  # of the row
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `inspect` found, still on the device."""
+
+    first_BL: Tensor  # first bad slot of every aux layer, then of the supervision; T: none
+    width: int  # T
+    supervision: Supervision
+    dtype: torch.dtype  # of the states
+
+    @property
+    def broken(self) -> Tensor:
+        """bool on the device: something is not finite."""
+        return (self.first_BL < self.width).any()
+
+    def fault(self, aux_layer_ids: Sequence[int]) -> Fault | None:
+        """The lowest bad layer of the first bad row: there it began, as far as one can see. Waits
+        for the device."""
+        for row, (*aux, last) in enumerate(self.first_BL.tolist()):
+            layers = zip(aux_layer_ids, aux, strict=True)
+            for layer_id, slot in sorted(pair for pair in layers if pair[1] < self.width):
+                return Fault(f"layer {layer_id}", row, slot)
+            if last < self.width:  # supervision is shifted: slot t is about token t + 1
+                return Fault(_NAMES[self.supervision], row, last + 1)
+        return None
+
+
+@torch.no_grad()
+def inspect(batch: Eagle3TargetBatch, aux_layers: int) -> Verdict:
+    """Look for NaN and infinity at real tokens, without waiting for the device. What stands at
+    padding, or looks past the end of a document, means nothing and may be anything."""
+    aux_BTAD = by_layer(batch.aux_hidden_states, aux_layers)
+    real_BT = batch.attention_mask.to(aux_BTAD.device) != 0
+    bad_BTA = ~finite_rows(aux_BTAD) & real_BT[..., None]
+    remaining_BT = batch.doc_remaining
+    about_BT = shift_left(real_BT) if remaining_BT is None else remaining_BT > 0
+    bad_BT = ~_finite_supervision(batch) & about_BT.to(real_BT.device)
+    bad_BTL = torch.cat([bad_BTA, bad_BT[..., None]], dim=-1)
+    width = real_BT.shape[1]
+    slot_T1 = torch.arange(width, device=bad_BTL.device)[:, None]
+    first_BL = torch.where(bad_BTL, slot_T1, width).amin(1)
+    return Verdict(first_BL, width, batch.supervision, aux_BTAD.dtype)
+
+
+def by_layer(aux: Tensor, layers: int) -> Tensor:
+    """[..., A * D] -> [..., A, D]"""
+    return aux.reshape(*aux.shape[:-1], layers, aux.shape[-1] // layers)
+
+
+def finite_rows(values: Tensor) -> Tensor:
+    """[...] of [..., D]: every number of the row is finite.
+
+    By the smallest and the largest: both propagate NaN, and they are exact, where a sum of large
+    bfloat16 numbers could overflow by itself. `isfinite().all()` would write a copy of everything.
+    """
+    if values.is_cuda:  # one pass; on a CPU it is not vectorised, and ten times as slow as two
+        low, high = torch.aminmax(values, dim=-1)
+    else:
+        low, high = values.amin(-1), values.amax(-1)
+    return low.isfinite() & high.isfinite()
+
+
+def _finite_supervision(batch: Eagle3TargetBatch) -> Tensor:
+    if batch.logits is not None:  # minus infinity is a token that cannot be said
+        return batch.logits.amax(-1).isfinite()
+    states = batch.target_probs if batch.last_hidden_states is None else batch.last_hidden_states
+    assert states is not None
+    return finite_rows(states)
+
+
+def checked_answer(target: Eagle3TargetBackend, rows: TokenBatch) -> Eagle3TargetBatch:
+    """The target's answer about these rows, refused unless it is finite. Waits for the device."""
+    batch = target.answer(rows)
+    check_answer(target, batch, rows)
+    return batch
+
+
+def check_answer(target: Eagle3TargetBackend, batch: Eagle3TargetBatch, rows: TokenBatch) -> None:
+    """Raise NotFinite about an answer that is not finite."""
+    verdict = inspect(batch, len(target.aux_layer_ids))
+    fault = verdict.fault(target.aux_layer_ids)
+    if fault is not None:
+        place = place_of(rows, fault)
+        raise refusal(fault, place=place, dtype=verdict.dtype, model=module_of(target))
+
+
+def check_probs(probs_MW: Tensor, batch: Eagle3TargetBatch) -> None:
+    """Refuse probabilities of a batch's supervised slots, made of finite states by a head that
+    overflowed. Waits for the device."""
+    bad_M = ~finite_rows(probs_MW)
+    if bool(bad_M.any()):
+        row, slot = batch.loss_mask.nonzero()[bad_M][0].tolist()
+        fault = Fault(_NAMES["probs"], row, slot + 1)
+        raise refusal(fault, dtype=batch.aux_hidden_states.dtype)
+
+
+def module_of(target: object) -> nn.Module | None:
+    """The model behind a backend, where it is in this process and can be looked at."""
+    if not isinstance(target, Eagle3TargetBackend):  # whatever else has an `answer`
+        return None
+    try:
+        return target.info().module
+    except BadInput:  # a backend that answers with logits need not say
+        return None
+
+
+def refusal(
+    fault: Fault,
+    *,
+    dtype: torch.dtype,  # of the target's states
+    place: str = "",  # where the row came from
+    model: nn.Module | None = None,
+    where: str = "",
+) -> NotFinite:
+    """The line about an answer: its layer, its row, and why it probably came to this."""
+    row = f"row {fault.row} ({place})" if place else f"row {fault.row}"
+    seen = f"the target's answer is not finite in {fault.layer}, {row}, token {fault.token}"
+    if model is not None and (found := bad_weight(model)) is not None:
+        return bad_weights(*found, owner=f"the target ({_name(model)})", where=where, seen=seen)
+    name = str(dtype).removeprefix("torch.")
+    if (wider := _WIDER.get(dtype)) is not None:
+        what = f"{seen}: {name} overflows, or the weights are damaged"
+        return NotFinite(what, where=where, fix=f"load the target in {wider}")
+    what = f"{seen}: its numbers overflow even {name}, or the weights are damaged"
+    return NotFinite(what, where=where, fix="check the target's weights and config")
+
+
+def place_of(rows: TokenBatch, fault: Fault) -> str:
+    """Where the document came from that a fault lies in; empty: nobody knows."""
+    places = rows.places[fault.row] if fault.row < len(rows.places) else ()
+    if rows.seq_lens is None:
+        return places[0] if places else ""
+    ends = rows.seq_lens[fault.row].cumsum(0).tolist()
+    return next((place for place, end in zip(places, ends, strict=False) if fault.token < end), "")
+
+
+def bad_weights(name: str, what: str, *, owner: str, where: str = "", seen: str = "") -> NotFinite:
+    """The line about weights that hold no numbers."""
+    line = f"weights of {owner} hold {what}: tensor {name}"
+    line += f" ({seen})" if seen else ""
+    return NotFinite(line, where=where, fix="the files are damaged: fetch or convert them again")
+
+
+@torch.no_grad()
+def bad_weight(model: nn.Module) -> tuple[str, str] | None:
+    """The first tensor of a model that is not finite, and what it holds; None: all are."""
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and (what := not_numbers(tensor)):
+            return name, what
+    return None
+
+
+def not_numbers(tensor: Tensor) -> str:
+    """ "NaN" or "infinity" if a tensor holds it, else nothing."""
+    for part in stored_tensors(tensor):
+        # 8-bit and packed parts have no such reductions, and none of these numbers to speak of
+        plain = part.is_floating_point() and part.itemsize > 1 and part.device.type != "meta"
+        if plain and part.numel():
+            ends = torch.stack([part.amin(), part.amax()])
+            if not bool(ends.isfinite().all()):
+                return "NaN" if bool(ends.isnan().any()) else "infinity"
+    return ""
+
+
+def _name(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    return getattr(config, "_name_or_path", "") or type(model).__name__
+
+
+@torch.no_grad()
+def broken_layer(model: nn.Module, token_ids: Sequence[int]) -> str:
+    """The lowest decoder layer whose output over a text is not finite, else the logits: one more
+    pass, to say where a decoded text went wrong. Empty: the text is sound."""
+    layers, broken = find_layers(model), []
+
+    def look(layer_id: int, states_BTD: Tensor) -> None:
+        if not bool(finite_rows(states_BTD).all()):
+            broken.append(layer_id)
+
+    device = next(model.parameters()).device
+    with layer_outputs(layers, range(len(layers)), look):
+        output = model(input_ids=torch.tensor([list(token_ids)], device=device))
+    if broken:
+        return f"layer {min(broken)}"
+    return "" if bool(output.logits[0, -1].amax().isfinite()) else "logits"

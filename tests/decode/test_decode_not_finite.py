@@ -1,0 +1,114 @@
+"""NaN equals nothing: not in acceptance, not in a text; a target that says NaN is refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode.tiny_decode import AUX, STOPS, make_draft, make_target
+from fledge.core.picks import NO_TOKEN, likeliest
+from fledge.decode.accept import judge, judge_drawn, pack_picks, walk
+from fledge.decode.proposal import Chooser, Proposal
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.strategies.shape import TreeShape
+from fledge.target.finite import NotFinite
+
+BAD = [float("nan"), float("inf")]
+
+
+@given(st.integers(0, 4), st.integers(0, 7), st.sampled_from([*BAD, float("-inf")]))
+@settings(deadline=None, max_examples=40)
+def test_the_likeliest_of_no_numbers_is_no_token(row, place, value):
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(row))
+    expected = logits.argmax(-1)
+    logits[row, place] = value
+    if value > 0 or value != value:
+        expected[row] = NO_TOKEN
+    else:
+        expected = logits.argmax(-1)  # minus infinity is a token that cannot be said
+    assert torch.equal(likeliest(logits), expected)
+    assert torch.equal(Chooser().pick_sound(logits), expected)
+
+
+def test_no_token_equals_no_token():
+    assert walk([NO_TOKEN, 4], [-1, 0], [NO_TOKEN, 4, 4]).path == []
+    assert walk([3, NO_TOKEN], [-1, 0], [3, NO_TOKEN, 5]).path == [0]
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_nothing_is_accepted_where_the_target_is_not_finite(value):
+    """The likeliest of NaN is token 0, and so is what a NaN drafts."""
+    logits = torch.randn(1, 4, 6)
+    token_BN = logits.argmax(-1)[:, :3]
+    whole = judge(pack_picks(Proposal(token_BN), logits, Chooser()).tolist(), 3)
+    assert whole[0].path == [0, 1, 2]
+    logits[0, 1] = value
+    for proposed in (token_BN, torch.zeros_like(token_BN)):
+        proposed[0, 0] = token_BN[0, 0]
+        [verdict] = judge(pack_picks(Proposal(proposed), logits, Chooser()).tolist(), 3)
+        assert (verdict.path, verdict.tokens[-1]) == ([0], NO_TOKEN)
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_drawn_chain_ends_where_the_target_is_not_finite(value):
+    chooser = Chooser(1.0, torch.Generator().manual_seed(0))
+    probs_BNW = torch.full((2, 3, 6), 1 / 6)
+    logits = torch.zeros(2, 4, 6)  # p = q: everything is accepted
+    logits[1, 2, 3] = value
+    proposal = Proposal(torch.tensor([[0, 1, 2], [3, 4, 5]]), probs_BNW=probs_BNW)
+    sound, broken = judge_drawn(proposal, logits, chooser, torch.arange(6))
+    assert sound.tokens[:3] == [0, 1, 2]
+    assert broken.tokens == [3, 4, NO_TOKEN]
+
+
+def spoiled(model, name):
+    model.get_parameter(name).data[0, 0] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", [None, "chain", "tree"])
+def test_a_target_that_says_nan_is_refused(drafts, method, temperature):
+    model = spoiled(make_target(), "model.layers.1.self_attn.v_proj.weight")
+    draft = None if method is None else drafts["trained"]
+    decoder = SpeculativeDecoder(
+        model, draft, method=method, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
+    )
+    with pytest.raises(NotFinite, match=r"hold NaN: tensor model\.layers\.1\.self_attn\.v_proj"):
+        decoder.generate([[1, 2], [3]], STOPS, temperature=temperature)
+
+
+@pytest.mark.parametrize("method", [None, "chain", "tree"])
+def test_the_row_and_the_layer_of_a_text_that_goes_wrong(drafts, asked, answers, method):
+    """One token's embedding is beyond all numbers: texts are fine until they come to it."""
+    row, (text, _) = next((i, a) for i, a in enumerate(answers[:20]) if len(set(a[0])) > 4)
+    token = next(t for t in text[2:] if t not in text[:2] and t not in asked[row])
+    model = make_target()
+    model.model.embed_tokens.weight.data[token] = 1e200
+    draft = None if method is None else drafts["trained"]
+    decoder = SpeculativeDecoder(
+        model, draft, method=method, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
+    )
+    sound = next(i for i, a in enumerate(answers) if token not in (*a[0], *asked[i]))
+    at = len(asked[row]) + text.index(token)
+    where = f"layer 0, row 1, token {at}"  # or as soon as a draft proposes it
+    where = where if method is None else r"(layer 0|what was drafted behind it), row 1, token \d+"
+    expected = f"not finite in {where}: its numbers overflow even"
+    with pytest.raises(NotFinite, match=expected):
+        decoder.generate([asked[sound], asked[row]], STOPS)
+    [alone] = decoder.generate([asked[sound]], STOPS)
+    assert alone.token_ids == answers[sound][0]
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "parallel"])
+def test_a_draft_that_says_nan_gains_nothing_and_spoils_nothing(target, asked, answers, kind):
+    draft = make_draft(target, layers=1, parallel=kind == "parallel")
+    draft.lm_head.weight.data.fill_(float("nan"))
+    decoder = SpeculativeDecoder(
+        target, draft, method=kind, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
+    )
+    texts = decoder.generate(asked[:12], STOPS)
+    assert [text.token_ids for text in texts] == [answer for answer, _ in answers[:12]]
+    assert {r.accepted for text in texts for r in text.rounds} == {0}
+    drawn = decoder.generate(asked[:3], STOPS, temperature=0.7)
+    assert all(0 <= token < 40 for text in drawn for token in text.token_ids)

@@ -1,0 +1,166 @@
+"""Little data: most of it is trained on, too little is said, and nobody's split changes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fledge.cli.train import check_existing
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenRow
+from fledge.data.rows import KnownRows, split_rows
+from fledge.recipe.schema import load_recipe
+from fledge.target.cache.job import CacheOptions
+from fledge.train.fit import fit
+from fledge.train.precompute import recipe_job
+from fledge.train.setup import open_run, prepare_data, set_up
+from train.tiny import Notes, make_chats, recipe_for
+
+
+class Rows:
+    def __init__(self, count):
+        self.lengths = np.full(count, 4)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        ids = np.arange(4, dtype=np.int32)
+        return TokenRow(ids, np.ones(4, np.uint8), f"chats:{index}", truncated=False)
+
+
+@given(st.integers(0, 12_000))
+def test_by_default_at_most_a_tenth_is_held_out(count):
+    train, held = split_rows(Rows(count), None)
+    assert len(held) == min(512, count // 10)
+    assert len(train) + len(held) == count
+
+
+@given(st.integers(1, 300), st.integers(0, 400))
+def test_what_is_asked_for_is_held_out_or_refused(count, asked):
+    left = count - asked
+    known = KnownRows(Rows(count), 0, "")
+    if asked and left < max(1, count // 10):
+        line = rf"data\.valid_rows: {asked} rows are to be held out, and there are {count}: "
+        for split in (lambda: split_rows(Rows(count), asked),
+                      lambda: known.split(asked, drop_truncated=False)):  # fmt: skip
+            with pytest.raises(BadInput, match=line + rf"{max(0, left)} would be left"):
+                split()
+    else:
+        assert [len(part) for part in split_rows(Rows(count), asked)] == [left, asked]
+    # a run that was begun goes on with its rows, as they always were
+    train, held = split_rows(Rows(count), asked, begun=True)
+    assert (len(train), len(held)) == (max(1, left), min(asked, count - 1))
+
+
+@pytest.fixture
+def little(tiny_target, tmp_path):
+    """Recipes that do not say how many rows to hold out, on `count` chats."""
+
+    def make(count, *overrides, run="run"):
+        chats = tmp_path / f"chats-{count}.jsonl"
+        chats = chats if chats.exists() else make_chats(chats, count)
+        path = tmp_path / "sparse.yaml"
+        lines = recipe_for(tiny_target, chats, tmp_path / run).to_yaml().splitlines()
+        path.write_text("\n".join(line for line in lines if "valid_rows" not in line))
+        return load_recipe(path, overrides)
+
+    return make
+
+
+def counts(recipe):
+    return tuple(len(part) for part in prepare_data(recipe)[:2])
+
+
+def test_160_rows_are_trained_on(little):
+    recipe = little(160)
+    assert recipe.data.valid_rows is None
+    assert counts(recipe) == (144, 16)
+    assert load_recipe(None, ["data.valid_rows=null"]).data.valid_rows is None
+    with pytest.raises(BadInput, match="512 rows are to be held out, and there are 160: 0 would"):
+        prepare_data(little(160, "data.valid_rows=512"))
+    assert counts(little(160, "data.valid_rows=100")) == (60, 100)  # asked for
+
+
+def test_a_handful_of_rows_is_said(little, tmp_path):
+    run = open_run(little(20))
+    [warning] = run.warnings
+    assert "only 18 rows to train on (2 are held out)" in warning
+    notes = Notes()
+    outcome = fit(set_up(little(20, "training.steps=1", "training.lr=1e-9")), notes)
+    assert f"warning: {warning}" in notes.notes
+    assert outcome.warnings[0] == warning
+    assert open_run(little(60, run="more")).warnings == []
+    assert "none is held out" in open_run(little(5, run="less")).warnings[0]
+
+
+def written_before(recipe, rows):
+    """Leave what a run before left: its recipe with every default written down."""
+    path = Path(recipe.run.output_dir)
+    recipe.write_resolved(path)
+    text = (path / "recipe.yaml").read_text()
+    assert "valid_rows: null" in text
+    (path / "recipe.yaml").write_text(text.replace("valid_rows: null", f"valid_rows: {rows}"))
+
+
+def test_a_run_from_before_keeps_its_split(little, tmp_path):
+    recipe = little(60, "training.steps=2")
+    written_before(recipe, 512)
+    resolved = load_recipe(tmp_path / "run" / "recipe.yaml")
+    for again in (recipe, resolved):  # the recipe it was begun with, or the one it wrote down
+        check_existing(again)
+        run = open_run(again)
+        assert (len(run.train), run.recipe.data.valid_rows) == (1, 512)
+        assert "only 1 row to train on (59 are held out)" in run.warnings[0]
+    with pytest.raises(BadInput, match=r"data\.valid_rows: 512 -> 6"):
+        check_existing(little(60, "training.steps=2", "data.valid_rows=6"))
+
+
+def test_a_run_of_today_keeps_its_split(little, tmp_path):
+    fit(set_up(little(60, "training.steps=2")), Notes())
+    resolved = load_recipe(tmp_path / "run" / "recipe.yaml")
+    assert resolved.data.valid_rows is None
+    check_existing(resolved)
+    check_existing(little(60, "training.steps=2"))
+    assert counts(resolved) == (54, 6)
+    with pytest.raises(BadInput, match=r"data\.valid_rows: None -> 512"):
+        check_existing(little(60, "training.steps=2", "data.valid_rows=512"))
+
+
+def test_a_cache_is_split_alike(little, tmp_path):
+    from fledge.cli import main
+
+    for encoding in ("hidden", "probs"):
+        recipe, cache = tmp_path / "sparse.yaml", tmp_path / encoding
+        live = little(40)
+        words = ["precompute", str(recipe), "-o", str(cache), "--encoding", encoding]
+        with pytest.raises(SystemExit) as ended:
+            main.run(words)
+        assert not ended.value.code
+        from_it = [
+            "target.backend=cache",
+            "target.model=null",
+            f"target.cached_target_path={cache}",
+        ]
+        run = open_run(load_recipe(recipe, from_it))
+        assert [len(run.train), sum(len(p) for b in run.held_out for p in b.places)] == [36, 4]
+        assert run.vocabulary.digest() == open_run(live).vocabulary.digest()
+        with pytest.raises(BadInput, match="39 rows are to be held out, and there are 40: 1 would"):
+            open_run(load_recipe(recipe, [*from_it, "data.valid_rows=39"]))
+    with pytest.raises(BadInput, match="39 rows are to be held out"):
+        recipe_job(little(40, "data.valid_rows=39"), tmp_path / "x", CacheOptions("probs"))
+
+
+def test_plan_says_so_too(little, tmp_path, capfd):
+    from fledge.cli import main
+
+    little(20)
+    for words in (["--json"], []):
+        with pytest.raises(SystemExit):
+            main.run(["plan", str(tmp_path / "sparse.yaml"), *words])
+        out = capfd.readouterr().out
+        said = json.loads(out)["warnings"][0] if words else " ".join(out.split())
+        assert "only 18 rows to train on" in said
