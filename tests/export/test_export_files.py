@@ -20,11 +20,9 @@ from fledge import export_draft
 from fledge.core.errors import BadInput
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.export import read_export_record
-from fledge.export.formats import FORMATS
 from fledge.export.layout import in_layer_order
 from fledge.export.reread import TargetSide, reread
 from fledge.export.self_check import CheckOptions, check_files
-from fledge.methods.registry import method_of
 
 CHECK = CheckOptions(limit=2, max_new_tokens=8)
 SERVED = [
@@ -433,11 +431,10 @@ def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, w
     shutil.copytree(exports[kind, engine], broken)
     model = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
     draft = in_layer_order(model.config, model.state_dict())
-    layout = FORMATS[method_of(draft.config).formats[engine]]
-    check_files(broken, engine, layout, draft, side)
+    check_files(broken, engine, draft, side)
     rewrite(broken, **{what: change})
     with pytest.raises(BadInput, match=named):
-        check_files(broken, engine, layout, draft, side)
+        check_files(broken, engine, draft, side)
 
 
 def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, tmp_path):
@@ -446,9 +443,8 @@ def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, 
     model = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"])
     draft = in_layer_order(model.config, model.state_dict())
     with pytest.raises(BadInput, match=r"embed_tokens\.weight: missing"):
-        check_files(broken, "vllm", FORMATS["plain-vllm"], draft, TargetSide(4))
-    layout = FORMATS["plain-sglang"]
-    check_files(exports["eagle3", "sglang"], "sglang", layout, draft, TargetSide(4))
+        check_files(broken, "vllm", draft, TargetSide(4))
+    check_files(exports["eagle3", "sglang"], "sglang", draft, TargetSide(4))
 
 
 def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):
@@ -456,6 +452,7 @@ def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monk
     import dataclasses
 
     from fledge.export import export as module
+    from fledge.export.formats import FORMATS
 
     wrong = dataclasses.replace(FORMATS["plain-sglang"], aux_id_offset=1)
     monkeypatch.setitem(module.FORMATS, "plain-sglang", wrong)
