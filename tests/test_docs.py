@@ -16,7 +16,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FENCED = re.compile(r"^```\w*\n(.*?)^```", flags=re.M | re.S)
 COMMAND = r"((?:[A-Z_]+=\S+ )?fledge [a-z][^`\n]*)"
-PUBLIC = re.compile(r"`((?:Eagle3|HFEagle3|LlamaEagle3|PEagle|Remote|SGLang|VLLM)[A-Z]\w+)")
+PUBLIC = re.compile(r"`((?:Eagle[13]|HFEagle3|LlamaEagle[13]|PEagle|Remote|SGLang|VLLM)[A-Z]\w+)")
 TAKES_RECIPE = ("train", "plan", "precompute", "recipe")
 
 

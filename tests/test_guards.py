@@ -48,12 +48,13 @@ def test_rooms_import_downwards_only(path):
 # Words by which a file shows that it decides by algorithm; who may: the algorithms' own rooms, the
 # tables of what engines and others write, and the drafter that runs their network.
 ALGORITHMS = re.compile(
-    r'peagle|PEagle|parallel_drafting|"eagle3"|"parallel"|LlamaEagle3DraftModel|Eagle3TrainerModule'
+    r'peagle|PEagle|parallel_drafting|"eagle[123]"|"parallel"|LlamaEagle[13]Draft|Eagle[13]Trainer'
 )
 OWN_ROOMS = {"methods", "draft", "objective", "rollout", "compat"}
 TABLES = {f"export/{name}.py" for name in ("engines", "formats", "layout", "reread")}
+TABLES |= {"diagnosis/layouts.py"}
 DECIDING = {
-    "decode/strategies/drafter.py", "diagnosis/foreign.py", "diagnosis/checks/settings.py",
+    "decode/strategies/parallel.py", "diagnosis/foreign.py", "diagnosis/checks/settings.py",
 }  # fmt: skip
 
 

@@ -1,5 +1,16 @@
-"""The same drafts as the export's tests have."""
+"""The same drafts as the export's tests have, and one of EAGLE-1."""
+
+import pytest
 
 from export.conftest import answering, place
 
-__all__ = ["answering", "place"]
+__all__ = ["answering", "eagle1", "place"]
+
+
+@pytest.fixture(scope="session")
+def eagle1(place):
+    """An EAGLE-1 draft of the same target, beside the others."""
+    from export.drafts import make_eagle1
+
+    make_eagle1(place / "target").save_pretrained(place / "eagle1")
+    return place / "eagle1"

@@ -121,10 +121,13 @@ JUNK = st.sampled_from(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_no_file_brings_it_down(place, tmp_path_factory, data):
+def test_no_file_brings_it_down(place, eagle1, tmp_path_factory, data):
     """Whatever stands in the files: findings, or one line; never a traceback."""
-    layout = data.draw(st.sampled_from(["fledge", "specforge", "speculators", "modelopt"]))
-    kind = data.draw(st.sampled_from(["eagle3", "peagle"]))
+    kind = data.draw(st.sampled_from(["eagle3", "peagle", eagle1.name]))
+    layouts = ["fledge", "specforge", "speculators", "modelopt"]
+    if kind == eagle1.name:
+        layouts = ["fledge", "eagle1-wrapped", "eagle1-sglang"]
+    layout = data.draw(st.sampled_from(layouts))
     root = tmp_path_factory.mktemp("junk")
     source = place / kind
     if layout != "fledge":
@@ -132,8 +135,9 @@ def test_no_file_brings_it_down(place, tmp_path_factory, data):
     config, tensors = files_of(source)
     for _ in range(data.draw(st.integers(1, 3))):
         home = config
-        if layout == "speculators" and data.draw(st.booleans()):
-            home = config["transformer_layer_config"]
+        inside = {"speculators": "transformer_layer_config", "eagle1-wrapped": "model"}.get(layout)
+        if inside is not None and data.draw(st.booleans()):
+            home = config[inside]
         if data.draw(st.booleans()):
             if isinstance(home, dict) and home:
                 home[data.draw(st.sampled_from(sorted(home)))] = data.draw(JUNK)

@@ -12,9 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fledge.draft.derive import derive_draft_config
+from fledge.draft.eagle1 import LlamaEagle1DraftModel
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.measure.answers import cached_answers
 from fledge.measure.prompts import read_prompts
+from fledge.objective.eagle1 import Eagle1TrainerModule
 from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -147,6 +149,53 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> N
     for _ in range(steps):
         optimizer.zero_grad()
         module(**given).loss.backward()
+        optimizer.step()
+
+
+def make_eagle1(target: Path, *, fit=20, layers=1, bias=False, states="") -> LlamaEagle1DraftModel:
+    """An EAGLE-1 draft. `states`: "read": it learns to read the last layer's own output, before the
+    final norm, instead of what engines show; "all": and to foretell it too."""
+    backend = HFEagle3TargetModel.from_pretrained(target, num_aux_layers=1, device="cpu")
+    model = backend.model
+    torch.manual_seed(1)
+    config = derive_draft_config(
+        model.config, architecture="LlamaForCausalLM", num_hidden_layers=layers, eagle_version=1,
+        num_aux_hidden_states=1, fc_bias=bias,
+    )  # fmt: skip
+    config.aux_layer_ids = [model.config.num_hidden_layers]
+    draft = LlamaEagle1DraftModel(config)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.mul_(6 if weight.ndim == 2 else 1)
+        if bias:
+            draft.fc.bias.normal_()
+    draft.copy_embeddings_from_target(model.model.embed_tokens)
+    draft.copy_head_from_target(model.lm_head)
+    if fit:
+        fit_eagle1(draft, backend, steps=fit, states=states)
+    return draft.eval()
+
+
+def fit_eagle1(draft, backend, *, steps, states="") -> None:
+    full = torch.arange(draft.config.vocab_size)
+    module = Eagle1TrainerModule(
+        draft, selected_token_ids=full, selected_token_mask=torch.ones_like(full).bool(),
+        target_head=backend.info().head, token_weight=0.0 if states == "all" else 1.0,
+    )  # fmt: skip
+    rows = answered_rows(backend)
+    given = backend.generate_batch(*rows).to_trainer_inputs()
+    if states:
+        inner = HFEagle3TargetModel(
+            backend.model, [backend.info().depth - 1], supervision="hidden", num_aux_layers=1
+        )
+        before = inner.generate_batch(*rows).aux_hidden_states
+        given |= {"aux_hidden_states": before}
+        if states == "all":
+            given |= {"target_last_hidden_states": before.roll(-1, dims=1)}
+    optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(**given, seed=step).loss.backward()
         optimizer.step()
 
 

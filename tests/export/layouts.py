@@ -89,6 +89,45 @@ def as_modelopt(config: dict, tensors: dict, out: Path, target: Path) -> None:
     _write(out, _config(config, eagle_config=eagle))
 
 
+# --- EAGLE-1 -------------------------------------------------------------------------------------
+
+_OURS_OF_1 = (
+    "eagle_version", "fc_bias", "draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output",
+    "norm_before_residual", "mask_token_id",
+)  # fmt: skip
+
+
+def as_eagle1(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """SafeAILab: torch's own file with the target's embeddings, the target's config with one layer,
+    and whether fc has a bias."""
+    held = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
+    torch.save(held, out / "pytorch_model.bin")
+    named = _config(config, drop=_OURS_OF_1, architectures=["LlamaForCausalLM"])
+    _write(out, named | {"bias": "fc.bias" in tensors})
+
+
+def as_eagle1_vllm(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """What vLLM's class is called, and the tensors that it has."""
+    held = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "embed_tokens.weight")}
+    save_file(held, out / "model.safetensors")
+    _write(out, _config(config, drop=_OURS_OF_1, architectures=["EagleLlamaForCausalLM"]))
+
+
+def as_eagle1_wrapped(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """vLLM's own type, with the Llama config inside."""
+    as_eagle1_vllm(config, tensors, out, target)
+    inside = json.loads((out / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    _write(out, {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": inside})
+
+
+def as_eagle1_sglang(config: dict, tensors: dict, out: Path, target: Path) -> None:
+    """SGLang's class; its fc has a bias, if only of zeros. The embeddings are often left in."""
+    held = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
+    held.setdefault("fc.bias", tensors["fc.weight"].new_zeros(len(tensors["fc.weight"])))
+    save_file(held, out / "model.safetensors")
+    _write(out, _config(config, drop=_OURS_OF_1, architectures=["LlamaForCausalLMEagle"]))
+
+
 def _write(out: Path, config: dict) -> None:
     (out / "config.json").write_text(json.dumps(config))
 
@@ -101,9 +140,18 @@ LAYOUTS = {
     "modelopt": as_modelopt,
 }
 
+EAGLE1_LAYOUTS = {
+    "eagle": as_eagle1,
+    "eagle1-vllm": as_eagle1_vllm,
+    "eagle1-wrapped": as_eagle1_wrapped,
+    "eagle1-sglang": as_eagle1_sglang,
+}
+
 
 def write_as(layout: str, ours: Path, out: Path, target: Path) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    LAYOUTS[layout](*files_of(ours), out, target)
+    config, tensors = files_of(ours)
+    known = EAGLE1_LAYOUTS if "eagle_version" in config else LAYOUTS
+    known[layout](config, tensors, out, target)
     return out

@@ -36,6 +36,7 @@ _VLLM, _SGLANG = (
     "tests/engines/vllm/test_vllm_export.py",
     "tests/engines/sglang/test_sglang_export.py",
 )
+_SGLANG_EAGLE1 = "tests/engines/sglang/test_sglang_eagle1.py"
 _SPECULATORS = "tests/export/test_export_speculators.py"
 _PROPOSALS = "every proposed token is ours, at every depth"
 TESTED = [
@@ -49,9 +50,13 @@ TESTED = [
         kinds=("wider than the target", "llama3 rotary", "yarn rotary", "partial rotary"),
     ),
     Tested(
-        f"{_VLLM}::test_a_wrong_config_is_noticed", "plain-vllm", _versions("vllm"),
+        f"{_VLLM}::test_vllm_proposes_what_eagle1_drafts_propose", "eagle1-vllm",
+        _versions("vllm"), "the same", kinds=("eagle1", "eagle1 of two layers"),
+    ),
+    Tested(
+        f"{_VLLM}::test_a_wrong_config_is_noticed", "plain-vllm, eagle1-vllm", _versions("vllm"),
         "controls: wrong aux layers, norm flags, rotary base and scaling do not pass",
-        kinds=("eagle3", "llama3 rotary", "eagle3.1", "p-eagle"),
+        kinds=("eagle3", "llama3 rotary", "eagle3.1", "p-eagle", "eagle1"),
     ),
     Tested(
         f"{_SGLANG}::test_every_parameter_comes_from_the_files", "plain-sglang",
@@ -64,6 +69,15 @@ TESTED = [
     Tested(
         f"{_SGLANG}::test_every_proposal_is_ours", "plain-sglang",
         _versions("sglang", newest_only=True), "the same", newest_only=True,
+    ),
+    Tested(
+        f"{_SGLANG_EAGLE1}::test_every_proposal_is_ours", "eagle1-sglang", _versions("sglang"),
+        "every parameter and every proposal, logits to 1e-3; another bias of fc does not pass",
+        kinds=("eagle1",),
+    ),
+    Tested(
+        f"{_SGLANG_EAGLE1}::test_every_proposal_is_ours", "eagle1-sglang",
+        _versions("sglang", newest_only=True), "the same", kinds=("eagle1 of two layers",),
     ),
     Tested(
         f"{_SPECULATORS}::test_eagle3_loads_and_computes_our_logits", "speculators-eagle3",
@@ -89,6 +103,10 @@ TESTED = [
         "tests/export/test_export_files.py::test_files_are_the_draft",
         "plain-vllm, plain-sglang, speculators", "our reader (`reread.py`)",
         "every tensor and flag; decoding equal to the checkpoint's",
+    ),
+    Tested(
+        "tests/train/test_eagle1_run.py::test_evaluated_and_exported", "eagle1-vllm, eagle1-sglang",
+        "our reader (`reread.py`)", "the same", kinds=("eagle1", "eagle2"),
     ),
     Tested(
         "tests/export/test_export_files.py::test_a_broken_file_is_named",

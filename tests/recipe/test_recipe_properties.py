@@ -32,7 +32,6 @@ PLAIN = st.recursive(
 SPECIAL = {  # fields whose rule is not in their type
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
     "urls": st.lists(WORDS.map(lambda word: f"http://{word}"), min_size=1, max_size=3),
-    "aux_layer_ids": st.none() | st.lists(st.integers(0, 99), min_size=3, max_size=3, unique=True),
     "trackers": st.lists(st.sampled_from(["wandb", "trackio", "tensorboard"]), unique=True),
     "max_length": st.integers(1, 4096),
     "tokens": st.integers(4096, 10**6),
@@ -88,12 +87,18 @@ def fields(field: FieldInfo, name: str) -> st.SearchStrategy[Any]:
 def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     """A sparse valid recipe as a mapping."""
     recipe: dict[str, dict[str, Any]] = {}
+    kinds = {name: draw(st.sampled_from(sorted(shape.kinds))) for name, shape in SHAPES.items()}
+    method = METHODS[kinds["objective"]]
+    count = method.aux_layers()
+    layers = st.lists(st.integers(0, 99), min_size=count, max_size=count, unique=True)
     for section, shape in SHAPES.items():
-        kind = draw(st.sampled_from(sorted(shape.kinds)))
-        body = {}
+        kind, body = kinds[section], {}
         for key, field in shape.fields(kind).items():
+            if section == "draft" and key in method.fixed_draft:
+                continue
             if field.is_required() or draw(st.booleans()):
-                body[key] = draw(fields(field, key))
+                asked = st.none() | layers if key == "aux_layer_ids" else fields(field, key)
+                body[key] = draw(asked)
         if shape.tag is not None:
             body[shape.tag] = kind
         recipe[section] = body

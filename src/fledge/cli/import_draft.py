@@ -23,7 +23,8 @@ def import_draft(
 ) -> None:
     """Write a foreign draft in our own layout: for eval, as draft.init_from, for export.
 
-    SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel and ModelOpt layouts. What engines would
+    EAGLE-3 and P-EAGLE in the layouts of SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel
+    and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang. What engines would
     share with the target (embeddings, a full head) is copied from it; numbers are not changed.
     """
     from fledge.diagnosis.foreign import read_files
@@ -48,9 +49,11 @@ def import_draft(
     if as_json:
         print_json(facts)
         return
+    states = f"the outputs of {facts['aux_layer_ids']}"
+    if ours.view.merges:
+        states = "the target's last hidden state"
     out.say(
         f"{written}: {ours.view.method.title} from {layout.made_by}, {facts['tensors']} tensors, "
-        f"draft vocabulary {facts['draft_vocab_size']:,}, listening to the outputs of "
-        f"{facts['aux_layer_ids']}"
+        f"draft vocabulary {facts['draft_vocab_size']:,}, listening to {states}"
     )
     out.say(f"next: fledge eval {written} --target {target}")

@@ -55,7 +55,8 @@ def report(
         from fledge.measure.evaluation import EvalOptions
 
         objective = gather(run)["recipe"].get("objective", {})
-        trained = objective.get("ttt_steps") or objective.get("num_depths") or 7
+        keys = ("ttt_steps", "num_depths", "draft_tokens")
+        trained = next((objective[key] for key in keys if objective.get(key)), 7)
         options = EvalOptions(num_draft_tokens=draft_tokens or trained, samples=samples)
         measured = eval.measure_drafts(
             [run], prompts or ["mixed"], options, target=target, limit=limit, device=device,

@@ -1,13 +1,13 @@
 """Drafts of other trainers: where their files keep things, and what they mean.
 
-One table says how each trainer's layout differs from ours; everything else here is a view of the
-files in our own words (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so that
+`layouts` says how each trainer's files differ from ours; everything else here is a view of them in
+our own words (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so that
 checks and the import need not know who wrote a draft. Nothing is judged here.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,37 +18,23 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
+from fledge.diagnosis.layouts import (
+    NESTED_KEY,
+    OWN_AUX_KEY,
+    SPECULATORS_KEY,
+    WRAPPED_KEY,
+    WRAPPED_TYPE,
+    FileLayout,
+    eagle1_layout,
+    eagle3_layout,
+)
 from fledge.draft.files import CONFIG_NAME
-from fledge.export.formats import TRAINED, get_path, set_path
+from fledge.export.formats import get_path, set_path
 from fledge.methods.base import Method
 from fledge.methods.registry import METHODS
 from fledge.models.weight_files import read_tensors
 
-
-@dataclass(frozen=True)
-class FileLayout:
-    """How one family of files spells a draft."""
-
-    name: str
-    made_by: str
-    prefix: str = ""  # before every tensor of the backbone
-    nested: bool = False  # the Llama keys live in `transformer_layer_config`
-
-
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        FileLayout("fledge", "fledge, and its exports for vLLM"),
-        FileLayout("eagle", "SafeAILab EAGLE"),
-        FileLayout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
-        FileLayout("speculators", "speculators", nested=True),
-        FileLayout("automodel", "NeMo AutoModel", prefix="model."),
-        FileLayout("modelopt", "NVIDIA ModelOpt"),
-    )
-}
-
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-OWN_AUX_KEY = "aux_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -70,14 +56,30 @@ AUX_PLACES = _OURS, _VLLM, _SGLANG = (
     AuxPlace("sglang", f"eagle_config.{AUX_KEY}", 0),
 )
 
-NESTED_KEY = "transformer_layer_config"
-SPECULATORS_KEY = "speculators_model_type"
 # Where an engine looks for the mask token, in this order.
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+# Who says that fc has a bias: we, SafeAILab, vLLM.
+BIAS_KEYS = ("fc_bias", "bias", "eagle_fc_bias")
 # Wrappers that trainers leave around the draft.
 _WRAPPERS = re.compile(r"^((_orig_mod|module|draft_model|eagle_module|model)\.)+")
 # Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
+# Layer 0 shows its own width, and in what it reads whether two states are merged or side by side.
+_SHOW_WIDTH = (
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+)
+_READ_INPUT = tuple(f"layers.0.self_attn.{one}_proj.weight" for one in "qkv")
+# Classes that are one kind of draft and no other.
+_KIND_OF_CLASS = {
+    "EagleLlamaForCausalLM": "eagle1",
+    "LlamaForCausalLMEagle": "eagle1",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaEagle3DraftModel": "eagle3",
+    "PEagleDraftModel": "eagle3",
+}
 _MIDLAYER = re.compile(r"^midlayer\.")
 _DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
 # The keys that are read here, by the kind of their values.
@@ -86,6 +88,7 @@ KINDS = {
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
         "max_position_embeddings", "num_aux_hidden_states", "num_depths", "ttt_steps",
+        "eagle_version", "draft_tokens",
     ),
     "a number above 0": (
         "rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor",
@@ -93,7 +96,7 @@ KINDS = {
     "a number from 0 to 1": ("down_sample_ratio", "down_sample_ratio_min"),
     "true or false": (
         "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
-        "mlp_bias", "parallel_drafting", "tie_word_embeddings",
+        "mlp_bias", "parallel_drafting", "tie_word_embeddings", *BIAS_KEYS,
     ),
     "a word": ("hidden_act", "model_type", "rope_type", "type"),
     "words": ("architectures",),
@@ -110,10 +113,6 @@ _IS: dict[str, Callable[[Any], bool]] = {
     "settings": lambda value: isinstance(value, dict),
     "rotary settings": lambda value: isinstance(value, dict),
 }
-_SPECULATORS_TOP = {
-    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-    "target_hidden_size", "mask_token_id", "num_aux_hidden_states", AUX_KEY, *TRAINED,
-}  # fmt: skip
 
 
 @dataclass
@@ -133,8 +132,9 @@ class DraftFiles:
 
     def put(self, key: str, value: Any) -> None:
         """Set a config value where this layout keeps it; None takes it out."""
-        nested = self.view.layout.nested and key not in _SPECULATORS_TOP
-        place = self.config[NESTED_KEY] if nested else self.config
+        layout = self.view.layout
+        inside = layout.nested and key not in layout.beside
+        place = self.config[layout.nested] if inside else self.config
         if value is None:
             place.pop(key, None)
         else:
@@ -176,6 +176,10 @@ def _check_types(config: dict[str, Any], where: str) -> None:
     for key in (*KINDS["settings"], *KINDS["rotary settings"]):
         if config.get(key) is not None:
             _check_types(config[key], f"{where}, {key}")
+    if config.get("model_type") == WRAPPED_TYPE and config.get(WRAPPED_KEY) is not None:
+        if not isinstance(config[WRAPPED_KEY], dict):
+            raise BadInput(f"{WRAPPED_KEY} must hold the draft's config", where=where)
+        _check_types(config[WRAPPED_KEY], f"{where}, {WRAPPED_KEY}")
 
 
 @dataclass(frozen=True)
@@ -187,21 +191,9 @@ class DraftView:
 
     @cached_property
     def layout(self) -> FileLayout:
-        names = self.tensors
-        if SPECULATORS_KEY in self.config:
-            return LAYOUTS["speculators"]
-        if any(name.startswith(("model.layers.", "model.fc.")) for name in names):
-            return LAYOUTS["automodel"]
-        if OWN_AUX_KEY in self.config or "parallel_drafting" in self.config:
-            return LAYOUTS["fledge"]
-        if "next_layer_regular" in (self.config.get("eagle_config") or {}):
-            return LAYOUTS["modelopt"]
-        architectures = self.config.get("architectures") or []
-        if "PEagleDraftModel" in architectures:
-            return LAYOUTS["specforge"]
-        if not any(name.startswith("midlayer.") for name in names):
-            return LAYOUTS["fledge"]
-        return LAYOUTS["specforge" if "LlamaForCausalLMEagle3" in architectures else "eagle"]
+        if self.merges:
+            return eagle1_layout(self.config)
+        return eagle3_layout(self.config, self.tensors)
 
     # --- tensors ---------------------------------------------------------------------------------
 
@@ -238,34 +230,78 @@ class DraftView:
     @cached_property
     def flat(self) -> dict[str, Any]:
         """One flat dict, nested ones opened."""
-        if not self.layout.nested:
-            return {key: value for key, value in self.config.items() if key != NESTED_KEY}
-        outer = {key: value for key, value in self.config.items() if key in _SPECULATORS_TOP}
-        return {**(self.config.get(NESTED_KEY) or {}), **outer}
+        layout, outer = self.layout, self.config
+        if not layout.nested:
+            return {key: value for key, value in outer.items() if key != NESTED_KEY}
+        beside = {key: value for key, value in outer.items() if key in layout.beside}
+        return {**(outer.get(layout.nested) or {}), **beside}
 
     def get(self, key: str, absent: Any = None) -> Any:
         value = self.flat.get(key)
         return absent if value is None else value
 
     @property
+    def architectures(self) -> list[str]:
+        """The class that the files name: a wrapped config names the draft's inside."""
+        named = self.flat if self.layout.nested == WRAPPED_KEY else self.config
+        return named.get("architectures") or []
+
+    @cached_property
+    def declared(self) -> set[str]:
+        """Which kinds of draft the config says it is: none, one, or both by mistake."""
+        kinds = {_KIND_OF_CLASS.get(name, "") for name in self.config.get("architectures") or []}
+        if SPECULATORS_KEY in self.config:
+            kinds.add("eagle3")
+        wrapped = self.config.get("model_type") == WRAPPED_TYPE
+        if wrapped or self.config.get("eagle_version") in (1, 2):
+            kinds.add("eagle1")
+        return kinds - {""}
+
+    @cached_property
+    def merges(self) -> bool:
+        """EAGLE-1 and 2: fc merges embedding and state before layer 0, which is a plain layer then.
+
+        The tensors decide, by majority, for one of them may be wrong or lost; where they say
+        nothing, the config does.
+        """
+        votes = sum(_merging_votes(self.state))
+        return votes > 0 if votes else "eagle1" in self.declared
+
+    @property
+    def misnamed(self) -> bool:
+        """Whether the config calls it what its tensors are not."""
+        return bool(self.declared - {"eagle1" if self.merges else "eagle3"})
+
+    @property
     def parallel(self) -> bool:
         """P-EAGLE, by what the files say of themselves or hold."""
-        return (
+        return not self.merges and (
             self.config.get(SPECULATORS_KEY) == "peagle"
             or bool(self.get("parallel_drafting"))
             or "mask_hidden" in self.state
-            or "PEagleDraftModel" in (self.config.get("architectures") or [])
+            or "PEagleDraftModel" in self.architectures
         )
 
     @property
     def method(self) -> Method:
+        if self.merges:
+            return METHODS["eagle2" if self.get("eagle_version") == 2 else "eagle1"]
         return METHODS["peagle" if self.parallel else "eagle3"]
 
     @property
     def method_settings(self) -> dict[str, Any]:
         """What our config says of the method, beyond what all drafts have."""
+        if self.merges:
+            version = 2 if self.get("eagle_version") == 2 else 1
+            return {"eagle_version": version, "fc_bias": self.fc_bias is not None}
         mask_token_id = self.mask_token_id if self.parallel else None
         return {"parallel_drafting": self.parallel, "mask_token_id": mask_token_id}
+
+    @property
+    def fc_bias(self) -> Tensor | None:
+        """The bias of EAGLE-1's fc; one of zeros is none, for SGLang cannot do without."""
+        bias = self.state.get("fc.bias")
+        return bias if bias is not None and bool(bias.any()) else None
 
     @property
     def mask_token_id(self) -> Any:
@@ -299,7 +335,7 @@ class DraftView:
             return written[0]
         if self.layout.name == "fledge":
             return _OURS
-        return _VLLM if self.layout.nested else _SGLANG
+        return _VLLM if self.layout.nested == NESTED_KEY else _SGLANG
 
     @property
     def stored_aux(self) -> Any:
@@ -322,6 +358,22 @@ def own_name(name: str) -> str:
     """`model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`."""
     name = _MIDLAYER.sub("layers.0.", _WRAPPERS.sub("", name))
     return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
+
+
+def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
+    """+1 for every tensor that speaks for a merging fc, -1 for what only a fused layer 0 has."""
+    if any(name.startswith(("layers.0.hidden_norm.", "fc_norm.", "mask_hidden")) for name in state):
+        yield -1
+    widths = [state[name].shape[0] for name in _SHOW_WIDTH if name in state and state[name].ndim]
+    if not widths:
+        return
+    width = max(widths, key=widths.count)
+    for name in _READ_INPUT:
+        shape = tuple(state[name].shape) if name in state else ()
+        if len(shape) == 2:
+            yield {width: 1, 2 * width: -1}.get(shape[1], 0)
+    if "fc.weight" in state:
+        yield 1 if tuple(state["fc.weight"].shape) == (width, 2 * width) else -1
 
 
 def tokens_marked(ids_W: Tensor, full: int) -> Tensor:

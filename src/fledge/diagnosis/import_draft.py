@@ -1,8 +1,9 @@
 """Convert foreign drafts: the same numbers under our names, ready for eval, warm start and export.
 
 What the files leave to the engine is filled in from the target (its embeddings, its head, the aux
-layers that engines assume). What our draft cannot be is refused with the reason; what is broken is
-left to `fledge diagnose`.
+layers that engines assume). EAGLE-1 drafts are served with the target's embeddings and head, so
+they get those even where the files hold some. What our draft cannot be is refused with the reason;
+what is broken is left to `fledge diagnose`.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Subject, TargetFiles
-from fledge.diagnosis.foreign import KINDS, OWN_AUX_KEY, read_files, tokens_marked
+from fledge.diagnosis.foreign import BIAS_KEYS, KINDS, read_files, tokens_marked
+from fledge.diagnosis.layouts import OWN_AUX_KEY
 from fledge.draft.base import DraftModel
 from fledge.draft.config import check_draft_config, depths_key, trained_depths
 from fledge.draft.files import CONFIG_NAME
@@ -27,6 +29,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NOT_KEPT = {
     "architectures", "model_type", "norm_before_residual", "norm_before_fc", "speculators_config",
     "eagle_config", "dflash_config", "transformer_layer_config", "type", "rope_type", "factor",
+    "eagle_version", *BIAS_KEYS,
 }  # fmt: skip
 
 
@@ -57,7 +60,10 @@ def build_draft(subject: Subject) -> DraftModel:
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     dtype = reduce(torch.promote_types, dtypes)  # holds every weight exactly
     draft_type = subject.view.method.draft_type()
-    return draft_type.from_tensors(config, state, where=where, dtype=dtype).eval()
+    try:
+        return draft_type.from_tensors(config, state, where=where, dtype=dtype).eval()
+    except ValueError as error:  # what only this kind of draft refuses
+        raise BadInput(str(error), where=str(where / CONFIG_NAME)) from None
 
 
 def _refusals(subject: Subject) -> Iterator[str]:
@@ -90,6 +96,8 @@ def own_config(subject: Subject) -> Any:
         OWN_AUX_KEY: subject.aux_layer_ids,
     }
     values.setdefault("target_hidden_size", int(subject.target.text.hidden_size))
+    if view.merges:
+        values |= {"num_aux_hidden_states": 1, "norm_before_residual": False}
     try:
         config = LlamaConfig(**values)
         check_draft_config(config)
@@ -105,6 +113,13 @@ def own_state(subject: Subject) -> dict[str, Tensor]:
     """Our tensors; what engines would share with the target is copied from it."""
     state = dict(subject.view.state)
     dtype = state["fc.weight"].dtype
+    if subject.view.merges:
+        tables = subject.target.tables
+        state["embed_tokens.weight"] = tables.embedding_VD.to(dtype)
+        state["lm_head.weight"] = tables.head_VD.to(dtype)
+        if subject.view.fc_bias is None:
+            state.pop("fc.bias", None)
+        return state
     width, full = subject.draft_vocab_size or subject.vocab_size, subject.vocab_size
     ids = torch.arange(full)
     if width < full:

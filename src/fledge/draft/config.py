@@ -20,6 +20,8 @@ _FLAGS = {
 
 def depths_key(config: Any) -> str:
     """Which key says how many tokens a draft was trained to propose: each method's own word."""
+    if getattr(config, "eagle_version", None) is not None:
+        return "draft_tokens"
     return "num_depths" if config.parallel_drafting else "ttt_steps"
 
 

@@ -179,7 +179,8 @@ class _Job:
                 fix = "leave out --without-target"
                 raise BadInput("--target-embeddings needs the target", fix=fix)
             recipe = self.source.recipe
-            frozen = recipe is not None and recipe.draft.freeze_embeddings
+            frozen = self.method.fixed_draft.get("freeze_embeddings", False)
+            frozen |= recipe is not None and recipe.draft.freeze_embeddings
             return "the target's" if frozen else "trained"
         asked = self.target_embeddings
         if not asked and not same_embeddings(self.draft, self.side):

@@ -162,7 +162,9 @@ def _llama_keys(prefix: str = "") -> list[KeyRule]:
 
 _MASK_TOKEN = KeyRule("mask_token_id", "mask_token_id", feature="parallel drafting")
 # Ours: how deep the draft was trained to propose, where an export is all that is left of its run.
-TRAINED = ("num_depths", "down_sample_ratio", "down_sample_ratio_min", "ttt_steps")
+TRAINED = (
+    "num_depths", "down_sample_ratio", "down_sample_ratio_min", "ttt_steps", "draft_tokens",
+)  # fmt: skip
 _PLAIN_KEYS = (
     KeyRule("architectures", value=["LlamaForCausalLMEagle3"]),
     *_llama_keys(),
@@ -173,7 +175,7 @@ _PLAIN_KEYS = (
 
 
 # Read by `fledge import` alone: to an engine both versions are the same.
-_EAGLE1_OWN = _facts("eagle_version", need="optional")
+_EAGLE1_OWN = _facts("eagle_version", "draft_tokens", need="optional")
 
 
 def _speculators_keys(kind: str) -> tuple[KeyRule, ...]:

@@ -67,6 +67,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
             raise ValueError(
                 "target_head: it has a bias, which engines do not give an EAGLE-1 draft; use eagle3"
             )
+        draft_model.config.draft_tokens = draft_tokens  # for files that lose their run
         self.draft_tokens = draft_tokens
         self.feature_weight, self.token_weight = feature_weight, token_weight
         self.feature_noise = feature_noise

@@ -80,13 +80,6 @@ class TargetFiles:
         return target_depth(self.config)
 
     @cached_property
-    def default_aux(self) -> list[int] | None:
-        """The layers that engines take when a draft names none; None when it is too shallow."""
-        with suppress(BadInput):
-            return default_aux_layer_ids(self.depth)
-        return None
-
-    @cached_property
     def tokenizer(self) -> Any:
         """None when the target has none."""
         try:
@@ -128,7 +121,10 @@ class Subject:
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """Rows of the head, else what the config says, else the target's."""
+        """Rows of the head, else what the config says, else the target's; EAGLE-1's head *is* the
+        target's."""
+        if self.view.merges:
+            return self.vocab_size
         head = self.view.state.get("lm_head.weight")
         if head is not None and head.ndim == 2:
             return len(head)
@@ -142,7 +138,14 @@ class Subject:
     @property
     def aux_layer_ids(self) -> list[int] | None:
         """The layers the draft reads: those in its files, else what engines assume."""
-        return self.view.aux_layer_ids or self.target.default_aux
+        return self.view.aux_layer_ids or self.default_aux
+
+    @property
+    def default_aux(self) -> list[int] | None:
+        """The layers that engines take when a draft names none; None when it is too shallow."""
+        with suppress(BadInput):
+            return default_aux_layer_ids(self.target.depth, self.view.method.aux_layers())
+        return None
 
     def only_for(self, engine: str, fault: Finding) -> Finding:
         """What one engine cannot do with these files: a note for those who do not want it."""

@@ -5,7 +5,7 @@ from functools import partial
 
 from fledge.diagnosis.checks.base import Finding, Repair, Subject, check, error, note, warning
 from fledge.diagnosis.checks.positions import take_rope, target_rope
-from fledge.diagnosis.checks.probe import DEPTHS, Probe
+from fledge.diagnosis.checks.probe import DEPTHS, Probe, swapped_halves
 from fledge.diagnosis.foreign import DraftFiles
 
 _UNSEEN = (
@@ -73,8 +73,23 @@ def rope_measured(subject: Subject) -> Iterator[Finding]:
     return _measured(subject, "rope-measured", written, "with the target's", fix, repair)
 
 
-@check("capture-measured", "behavioural", "training on the last layer's state after the final norm")
+@check("fc-swapped", "behavioural", "EAGLE-1: fc that reads [state; embedding], not the reverse",
+       repairs=True)  # fmt: skip
+def fc_swapped(subject: Subject) -> Iterator[Finding]:
+    def repair(files: DraftFiles) -> None:
+        files.put_tensor("fc.weight", swapped_halves(files.view.state["fc.weight"]))
+
+    written, fix = "with fc over [embedding; state], as engines have it", "swap the halves of fc"
+    return _measured(subject, "fc-swapped", written, "over [state; embedding]", fix, repair)
+
+
+@check("capture-measured", "behavioural", "training on a last state from the other side of the "
+       "final norm")  # fmt: skip
 def capture_measured(subject: Subject) -> Iterator[Finding]:
+    if subject.view.merges:
+        written = "with the target's last hidden state, which engines show behind its final norm"
+        fix = "it was trained on the last layer's own output: train on the state behind the norm"
+        return _measured(subject, "capture-measured", written, "with the one before it", fix)
     written = "with the last layer's state as engines capture it"
     fix = "it was trained on transformers' last hidden state: train on the layer's own output"
     return _measured(subject, "capture-measured", written, "after the final norm", fix)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
@@ -52,6 +53,7 @@ _ENOUGH = {
     "norm-residual": Enough(0.1, depths=1),
     "rope-measured": Enough(0.03),
     "capture-measured": Enough(0.03),
+    "fc-swapped": Enough(0.1),
 }
 
 
@@ -64,6 +66,9 @@ class Reading:
     norm_before_residual: bool
     target_rope: bool = False  # the target's rotary settings instead of the file's
     last_normed: bool = False  # the last layer's state after the final norm
+    # EAGLE-1: fc reads [state; embedding]; the draft foretells states before the final norm
+    fc_swapped: bool = False
+    final_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,17 +137,21 @@ class Answering:
         key = tuple(layer_ids)
         if key not in self._backends:
             self._backends[key] = HFEagle3TargetModel(
-                self.first.model, key, supervision="hidden", tokenizer=self.first.tokenizer
-            )
+                self.first.model, key, supervision="hidden", tokenizer=self.first.tokenizer,
+                num_aux_layers=len(key),
+            )  # fmt: skip
         return self._backends[key]
+
+    def showing(self, layer_ids: Sequence[int], *, last_normed: bool) -> Eagle3TargetBackend:
+        """The same, and whether the last layer's state is shown after the final norm."""
+        backend = self.backend(layer_ids)
+        return _LastNormed(backend) if last_normed else backend
 
     def score(
         self, draft: DraftModel, layer_ids: Sequence[int], *, last_normed: bool = False
     ) -> Score:
-        inner = self.backend(layer_ids)
-        backend: Eagle3TargetBackend = _LastNormed(inner) if last_normed else inner
         replays = replay(
-            backend,
+            self.showing(layer_ids, last_normed=last_normed),
             draft,
             [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers],
             num_draft_tokens=DEPTHS,
@@ -178,6 +187,11 @@ class _LastNormed(Eagle3TargetBackend):
         return self.inner.info()
 
 
+def swapped_halves(fc_EE: Tensor) -> Tensor:
+    """EAGLE-1's fc for a state and an embedding in the other order."""
+    return torch.cat(fc_EE.chunk(2, dim=1)[::-1], dim=1)
+
+
 class Probe:
     """One draft's files under every reading that differs in one setting."""
 
@@ -192,6 +206,9 @@ class Probe:
             tuple(ids), bool(config.norm_output), bool(config.norm_before_residual)
         )
         self._own_rotary: Any = self.draft.rotary
+        self._own_norm: Any = self.draft.norm_weight
+        fc: Any = self.draft.fc
+        self._own_fc: Tensor = fc.weight.detach()
         self._scores: dict[Reading, Score] = {}
 
     def score(self, reading: Reading) -> Score:
@@ -207,6 +224,18 @@ class Probe:
         self.draft.config.norm_output = reading.norm_output
         self.draft.layers[0].norm_residual = reading.norm_before_residual
         self.draft.rotary = self._rotary(reading)
+        fc = swapped_halves(self._own_fc) if reading.fc_swapped else self._own_fc
+        self.draft.fc.weight.data = fc
+        self.draft.norm_weight = self._final_norm if reading.final_norm else self._own_norm
+
+    def _final_norm(self, dtype: torch.dtype) -> Tensor:
+        """What the target's final norm makes of ones: its weight, however it is written down."""
+        info = self.answering.first.info()
+        assert info.final_norm is not None
+        norm = self.answering.first.model.get_submodule(info.final_norm.path)
+        with torch.no_grad():
+            weight: Tensor = norm(self._own_fc.new_ones(len(self._own_fc))).to(dtype)
+        return weight
 
     def _rotary(self, reading: Reading) -> Any:
         rope = target_rope(self._subject)
@@ -218,6 +247,21 @@ class Probe:
 
     def _others(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
         """Readings that differ in one setting, by the check that asks for it."""
+        others = self._eagle1 if self._subject.view.merges else self._eagle3
+        yield from others(reading)
+        own, theirs = own_rope(self._subject), target_rope(self._subject)
+        if theirs is not None and own != theirs and not reading.target_rope:
+            yield "rope-measured", replace(reading, target_rope=True)
+
+    def _eagle1(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
+        yield "fc-swapped", replace(reading, fc_swapped=not reading.fc_swapped)
+        before = replace(reading, aux_layer_ids=(self._subject.target.depth - 1,))
+        yield "capture-measured", before
+        norm = self.answering.first.info().final_norm
+        if norm is not None and norm.kind.endswith("RMSNorm"):
+            yield "capture-measured", replace(before, final_norm=True)
+
+    def _eagle3(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
         depth = self._subject.target.depth
         for shift in (-1, 1):
             ids = tuple(layer + shift for layer in reading.aux_layer_ids)
@@ -227,9 +271,6 @@ class Probe:
             yield "norm-output", replace(reading, norm_output=not reading.norm_output)
         residual = not reading.norm_before_residual
         yield "norm-residual", replace(reading, norm_before_residual=residual)
-        own, theirs = own_rope(self._subject), target_rope(self._subject)
-        if theirs is not None and own != theirs and not reading.target_rope:
-            yield "rope-measured", replace(reading, target_rope=True)
         if depth - 1 in reading.aux_layer_ids and not reading.last_normed:
             yield "capture-measured", replace(reading, last_normed=True)
 
@@ -267,16 +308,29 @@ class Probe:
         return best if best is not None and best[1] > 2.5 else None
 
     @property
-    def best(self) -> Score:
-        """What the files are worth when everything that decoding found is mended."""
+    def best_reading(self) -> Reading:
+        """The files with everything that decoding found mended."""
         readings = list(self.steps.values())
-        return readings[-1][3] if readings else self.score(self.as_written)
+        return readings[-1][2] if readings else self.as_written
+
+    @property
+    def best(self) -> Score:
+        """What they are worth then."""
+        return self.score(self.best_reading)
+
+    def matches_by_offset(self) -> dict[int, float]:
+        """Share of answer slots t whose first drafted token, as mended, is token t + offset of the
+        text."""
+        reading = self.best_reading
+        self._set(reading)
+        shown = self.answering.showing(reading.aux_layer_ids, last_normed=reading.last_normed)
+        matches = self._matches(shown)
+        self._set(self.as_written)
+        return matches
 
     @torch.no_grad()
-    def matches_by_offset(self) -> dict[int, float]:
-        """Share of answer slots t whose first drafted token is token t + offset of the text."""
+    def _matches(self, backend: Eagle3TargetBackend) -> dict[int, float]:
         hits, slots = dict.fromkeys((1, 2, 3), 0), 0
-        backend = self.answering.backend(self.as_written.aux_layer_ids)
         selected, device = self.draft.selected_token_ids, self.draft.device
         for answer in self.answering.answers:
             text = torch.tensor([[*answer.prompt_ids, *answer.answer_ids]])

@@ -1,11 +1,14 @@
 """Checks of config.json against the tensors and the target: what an engine would build from it."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Finding, Subject, check, error, warning, wrong_key
 from fledge.diagnosis.checks.sizes import Sizes, sizes_of
-from fledge.diagnosis.foreign import SPECULATORS_KEY, DraftFiles
+from fledge.diagnosis.checks.tensors import drop_tensors
+from fledge.diagnosis.foreign import BIAS_KEYS, DraftFiles
+from fledge.diagnosis.layouts import NESTED_KEY, SPECULATORS_KEY
 from fledge.draft.mask_token import check_mask_token_id
 
 # What vLLM or SGLang have a class for, under this name or with "Eagle3" put before it.
@@ -13,11 +16,15 @@ _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForC
 _OWN_CLASSES = {"automodel": ("LlamaEagle3DraftModel",), "specforge": ("PEagleDraftModel",)}
 
 
-@check("architecture", "static", "architectures or model_type that no engine takes for EAGLE-3",
+# EAGLE-1: vLLM puts "Eagle" before a Llama's name, SGLang knows the class behind it.
+_VLLM_EAGLE1, _SGLANG_EAGLE1 = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
+
+
+@check("architecture", "static", "architectures or model_type that no engine takes for this draft",
        repairs=True)  # fmt: skip
 def architecture(subject: Subject) -> Iterator[Finding]:
     config, layout = subject.view.config, subject.view.layout
-    if layout.nested:
+    if layout.nested == NESTED_KEY:
         kind = config.get(SPECULATORS_KEY)
         if kind not in ("eagle3", "peagle") or "speculators_config" not in config:
             yield error(
@@ -26,8 +33,16 @@ def architecture(subject: Subject) -> Iterator[Finding]:
                 fix="an EAGLE-3 draft says eagle3 or peagle, and names its target",
             )
         return
-    named = config.get("architectures") or []
-    known = (*_ARCHITECTURES, *_OWN_CLASSES.get(layout.name, ()))
+    if not subject.view.misnamed:
+        yield from _eagle1_class(subject) if subject.view.merges else _eagle3_class(subject)
+    if (kind := subject.view.get("model_type")) != "llama":
+        evidence = f"model_type is {kind!r}: the draft is a Llama layer whatever the target is"
+        yield wrong_key("model_type", "llama", evidence)
+
+
+def _eagle3_class(subject: Subject) -> Iterator[Finding]:
+    named = subject.view.architectures
+    known = (*_ARCHITECTURES, *_OWN_CLASSES.get(subject.view.layout.name, ()))
     wanted = _ARCHITECTURES[0]
     if len(named) != 1 or named[0] not in known:
         evidence = f"architectures is {named}: no engine loads that as an EAGLE-3 draft"
@@ -35,9 +50,20 @@ def architecture(subject: Subject) -> Iterator[Finding]:
     elif named[0] != wanted:
         evidence = f"architectures is {named}: SGLang knows EAGLE-3 drafts as {wanted}"
         yield subject.only_for("sglang", wrong_key("architectures", [wanted], evidence))
-    if (kind := config.get("model_type")) != "llama":
-        evidence = f"model_type is {kind!r}: the draft is a Llama layer whatever the target is"
-        yield wrong_key("model_type", "llama", evidence)
+
+
+def _eagle1_class(subject: Subject) -> Iterator[Finding]:
+    named, layout = subject.view.architectures, subject.view.layout
+    if len(named) != 1 or named[0] not in (_VLLM_EAGLE1, _SGLANG_EAGLE1, "LlamaForCausalLM"):
+        plain = "LlamaForCausalLM" if layout.nested else _SGLANG_EAGLE1
+        evidence = f"architectures is {named}: no engine loads that as an EAGLE-1 draft"
+        yield wrong_key("architectures", [plain], evidence)
+    elif named[0] == _SGLANG_EAGLE1:
+        evidence = f"architectures is {named}: vLLM knows EAGLE-1 drafts as {_VLLM_EAGLE1}"
+        yield subject.only_for("vllm", wrong_key("architectures", [_VLLM_EAGLE1], evidence))
+    elif not layout.nested:  # else no name would help
+        evidence = f"architectures is {named}: SGLang knows EAGLE-1 drafts as {_SGLANG_EAGLE1}"
+        yield subject.only_for("sglang", wrong_key("architectures", [_SGLANG_EAGLE1], evidence))
 
 
 @check("num-hidden-layers", "static", "more or fewer layers declared than the file has",
@@ -56,6 +82,13 @@ def num_hidden_layers(subject: Subject) -> Iterator[Finding]:
 @check("hidden-size", "static", "widths or heads that are not the tensors'", repairs=True)
 def hidden_size(subject: Subject) -> Iterator[Finding]:
     sizes, view = sizes_of(subject), subject.view
+    if view.merges and sizes.hidden not in (None, sizes.target_hidden):
+        yield error(
+            f"the draft is {sizes.hidden} wide, the target {sizes.target_hidden}: an EAGLE-1 draft "
+            "foretells the target's own states",
+            fix="name the target it was trained for",
+        )
+        return
     for key, have, declared in (
         ("hidden_size", sizes.hidden, view.get("hidden_size")),
         ("intermediate_size", sizes.intermediate, view.get("intermediate_size")),
@@ -98,7 +131,8 @@ def _heads(subject: Subject, sizes: Sizes) -> Iterator[Finding]:
 @check("tied-embeddings", "static", "tie_word_embeddings although the draft has its own head",
        repairs=True)  # fmt: skip
 def tied_embeddings(subject: Subject) -> Iterator[Finding]:
-    if subject.view.get("tie_word_embeddings") is True and "lm_head.weight" in subject.view.state:
+    own = "lm_head.weight" in subject.view.state and not subject.view.merges
+    if own and subject.view.get("tie_word_embeddings") is True:
         evidence = (
             "tie_word_embeddings is true: an engine would use the embeddings "
             f"({subject.vocab_size:,} rows) for the head ({subject.draft_vocab_size:,} rows)"
@@ -122,16 +156,43 @@ def norm_flags(subject: Subject) -> Iterator[Finding]:
         elif declared and not present:
             fix = "export again with the norm's weights"
             yield error(f"{flag} is set, its weights are not in the file", fix)
-    silent = view.layout.nested and view.flat.get("norm_before_residual") is None
+    silent = view.layout.nested == NESTED_KEY and view.flat.get("norm_before_residual") is None
     if silent and view.config.get(SPECULATORS_KEY) == "eagle3":
         yield warning(
             "norm_before_residual is not written: vLLM takes a speculators EAGLE-3 draft's "
             "silence for true",
             fix="write what it was trained with",
         )
-    elif view.norm_before_residual:
+    elif view.norm_before_residual and not view.merges:
         evidence = "norm_before_residual is true: vLLM does it, SGLang does not"
         yield subject.only_for("sglang", error(evidence, fix="serve with vLLM"))
+
+
+@check("fc-bias", "static", "EAGLE-1: a bias of fc that is lost, or that one engine needs or lacks",
+       repairs=True)  # fmt: skip
+def fc_bias(subject: Subject) -> Iterator[Finding]:
+    view = subject.view
+    fc, held = view.state.get("fc.weight"), view.state.get("fc.bias")
+    if not view.merges or fc is None or fc.ndim != 2:
+        return
+    for key in (key for key in BIAS_KEYS if view.get(key) is not None):
+        if held is None and view.get(key):
+            yield error(
+                f"{key} is true, the file has no fc.bias: it was lost, and engines serve without",
+                fix="export again from the trainer's own checkpoint",
+            )
+            return
+        if view.fc_bias is not None and not view.get(key):
+            yield wrong_key(key, True, f"{key} is false, the file has fc.bias")
+    if held is None:
+        put = partial(DraftFiles.put_tensor, own="fc.bias", value=fc.new_zeros(len(fc)))
+        evidence = "no fc.bias: SGLang's class has one, and leaves it random"
+        yield subject.only_for("sglang", error(evidence, "write zeros", put))
+    elif view.fc_bias is None:
+        name = view.names["fc.bias"]
+        evidence = "fc.bias is zeros: vLLM's fc has no bias, and refuses the file"
+        drop = partial(drop_tensors, doomed=[name])
+        yield subject.only_for("vllm", error(evidence, "leave it out", drop))
 
 
 @check("mask-token", "static", "P-EAGLE without a placeholder, or with a real token for it")

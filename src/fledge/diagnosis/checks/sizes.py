@@ -21,6 +21,12 @@ _AXES: dict[str, tuple[str, ...]] = {
     "t2d": ("",),
     "layers.0.hidden_norm.weight": ("hidden",),
 }
+_EAGLE1_AXES: dict[str, tuple[str, ...]] = {
+    "embed_tokens.weight": ("", "hidden"),
+    "fc.weight": ("hidden", "merged"),
+    "fc.bias": ("hidden",),
+    "lm_head.weight": ("", "hidden"),
+}
 _LAYER_AXES: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("hidden",),
     "post_attention_layernorm.weight": ("hidden",),
@@ -32,6 +38,7 @@ _LAYER_AXES: dict[str, tuple[str, ...]] = {
     "mlp.up_proj.weight": ("intermediate", "hidden"),
     "mlp.down_proj.weight": ("hidden", "intermediate"),
 }
+_FIRST_NORM = "layers.0.input_layernorm.weight"  # EAGLE-1 has none: fc's output is read as it is
 
 
 _VOTED = ("hidden", "target_hidden", "intermediate", "queries", "keys", "draft_vocab")
@@ -52,13 +59,15 @@ class Sizes:
 
 def sizes_of(subject: Subject) -> Sizes:
     votes: dict[str, Counter[int]] = {}
+    known = _axes(subject)
     for name, tensor in subject.view.state.items():
-        axes = _AXES.get(name) or _LAYER_AXES.get(re.sub(r"^layers\.[^.]*\.", "", name), ())
+        axes = known.get(name) or _LAYER_AXES.get(re.sub(r"^layers\.[^.]*\.", "", name), ())
         if len(axes) == tensor.ndim:
             for size, value in zip(axes, tensor.shape, strict=True):
                 votes.setdefault(size, Counter())[value] += 1
-    aux = subject.view.get("num_aux_hidden_states", 3)
-    aux = aux if aux <= 16 else 3
+    usual = subject.view.method.aux_layers()
+    aux = subject.view.get("num_aux_hidden_states", usual)
+    aux = aux if aux <= 16 else usual
     target_hidden = votes.setdefault("target_hidden", Counter())
     target_hidden[int(subject.target.text.hidden_size)] += 1
     for wide, count in votes.get("aux_hidden", Counter()).items():
@@ -68,24 +77,36 @@ def sizes_of(subject: Subject) -> Sizes:
     return Sizes(aux=aux, **{name: agreed.get(name) for name in _VOTED})
 
 
-def required_names(layers: int) -> list[str]:
-    """What every EAGLE-3 draft of so many layers has; a head and maps are looked at elsewhere."""
-    names = ["fc.weight", "norm.weight", "layers.0.hidden_norm.weight"]
-    return names + [f"layers.{layer}.{part}" for layer in range(layers) for part in _LAYER_AXES]
+def _axes(subject: Subject) -> dict[str, tuple[str, ...]]:
+    return _EAGLE1_AXES if subject.view.merges else _AXES
+
+
+def required_names(subject: Subject) -> list[str]:
+    """What every draft of its kind with so many layers has; a head and maps, if it needs them, are
+    looked at elsewhere."""
+    layers = range(max(subject.view.layer_numbers, default=0) + 1)
+    names = [f"layers.{layer}.{part}" for layer in layers for part in _LAYER_AXES]
+    if subject.view.merges:
+        return ["fc.weight", *(name for name in names if name != _FIRST_NORM)]
+    return ["fc.weight", "norm.weight", "layers.0.hidden_norm.weight", *names]
 
 
 def expected_shapes(subject: Subject, sizes: Sizes) -> dict[str, tuple[int | None, ...]]:
     """The shape of every tensor that may be there; None stands for a size that nobody shows, or
     that another check compares."""
     hidden, wide = sizes.hidden, sizes.target_hidden and sizes.aux * sizes.target_hidden
-    values = {**vars(sizes), "aux_hidden": wide}
-    shapes = {name: tuple(map(values.get, axes)) for name, axes in _AXES.items()}
-    shapes["input_norm.weight"] = (wide,)
-    shapes |= {f"fc_norm.{chunk}.weight": (sizes.target_hidden,) for chunk in range(sizes.aux)}
+    merges, both = subject.view.merges, hidden and 2 * hidden
+    values = {**vars(sizes), "aux_hidden": wide, "merged": both}
+    shapes = {name: tuple(map(values.get, axes)) for name, axes in _axes(subject).items()}
     for layer in subject.view.layer_numbers:
-        values["inputs"] = hidden and (2 * hidden if layer == 0 else hidden)
+        values["inputs"] = both if layer == 0 and not merges else hidden
         for part, axes in _LAYER_AXES.items():
             shapes[f"layers.{layer}.{part}"] = tuple(map(values.get, axes))
+    if merges:
+        shapes.pop(_FIRST_NORM, None)
+    else:
+        shapes["input_norm.weight"] = (wide,)
+        shapes |= {f"fc_norm.{chunk}.weight": (sizes.target_hidden,) for chunk in range(sizes.aux)}
     return shapes
 
 

@@ -12,6 +12,7 @@ from fledge.core.errors import BadInput, first_line
 from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, warning
 from fledge.diagnosis.foreign import AUX_KEY, AUX_PLACES, DraftFiles
 from fledge.diagnosis.import_draft import own_config
+from fledge.diagnosis.layouts import NESTED_KEY
 from fledge.export.engines import ENGINES, EngineName
 from fledge.export.layout import PlainDraft, TargetFacts, draft_features
 from fledge.target.weights import quantisation_method
@@ -20,9 +21,12 @@ _SERVING: tuple[EngineName, ...] = ("vllm", "sglang")
 _ROTATED = re.compile(r"quarot|spinquant|hadamard|rotat", re.IGNORECASE)
 
 
-@check("aux-layers", "static", "aux layers that are not written, not three, or out of range")
+@check("aux-layers", "static", "aux layers that are not written, too few or many, or out of range")
 def aux_layers(subject: Subject) -> Iterator[Finding]:
-    view, depth, default = subject.view, subject.target.depth, subject.target.default_aux
+    view, depth, default = subject.view, subject.target.depth, subject.default_aux
+    if view.merges:
+        yield from _last_state(subject)
+        return
     count, ids = view.get("num_aux_hidden_states", 3), view.aux_layer_ids
     if view.stored_aux is None and default is not None:
         yield note(f"no aux layers in config.json: engines take the outputs of {default}")
@@ -44,6 +48,17 @@ def aux_layers(subject: Subject) -> Iterator[Finding]:
     if len({tuple(layers) for layers in given.values()}) > 1:
         words = "; ".join(f"{path} means the outputs of {layers}" for path, layers in given.items())
         yield error(words, fix="write the layers it was trained on in all places")
+
+
+def _last_state(subject: Subject) -> Iterator[Finding]:
+    """EAGLE-1: nobody else writes which state it reads, for engines know only one."""
+    view = subject.view
+    if view.stored_aux is not None and view.aux_layer_ids != subject.default_aux:
+        yield error(
+            f"the aux layers are {view.stored_aux}: engines show an EAGLE-1 draft the target's "
+            f"last hidden state, {subject.default_aux} in our counting",
+            fix="train with target.aux_layer_ids=null",
+        )
 
 
 @check("aux-order", "static", "aux layers in an order that vLLM would undo", repairs=True)
@@ -76,7 +91,7 @@ def _sort_aux(files: DraftFiles) -> None:
 @check("capture-point", "static", "an aux layer whose state some trainers capture after the norm")
 def capture_point(subject: Subject) -> Iterator[Finding]:
     ids, last = subject.aux_layer_ids, subject.target.depth - 1
-    if ids is not None and last in ids:
+    if ids is not None and last in ids and not subject.view.merges:
         yield warning(
             f"layer {last} is the target's last: transformers shows its state after the final "
             "norm, engines before it",
@@ -130,12 +145,13 @@ def serving(subject: Subject) -> Iterator[Finding]:
     speculative = f'vLLM: method "{method.algorithms["vllm"]}"'
     if method.vllm_settings:
         settings = json.dumps(dict(method.vllm_settings)).strip("{}")
-        flags = "" if subject.view.layout.nested else f" and {settings}"
+        flags = "" if subject.view.layout.nested == NESTED_KEY else f" and {settings}"
         yield note(f"{method.title}. {speculative}{flags} in --speculative-config")
     else:
+        other = "EAGLE3" if subject.view.merges else "EAGLE"
         yield note(
-            f"{speculative}; SGLang: --speculative-algorithm {method.algorithms['sglang']} (EAGLE "
-            "would accept exactly nothing, without a warning)"
+            f"{speculative}; SGLang: --speculative-algorithm {method.algorithms['sglang']} "
+            f"({other} would accept exactly nothing, without a warning)"
         )
     for engine, evidence, fix in _limits(subject):
         yield subject.only_for(engine, error(evidence, fix))
@@ -151,8 +167,9 @@ def _limits(subject: Subject) -> Iterator[tuple[str, str, str]]:
         yield from ((engine, evidence, fix) for evidence, fix in limits)
     if not refused["sglang"]:  # else no spelling would help
         if view.layout.nested:
-            yield "sglang", "speculators' format: vLLM reads it, SGLang does not", again["sglang"]
-        elif not any(".midlayer." in f".{name}" for name in view.tensors):
+            kind = "speculators' format" if view.layout.nested == NESTED_KEY else "a wrapped config"
+            yield "sglang", f"{kind}: vLLM reads it, SGLang does not", again["sglang"]
+        elif not view.merges and not any(".midlayer." in f".{name}" for name in view.tensors):
             evidence = "layer 0 is not called midlayer: SGLang 0.5.9 skips it silently"
             yield "sglang", evidence, again["sglang"]
     for engine, evidence in _aux_convention(subject):
@@ -164,7 +181,10 @@ def _refused(subject: Subject, name: EngineName) -> Iterator[tuple[str, str]]:
     if subject.aux_layer_ids is None:
         return
     try:
-        draft = PlainDraft(own_config(subject), subject.view.state)
+        state = dict(subject.view.state)
+        if subject.view.fc_bias is None:  # zeros are none: `fc-bias` speaks of them
+            state.pop("fc.bias", None)
+        draft = PlainDraft(own_config(subject), state)
     except BadInput:  # sizes that do not fit have been reported
         return
     engine, target = ENGINES[name], TargetFacts(layers=subject.target.depth)
@@ -175,7 +195,7 @@ def _refused(subject: Subject, name: EngineName) -> Iterator[tuple[str, str]]:
 
 def _aux_convention(subject: Subject) -> Iterator[tuple[EngineName, str]]:
     """The same list of layers means other layers to the other engine."""
-    ids, default = subject.view.aux_layer_ids, subject.target.default_aux
+    ids, default = subject.view.aux_layer_ids, subject.default_aux
     written = {place.name for place in AUX_PLACES if subject.view.aux_at(place) is not None}
     if ids is None:
         return

@@ -15,24 +15,59 @@ from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, w
 from fledge.diagnosis.checks.sizes import expected_shapes, fits, required_names, sizes_of
 from fledge.diagnosis.foreign import DraftFiles, own_name
 
+# What other files hold that EAGLE-1 does not compute with.
+_WHY_EXTRA = {
+    "layers.0.input_layernorm.weight": "EAGLE-1's first layer reads fc's output as it is: was the "
+    "draft trained with a norm there?",
+    "norm.weight": "EAGLE-1 norms no output: it foretells states behind the target's final norm",
+    "d2t": "EAGLE-1 speaks the target's whole vocabulary: a smaller one needs EAGLE-3",
+    "t2d": "EAGLE-1 speaks the target's whole vocabulary: a smaller one needs EAGLE-3",
+}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@check("algorithm", "static", "an EAGLE-1/2 draft, or no draft at all, served as EAGLE-3")
+@check("algorithm", "static", "an EAGLE-1 draft that is called EAGLE-3, or the reverse; no draft",
+       repairs=True)  # fmt: skip
 def algorithm(subject: Subject) -> Iterator[Finding]:
-    state = subject.view.state
-    fc = state.get("fc.weight")
-    has_fusion = any(name.endswith("hidden_norm.weight") for name in state)
-    if not any(name.startswith(("layers.", "fc")) for name in state):
+    view = subject.view
+    if not any(name.startswith(("layers.", "fc")) for name in view.state):
         some = ", ".join(sorted(subject.files.tensors)[:3])
-        yield error(f"no tensor of a draft among {len(state)} ({some} ...)", last=True)
-    elif fc is not None and not has_fusion and fc.ndim == 2 and fc.shape[1] == 2 * fc.shape[0]:
-        yield error(
-            f"fc is {list(fc.shape)}: it joins one embedding and one hidden state, "
-            "which is EAGLE-1/2; served as EAGLE-3 it accepts nothing",
-            fix='vLLM: method "eagle"; SGLang: --speculative-algorithm EAGLE',
-            last=True,
-        )
+        yield error(f"no tensor of a draft among {len(view.state)} ({some} ...)", last=True)
+        return
+    if not view.misnamed:
+        return
+    if view.merges:
+        what = "fc merges one embedding and one hidden state, which is EAGLE-1/2; called EAGLE-3"
+    else:
+        what = "layer 0 reads an embedding and a state side by side, as in EAGLE-3; called EAGLE-1"
+    whole = not missing_names(subject) and not unknown_names(subject) and not view.layout.nested
+    vllm, sglang = (view.method.algorithms[engine] for engine in ("vllm", "sglang"))
+    yield error(
+        f"{what}, and served so, it accepts nothing",
+        fix=f'vLLM: method "{vllm}"; SGLang: --speculative-algorithm {sglang}',
+        repair=partial(_call_it, merges=view.merges) if whole else None,
+        last=not whole,
+    )
+
+
+def _call_it(files: DraftFiles, *, merges: bool) -> None:
+    """Name the class of the draft that the tensors are."""
+    files.put("architectures", ["LlamaForCausalLMEagle" if merges else "LlamaForCausalLMEagle3"])
+    if not merges:
+        files.put("eagle_version", None)
+
+
+def missing_names(subject: Subject) -> list[str]:
+    """What its kind of draft has and the file has not, of the layers that are there."""
+    return [name for name in required_names(subject) if name not in subject.view.state]
+
+
+def unknown_names(subject: Subject) -> list[str]:
+    """What is in the file, by its names there, and in no draft of its kind."""
+    view = subject.view
+    known = {*expected_shapes(subject, sizes_of(subject))}
+    known |= set() if view.merges else {"mask_hidden"}
+    return [view.names[own] for own in view.state if own not in known]
 
 
 @check("names", "static", "wrapper prefixes, or one layer under two names", repairs=True)
@@ -45,7 +80,7 @@ def names(subject: Subject) -> Iterator[Finding]:
             f"{len(first)} tensors are there twice, such as {view.clashes[0]} and "
             f"{first[view.clashes[0]]}",
             fix="keep one name: midlayer.* or layers.0.*",
-            repair=partial(_drop, doomed=view.clashes) if same else None,
+            repair=partial(drop_tensors, doomed=view.clashes) if same else None,
         )
         return
     prefix = view.layout.prefix
@@ -74,7 +109,7 @@ def _midlayer(own: str) -> str:
     return own.replace("layers.0.", "midlayer.", 1)
 
 
-def _drop(files: DraftFiles, doomed: Iterable[str]) -> None:
+def drop_tensors(files: DraftFiles, doomed: Iterable[str]) -> None:
     for name in doomed:
         files.tensors.pop(name, None)
 
@@ -90,15 +125,14 @@ def _unwrap(files: DraftFiles) -> None:
 @check("missing", "static", "tensors that an engine would leave random")
 def missing(subject: Subject) -> Iterator[Finding]:
     """Of the layers that are there; layers that are not belong to `num-hidden-layers`."""
-    view = subject.view
-    layers = max(view.layer_numbers, default=0) + 1
-    lost = [name for name in required_names(layers) if name not in view.state]
-    if "lm_head.weight" not in view.state:
+    view, lost = subject.view, missing_names(subject)
+    shared = view.merges  # it has neither embeddings nor a head of its own
+    if not shared and "lm_head.weight" not in view.state:
         if (subject.draft_vocab_size or subject.vocab_size) < subject.vocab_size:
             lost.append("lm_head.weight")
         else:
             yield note("no lm_head: engines share the target's")
-    if "embed_tokens.weight" not in view.state:
+    if not shared and "embed_tokens.weight" not in view.state:
         yield note("no embed_tokens: engines share the target's")
     if lost:
         yield error(
@@ -115,16 +149,20 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
         yield warning(
             f"{len(view.junk)} tensors are not the draft's: {_some(view.junk)}; vLLM refuses them",
             fix="leave them out",
-            repair=partial(_drop, doomed=view.junk),
+            repair=partial(drop_tensors, doomed=view.junk),
         )
-    known = {*expected_shapes(subject, sizes_of(subject)), "mask_hidden"}
-    extra = [view.names[own] for own in view.state if own not in known]
-    if extra:
+    if extra := unknown_names(subject):
+        kind = "EAGLE-1" if view.merges else "EAGLE-3"
+        usual = "is it another kind of draft, or one with biases?"
         yield error(
-            f"{len(extra)} tensors that no EAGLE-3 draft has: {_some(extra)}; vLLM refuses them, "
+            f"{len(extra)} tensors that no {kind} draft has: {_some(extra)}; vLLM refuses them, "
             "SGLang skips them",
-            fix="is it another kind of draft, or one with biases?",
+            fix=_WHY_EXTRA.get(own_name(extra[0]), usual),
         )
+    if view.merges and (head := view.names.get("lm_head.weight")):
+        evidence = f"{head}: an EAGLE-1 draft has no head, SGLang skips it, vLLM refuses the file"
+        fix = "leave it out: the target's head reads the draft's states"
+        yield subject.only_for("vllm", error(evidence, fix, partial(drop_tensors, doomed=[head])))
 
 
 @check("shape", "static", "tensors whose shape does not fit the others")
@@ -178,10 +216,12 @@ def not_finite(subject: Subject) -> Iterator[Finding]:
 
 @check("constant", "static", "weights that are one value throughout")
 def constant(subject: Subject) -> Iterator[Finding]:
-    """A norm that is 1 throughout has hardly been trained, which is not a fault."""
+    """A norm that is 1 throughout has hardly been trained, which is not a fault. A bias of zeros is
+    how an fc without one is written for SGLang."""
     for name, tensor in _floats(subject):
         value = float(tensor.flatten()[0])
-        harmless = tensor.numel() == 1 or (tensor.ndim == 1 and value == 1.0)
+        usual = 0.0 if name == "fc.bias" else 1.0
+        harmless = tensor.numel() == 1 or (tensor.ndim == 1 and value == usual)
         if math.isfinite(value) and not harmless and bool((tensor == value).all()):
             yield error(f"{name} is {value:g} throughout", fix="it was never loaded or never saved")
 

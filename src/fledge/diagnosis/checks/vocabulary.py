@@ -18,7 +18,8 @@ from fledge.diagnosis.foreign import DraftFiles, tokens_marked
        repairs=True)  # fmt: skip
 def vocab_size(subject: Subject) -> Iterator[Finding]:
     full, state = subject.vocab_size, subject.view.state
-    shown = {name: len(state[name]) for name in ("embed_tokens.weight", "t2d") if name in state}
+    names = ["embed_tokens.weight", "lm_head.weight" if subject.view.merges else "t2d"]
+    shown = {name: len(state[name]) for name in names if name in state and state[name].ndim}
     wrong = {name: rows for name, rows in shown.items() if rows != full}
     if wrong:
         seen = ", ".join(f"{name} has {rows:,} rows" for name, rows in wrong.items())
@@ -33,6 +34,11 @@ def vocab_size(subject: Subject) -> Iterator[Finding]:
 def draft_vocab_size(subject: Subject) -> Iterator[Finding]:
     head = subject.view.state.get("lm_head.weight")
     declared = subject.view.get("draft_vocab_size")
+    if subject.view.merges:
+        if declared not in (None, full := subject.vocab_size):
+            evidence = f"draft_vocab_size is {declared}, EAGLE-1 speaks all {full:,} tokens"
+            yield wrong_key("draft_vocab_size", full, evidence)
+        return
     if head is None or head.ndim != 2 or (declared is None and len(head) == subject.vocab_size):
         return
     if declared != (rows := len(head)):
