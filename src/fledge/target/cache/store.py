@@ -33,8 +33,9 @@ class CacheStore:
         check_complete(self.directory, self.manifest)
         self.shape = shape_of(self.manifest)
         self.on_damage = on_damage
-        numbers = range(shards_of(self.manifest))
-        self.shards = [Shard(self.directory / shard_name(i), self.shape) for i in numbers]
+        names = map(shard_name, range(shards_of(self.manifest)))
+        vocab_size = self.manifest["vocab_size"]
+        self.shards = [Shard(self.directory / name, self.shape, vocab_size) for name in names]
         self._first = np.cumsum([0, *(len(shard) for shard in self.shards)])
         if len(self) != self.manifest["rows"]:
             raise BadInput(
