@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fledge.core.errors import BadInput
-from fledge.core.reading import Flag, ListOf, Maybe, Number, Table, Text, Whole
+from fledge.core.expected import Flag, ListOf, Maybe, Number, Table, Text, Whole
 from fledge.draft.rotary import STATIC_ROPE_TYPES, rope_parameters
 
 _SIZE = Whole(1, 2**24)
@@ -27,14 +27,12 @@ _ROTARY = Table(
 )  # fmt: skip
 # The file: every key that decides how large a draft is or what it computes.
 CONFIG_FILE = Table(
-    {
+    optional={
         "vocab_size": _SIZE,
         "hidden_size": _SIZE,
         "intermediate_size": _SIZE,
         "num_hidden_layers": Whole(1, 2**10),
         "num_attention_heads": _SIZE,
-    },
-    optional={
         "num_key_value_heads": Maybe(_SIZE),
         "head_dim": Maybe(_SIZE),
         "draft_vocab_size": Maybe(_SIZE),
@@ -97,7 +95,9 @@ def check_draft_config(config: Any) -> None:
             f"num_key_value_heads {config.num_key_value_heads}"
         )
     if config.num_attention_heads * config.head_dim > _MOST_CHANNELS:
-        raise ValueError(f"head_dim: {config.num_attention_heads} heads of {config.head_dim} are many")
+        raise ValueError(
+            f"head_dim: {config.num_attention_heads} heads of {config.head_dim} are many"
+        )
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act: a draft is SwiGLU ('silu'), got {config.hidden_act!r}")
     for name in ("attention_bias", "mlp_bias"):

@@ -95,9 +95,7 @@ def _one_line(path: Path) -> Iterator[None]:
     try:
         yield
     except broken_files() as error:
-        raise BadInput(
-            f"broken ({first_line(error)})", where=str(path), fix=_WHOLE
-        ) from error
+        raise BadInput(f"broken ({first_line(error)})", where=str(path), fix=_WHOLE) from error
 
 
 def check_tensors(

@@ -22,20 +22,9 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import FileName, MapOf, Maybe, Number, Table, Text, Whole
 from fledge.core.files import atomic_directory, fsync_path, save_tensors, write_json
-from fledge.core.reading import (
-    FileName,
-    MapOf,
-    Maybe,
-    Number,
-    Table,
-    Text,
-    Whole,
-    check_inside,
-    load_tensors,
-    open_regular,
-    read_json,
-)
+from fledge.core.reading import check_inside, load_tensors, open_regular, read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 
@@ -98,7 +87,7 @@ def save_checkpoint(
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What training wrote beside a checkpoint's draft: step, acceptance, fingerprints, checksums."""
+    """What training wrote beside a checkpoint's draft: step, acceptance, fingerprints."""
     what = "the checkpoint's state"  # in whose measurements a diverged run has NaN
     state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what, finite=False)
     return state

@@ -17,9 +17,21 @@ from torch import Tensor
 
 from fledge.core import reading
 from fledge.core.errors import BadInput
+from fledge.core.expected import (
+    Choice,
+    Flag,
+    ListOf,
+    MapOf,
+    Maybe,
+    Number,
+    Row,
+    Table,
+    Text,
+    Whole,
+    shown,
+)
 from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
-from fledge.core.reading import Choice, Flag, ListOf, MapOf, Maybe, Number, Row, Table, Text, Whole
 from fledge.target.base import InputEmbedding, TargetInfo
 from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape, shard_name
 from fledge.target.layers import FinalNorm
@@ -90,7 +102,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     manifest = stored_manifest(directory)
     where, fix = str(directory / MANIFEST), "make the cache again"
     if (version := manifest.get("format")) != FORMAT:
-        told = reading.shown(version)
+        told = shown(version)
         what = f"cache format {told}, this version of fledge reads {FORMAT}"
         raise BadInput(what, where=where, fix=fix)
     reading.check(manifest, _MANIFEST, where=where, what="the manifest", fix=fix)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import Flag, ListOf, Row, Table, Text, Whole
 from fledge.core.files import atomic_file
-from fledge.core.reading import Flag, ListOf, Row, Table, Text, Whole, open_regular, parse_json
+from fledge.core.reading import open_regular, parse_json
 from fledge.core.rows import TokenRow
 from fledge.target.cache.format import KEY_BYTES, CacheShape, ShardLayout
 
@@ -127,10 +128,10 @@ def _read_header(held: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str,
     length = int.from_bytes(held[:8], "little")
     if length > min(len(held) - 8, _MOST_HEADER_BYTES):
         raise _damaged(path)
-    named = {"where": str(path), "what": "the shard"}
-    header: dict[str, Any] = parse_json(held[8 : 8 + length], _HEADER, **named)
-    facts: dict[str, Any] = parse_json(header["__metadata__"]["fledge"], _FACTS, **named)
-    return header, facts
+    where, what = str(path), "the shard"
+    header: dict[str, Any] = parse_json(held[8 : 8 + length], _HEADER, where=where, what=what)
+    kept = header["__metadata__"]["fledge"]
+    return header, parse_json(kept, _FACTS, where=where, what=what)
 
 
 def _damaged(path: Path) -> BadInput:
