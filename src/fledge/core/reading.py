@@ -39,6 +39,8 @@ def open_regular(path: Path, *, inside: Path | None = None, what: str = "the fil
 
     `inside` is the directory that a link may not lead out of.
     """
+    if inside is not None:
+        check_inside(path, inside)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
@@ -49,12 +51,6 @@ def open_regular(path: Path, *, inside: Path | None = None, what: str = "the fil
         os.close(descriptor)
         told = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
         raise BadInput(f"{what} is {told}", where=str(path), fix="name a regular file")
-    if inside is not None:
-        try:
-            check_inside(path, inside)
-        except BadInput:
-            os.close(descriptor)
-            raise
     return os.fdopen(descriptor, "rb")
 
 
