@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import FileName, MapOf, Maybe, Number, Table, Text, Whole
+from fledge.core.expected import FileName, ListOf, MapOf, Maybe, Number, Table, Text, Whole
 from fledge.core.files import atomic_directory, fsync_path, save_tensors, write_json
-from fledge.core.reading import check_inside, load_tensors, open_regular, read_json
+from fledge.core.reading import check, check_inside, load_tensors, open_regular, read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 
@@ -32,14 +32,13 @@ TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
 _LINK = ".best.tmp"  # until it is `best`
 _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
-# A measurement on held-out rows: the two figures that are read again.
-_MEASURED = Table(optional={"step": Whole(), "tau": Number(0)})
+# A measurement on held-out rows: what of it is read again.
+_MEASURED = Table(
+    optional={"step": Whole(), "tau": Number(0), "prefix_acceptance": ListOf(Number(), most=4096)}
+)
+# What a draft's directory may say of the training that made it, and what one must to go on from.
 _STATE = Table(
-    {
-        "step": Whole(0, 10**12),
-        "fingerprints": MapOf(Maybe(Text())),
-        "checksums": MapOf(Whole(0, 2**32 - 1), keys=FileName()),
-    },
+    {"step": Whole(0, 10**12)},
     optional={
         "seconds": Number(0),
         "best_length": Number(0),
@@ -47,6 +46,12 @@ _STATE = Table(
         "first": _MEASURED,
         "last": _MEASURED,
     },
+)
+_CHECKPOINT = Table(
+    {
+        "fingerprints": MapOf(Maybe(Text())),
+        "checksums": MapOf(Whole(0, 2**32 - 1), keys=FileName()),
+    }
 )
 
 
@@ -96,6 +101,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint, or BadInput that says what is wrong with it."""
     state = read_state(path)
+    check(state, _CHECKPOINT, where=str(path / STATE_NAME), what="the checkpoint's state")
     sums = state["checksums"]
     if missing := [name for name in _NEEDED if name not in sums]:
         raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
