@@ -167,13 +167,21 @@ class Table:
         if not isinstance(value, dict):
             return Fault(at, value, "an object")
         for key, kind in (*self.fields.items(), *self.optional.items()):
-            if key not in value and key in self.optional:
-                continue
-            if found := kind.fault(value.get(key), _inner(at, key)):
+            if key in value:
+                found = kind.fault(value[key], _inner(at, key))
+            else:
+                found = None if key in self.optional else Fault(_inner(at, key), _ABSENT, "a value")
+            if found:
                 return found
         return None
 
 
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
 OBJECT = Table()
 
 

@@ -128,7 +128,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (BadInput, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         fix = "the file may be damaged or of an architecture that transformers cannot load"
         what = f"cannot convert ({first_line(error)})"
         raise BadInput(what, where=str(path), fix=fix) from error
@@ -162,9 +162,7 @@ def _check_sizes(path: Path, facts: _Facts) -> None:
         model = AutoModelForCausalLM.from_config(config)
     promised = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     if promised > _BLOAT * facts.n_parameters + 2**20:
-        what = (
-            f"its metadata describe {promised:,} numbers, its tensors hold {facts.n_parameters:,}"
-        )
+        what = f"its metadata describe {promised:,} numbers, it holds {facts.n_parameters:,}"
         raise BadInput(what, where=str(path), fix="the file is damaged: fetch it again")
 
 

@@ -177,7 +177,7 @@ def _recipe_text(path: Path) -> bytes:
 
 def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, below: Layer) -> None:
     """Add what `section.key=value` sets to `changes`; a mapping for a section sets its keys."""
-    where = f"override '{text}'"
+    where = f"override '{text}'" if len(text) <= 200 else f"override '{text[:100]}...'"
     name, equals, raw = text.partition("=")
     parts = [part.strip() for part in name.split(".")]
     if not equals or not all(parts):

@@ -33,6 +33,12 @@ _RESOLVERS = (
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML fills it)
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        """PyYAML looks at every open bracket again with each new one: thousands take minutes."""
+        if self.flow_level >= _MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)  # type: ignore[no-untyped-call]
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
