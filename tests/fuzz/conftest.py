@@ -1,9 +1,10 @@
 """A test for every case of every kind, with examples that are the same in every CI run."""
 
 import pytest
-from fuzz.survive import GROWTH, peak_bytes, survives
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from fuzz.survive import GROWTH, peak_bytes, survives
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,7 @@ def _change(holder, key, spots, rng):
     elif how == 6:
         holder[key] = [holder[key]] if rng.random() < 0.5 else {"a": holder[key]}
     elif isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
-        holder[key] = rng.choice((-1, 2, 10, 1000, 0.5)) * holder[key] + rng.choice((-1, 0, 1))
+        holder[key] = rng.choice((-1, 2, 10, 1000)) * holder[key] + rng.choice((-1, 0, 1))
     else:
         holder[key] = nested(rng.choice((40, 100, 150)), rng.choice((list, dict)))
 

@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fuzz.mutate import json_bytes, mutated_bytes, mutated_header
-from fuzz.survive import Case
 
 import fledge.target.cache.manifest as manifests
 from fledge.cli.cache import _facts
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.backend import CachedEagle3TargetModel
+from fuzz.mutate import json_bytes, mutated_bytes, mutated_header
+from fuzz.survive import Case
 
 BEFORE = Path(__file__).parent.parent / "train" / "written_before"
 

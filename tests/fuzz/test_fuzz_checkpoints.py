@@ -5,9 +5,6 @@ import shutil
 
 import pytest
 import torch
-from fuzz.mutate import json_bytes, mutated_header
-from fuzz.survive import Case
-from fuzz.test_fuzz_caches import BEFORE
 from safetensors.torch import load_file, save_file
 
 from fledge.core.errors import BadInput
@@ -17,6 +14,9 @@ from fledge.train.checkpoint import newest_checkpoint, read_checkpoint
 from fledge.train.fit import resume
 from fledge.train.runs import checkpoint_state
 from fledge.train.setup import set_up
+from fuzz.mutate import json_bytes, mutated_header
+from fuzz.survive import Case
+from fuzz.test_fuzz_caches import BEFORE
 from train.tiny import Notes
 
 CHECKPOINT = "run/checkpoints/step-00000003"

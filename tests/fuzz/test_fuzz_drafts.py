@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from fuzz.mutate import json_bytes, mutated_header
-from fuzz.survive import Case
-from fuzz.test_fuzz_caches import BEFORE
 
 from fledge.diagnosis.foreign import read_files
 from fledge.methods.registry import load_draft
+from fuzz.mutate import json_bytes, mutated_header
+from fuzz.survive import Case
+from fuzz.test_fuzz_caches import BEFORE
 
 DRAFT = BEFORE / "peagle" / "checkpoints" / "step-00000003"
 

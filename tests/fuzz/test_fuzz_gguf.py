@@ -4,10 +4,10 @@ import shutil
 import struct
 
 import pytest
-from fuzz.mutate import NUMBERS, mutated_bytes
-from fuzz.survive import Case
 
 from fledge.models.convert_gguf import convert
+from fuzz.mutate import NUMBERS, mutated_bytes
+from fuzz.survive import Case
 from models.tiny_gguf import tiny_llama, write_gguf
 
 # Sizes in the metadata, each a 32-bit number behind its name and type.

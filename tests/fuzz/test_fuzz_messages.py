@@ -6,8 +6,6 @@ Refused means ValueError, which the server answers with 400; anything else would
 import pytest
 import torch
 import xxhash
-from fuzz.mutate import mutated_bytes, mutated_header
-from fuzz.survive import Case
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
@@ -15,6 +13,8 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.protocol import Question
 from fledge.target.remote.server.answers import Target
 from fledge.target.remote.wire import DIGEST_BYTES, check_digest, unpack
+from fuzz.mutate import mutated_bytes, mutated_header
+from fuzz.survive import Case
 from target.tiny_models import tiny_model
 
 

@@ -1,12 +1,12 @@
 """Recipes, as files and as overrides."""
 
 import pytest
-from fuzz.mutate import HOSTILE, hostile_yaml
-from fuzz.survive import Case
-from fuzz.test_fuzz_caches import BEFORE
 
 from fledge.recipe.schema import load_recipe, recipe_shapes
 from fledge.recipe.yaml_text import parse_yaml
+from fuzz.mutate import HOSTILE, hostile_yaml
+from fuzz.survive import Case
+from fuzz.test_fuzz_caches import BEFORE
 
 
 class RecipeFile(Case):

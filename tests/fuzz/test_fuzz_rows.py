@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from fuzz.mutate import json_bytes
-from fuzz.survive import Case
 
 from fledge.core.errors import BadInput
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
+from fuzz.mutate import json_bytes
+from fuzz.survive import Case
 from train.tiny import make_target
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

@@ -298,9 +298,11 @@ class _Job:
             if isinstance(own, dict) and isinstance(theirs, dict):
                 names = sorted({*own, *theirs})
                 pairs = [(f"{section}.{n}", own.get(n), theirs.get(n)) for n in names]
-            name, ours, old = next((n, a, b) for n, a, b in pairs if a != b)
-            if name == "data.sources":  # where the data lies does not matter, what it holds does
+            differing = [(n, a, b) for n, a, b in pairs if a != b]
+            # Where the data lies does not matter, what it holds does; an absent value is none.
+            if not differing or (name := differing[0][0]) == "data.sources":
                 continue
+            _, ours, old = differing[0]
             raise BadInput(
                 f"begun with another {name}: {shown(old)}, not {shown(ours)}",
                 where=str(path),
@@ -311,7 +313,9 @@ class _Job:
         """The good rows in the data's order, the others with their reasons, the manifest."""
         summary.tokens = summary.written = summary.truncated = summary.excluded = 0
         with atomic_file(self.out) as handle:
-            for _, entry in journal.good():
+            for row, entry in journal.good():
+                if row >= summary.rows:  # of no row that there is
+                    continue
                 record = entry.read()
                 summary.tokens += record["tokens"]
                 summary.truncated += entry.truncated
