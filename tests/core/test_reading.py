@@ -25,7 +25,7 @@ from fledge.core.expected import (
 from fledge.core.reading import json_lines, open_regular, parse_json, read_bytes, read_json
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(-1e300, 1e300) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
@@ -102,8 +102,8 @@ def test_a_field_that_is_not_there_is_not_null(name):
 
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # whoever opened it the usual way would wait for a writer
-    for path in (tmp_path / "pipe", "/dev/zero", "/dev/stdin", tmp_path):
-        with pytest.raises(BadInput, match="is a (pipe or a device|directory)"):
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        with pytest.raises(BadInput, match=r"is a (pipe or a device|directory)"):
             read_bytes(tmp_path / path)
     with pytest.raises(BadInput, match="cannot be opened"):
         read_bytes(tmp_path / "missing")
