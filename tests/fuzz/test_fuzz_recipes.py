@@ -10,7 +10,7 @@ from fuzz.test_fuzz_caches import BEFORE
 
 
 class RecipeFile(Case):
-    examples = 250
+    examples = 150
 
     def build(self):
         text = (BEFORE / "eagle3" / "recipe.yaml").read_bytes()
@@ -27,7 +27,7 @@ class RecipeFile(Case):
 
 
 class Override(Case):
-    examples = 250
+    examples = 150
 
     def build(self):
         self.words = ["training.lr=1e-4"]

@@ -31,7 +31,7 @@ FIGURES = {
 
 
 class Report(Case):
-    examples = 250
+    examples = 150
 
     def build(self):
         for name in ("metrics.jsonl", "recipe.yaml"):
