@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
 from fledge.core.expected import Number, Table, Text
 from fledge.core.files import atomic_file
 from fledge.core.reading import open_regular, parse_json
@@ -89,7 +89,8 @@ class DraftVocabulary:
                 text = file.metadata()["fledge"]
                 d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"not a draft vocabulary ({error})", where=str(path)) from None
+            what = f"not a draft vocabulary ({first_line(error)})"
+            raise BadInput(what, where=str(path)) from None
         facts: dict[str, Any] = parse_json(text, _FACTS, where=str(path), what=what)
         kinds = [(d2t.ndim, d2t.dtype), (t2d.ndim, t2d.dtype)]
         if kinds != [(1, np.dtype(np.int64)), (1, np.dtype(np.bool_))]:

@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
         """PyYAML looks at every open bracket again with each new one: thousands take minutes."""
         if self.flow_level >= _MAX_DEPTH:
             raise RecursionError
-        super().fetch_flow_collection_start(TokenClass)  # type: ignore[no-untyped-call]
+        super().fetch_flow_collection_start(TokenClass)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
