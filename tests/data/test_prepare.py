@@ -365,3 +365,8 @@ def test_parts_that_are_not_rows_are_made_again(prepare, tmp_path):
     assert write(columns([[1, 2], [3]], [[0, 1], [1]]), rows=7) is None
     assert write(columns([[1, 2], [3]], [[0, 1], [1]]), drops=[]) is None
     assert write(pa.record_batch({"input_ids": [1, 2]})) is None
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA):
+        pass  # no batch at all
+    held = {**record, "crc32": checksum(path)}
+    path.with_suffix(".json").write_text(json.dumps(held))
+    assert read_record(rows.directory, 0) is None

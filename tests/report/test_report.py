@@ -210,6 +210,12 @@ def test_files_of_other_types_are_one_line(tmp_path, name, content, told):
     assert str(tmp_path / name) in str(caught.value)
 
 
+def test_half_a_surrogate_pair_is_shown_as_something_else(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "eval.json").write_text('{"drafts": [{"name": "\\ud800"}]}')
+    assert '"name": "?"' in render(gather(tmp_path)).encode().decode()
+
+
 def test_lines_of_different_depths_leave_gaps(tmp_path):
     lines = [{"step": 1, "loss": 1.0, "prefix_acceptance": [0.5, 0.2]}, {"step": 2, "loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

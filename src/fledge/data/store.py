@@ -165,7 +165,7 @@ def _map_part(path: Path) -> _Block:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         table.validate(full=True)
-    except (OSError, LookupError, pa.ArrowException) as error:  # none of them names the file
+    except (OSError, ValueError, pa.ArrowException) as error:  # none of them names the file
         what = f"cannot be read ({first_line(error)})"
         raise BadInput(what, where=str(path), fix="run again") from None
     if table.schema != _SCHEMA or any(column.null_count for column in table.columns):
