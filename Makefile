@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-speculators test-vllm test-sglang browser lint format clean
+.PHONY: help demo test fuzz test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -26,6 +26,10 @@ demo: $(READY)  ## the whole story on a real 135M model
 
 test: $(READY)  ## every test that can run on this machine
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine"
+
+MINUTES ?= 5
+fuzz: $(READY)  ## spoiled files and messages with new seeds: make fuzz MINUTES=10
+	@$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
 
 browser:  ## Chromium for the report's tests, where apt may install it; without it they are skipped
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \

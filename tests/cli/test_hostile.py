@@ -181,7 +181,7 @@ def test_a_page_is_not_made_of_anything(place, monkeypatch, capfd, tmp_path):
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (run / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "not YAML" in refused(place, monkeypatch, capfd, "report a-run")
+    assert "YAML: " in refused(place, monkeypatch, capfd, "report a-run")
     (run / "recipe.yaml").unlink()
     assert "fledge eval" in refused(place, monkeypatch, capfd, "report a-run --eval object.json")
     over = "report a-run --out a-run/metrics.jsonl"

@@ -244,7 +244,7 @@ def test_a_script_that_its_workers_would_run_again_is_told(smollm2, tmp_path):
 def test_a_part_that_vanishes_is_named(prepare, tmp_path):
     rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1)]))
     part_path(rows.directory, 0).unlink()
-    with pytest.raises(BadInput, match=r"part-00000\.arrow: cannot be read .*; run again"):
+    with pytest.raises(BadInput, match=r"part-00000\.arrow: .* cannot be opened"):
         TokenRows(rows.directory, 1, rows.drops, rows.fingerprint)
 
 
@@ -335,3 +335,38 @@ def test_real_chats(smollm2, shared_data, tmp_path):
     start = time.perf_counter()
     prepare_rows(chats, smollm2, cache=tmp_path)
     assert time.perf_counter() - start < 2
+
+
+def test_parts_that_are_not_rows_are_made_again(prepare, tmp_path):
+    """Under a checksum that fits: what a file says of itself is compared with what it holds."""
+    import pyarrow as pa
+
+    from fledge.data.store import _SCHEMA, read_record
+    from fledge.data.tokenise import checksum
+
+    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1), chat(2)]))
+    path = part_path(rows.directory, 0)
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert read_record(rows.directory, 0) == record
+
+    def write(batch, **fields):
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        held = {**record, "crc32": checksum(path), **fields}
+        path.with_suffix(".json").write_text(json.dumps(held))
+        return read_record(rows.directory, 0)
+
+    def columns(ids, mask):
+        return pa.record_batch([ids, mask, ["a", "b"], [False, False]], schema=_SCHEMA)
+
+    assert write(columns([[1, 2], [3]], [[0, 1], [1]])) is not None
+    assert write(columns([[1, 2], [3]], [[0], [1, 1]])) is None  # tokens without a mask
+    assert write(columns([[1, 2], None], [[0, 1], None])) is None
+    assert write(columns([[1, 2], [3]], [[0, 1], [1]]), rows=7) is None
+    assert write(columns([[1, 2], [3]], [[0, 1], [1]]), drops=[]) is None
+    assert write(pa.record_batch({"input_ids": [1, 2]})) is None
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA):
+        pass  # no batch at all
+    held = {**record, "crc32": checksum(path)}
+    path.with_suffix(".json").write_text(json.dumps(held))
+    assert read_record(rows.directory, 0) is None

@@ -453,3 +453,25 @@ def test_the_verb_refuses(tmp_path, arguments, complaint):
     assert isinstance(result.exception, BadInput)
     assert complaint in str(result.exception)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]
+
+
+def test_lines_of_another_kind_are_rows_that_are_not_done(tmp_path):
+    from fledge.core.expected import Table, Whole
+
+    lines = [
+        {"row": 0, "good": True, "tokens": 1},
+        {"row": 1, "good": True, "tokens": "x"},
+        {"row": -1, "good": True, "tokens": 1},
+        {"row": [2], "good": True, "tokens": 1},
+        {"row": 3, "good": "yes", "tokens": 1},
+        {"row": 4, "good": True},
+        {"row": 5, "good": False},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + "[" * 9999 + "\n"
+    (tmp_path / "part-000000.jsonl").write_text(text)
+    (tmp_path / "part-of-mine.jsonl").write_text("{}")  # not a part
+    journal = Journal(tmp_path, good=Table({"tokens": Whole()}))
+    assert sorted(journal.entries) == [0, 5]
+    os.mkfifo(tmp_path / "part-000001.jsonl")
+    with pytest.raises(BadInput, match="pipe"):
+        Journal(tmp_path)

@@ -158,3 +158,18 @@ def test_the_page_lists_every_check():
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     assert table() in page
     assert len(CHECKS) > 30
+
+
+def test_a_small_file_does_not_hold_a_huge_tensor(tmp_path):
+    """torch's files keep strides: one number may claim to be a trillion."""
+    import torch
+
+    from fledge.models.weight_files import read_tensors
+
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"fc.weight": torch.ones(3, 4)}, path)
+    assert read_tensors(tmp_path)["fc.weight"].shape == (3, 4)
+    for held in ({"fc.weight": torch.zeros(1).expand(10**12)}, [torch.zeros(3)]):
+        torch.save(held, path)
+        with pytest.raises(BadInput, match="cannot be read"):
+            read_tensors(tmp_path)

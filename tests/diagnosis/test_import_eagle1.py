@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from fledge.diagnosis.weight_files import read_target_tables
 from test_diagnose_faults import assert_same_files, broken_copy, put
 from typer.testing import CliRunner
 
@@ -15,6 +14,7 @@ from fledge.core.errors import BadInput
 from fledge.diagnosis.import_draft import import_draft
 from fledge.export.export import export_draft
 from fledge.methods.registry import load_draft
+from fledge.models.weight_files import read_target_tables
 
 
 @pytest.mark.parametrize("layout", EAGLE1_LAYOUTS)

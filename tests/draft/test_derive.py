@@ -39,6 +39,20 @@ def gemma3():
     )  # fmt: skip
 
 
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 4,
+}  # fmt: skip
+
+
+def gemma4():
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16,
+    }  # fmt: skip
+    return hf.Gemma4Config(text_config=TINY | GEMMA4, vision_config=vision, audio_config=None)
+
+
 TARGETS = {
     "LlamaForCausalLM": lambda: text(hf.LlamaConfig),
     "MistralForCausalLM": lambda: text(hf.MistralConfig, head_dim=16, rope_theta=1e6),
@@ -50,12 +64,8 @@ TARGETS = {
         hf.Gemma3TextConfig, head_dim=16, layer_types=["sliding_attention", "full_attention"]
     ),
     "Gemma3ForConditionalGeneration": gemma3,
-    "Gemma4ForCausalLM": lambda: text(
-        hf.Gemma4TextConfig,
-        head_dim=16,
-        global_head_dim=32,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
+    "Gemma4ForCausalLM": lambda: text(hf.Gemma4TextConfig, **GEMMA4),
+    "Gemma4ForConditionalGeneration": gemma4,
     "GptOssForCausalLM": lambda: text(hf.GptOssConfig, head_dim=16, num_local_experts=2),
 }
 ROPES = {
@@ -92,11 +102,12 @@ def test_derived_from_every_architecture(name):
     config = derive_draft_config(target.config, architecture=name, draft_vocab_size=20)
     assert verify_rotary(config, target) < 0.05  # angles of 131072 rad hold no more in fp32
     inner = getattr(target.config, "text_config", target.config)
+    layer = inner.per_layer_config[0] if "Gemma4" in name else inner
     for field in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"):
-        assert getattr(config, field) == getattr(inner, field)
+        assert getattr(config, field) == getattr(layer, field)
     assert config.intermediate_size == 48
     assert config.rms_norm_eps == inner.rms_norm_eps
-    assert config.head_dim == (getattr(inner, "head_dim", None) or 8)
+    assert config.head_dim == (getattr(layer, "head_dim", None) or 8)
     assert config.max_position_embeddings == 131072
     assert config.target_hidden_size == 32
     draft = LlamaEagle3DraftModel(config)

@@ -271,12 +271,20 @@ def test_reading_says_what_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (b"", "config.json: broken"),
-        (b"\xff\xfe", "config.json: broken"),
-        (b"[1]", "not a JSON object"),
-        (b"{}", "tensors missing"),  # a default Llama of 32 layers: refused before it is built
-        ({"hidden_size": "big"}, "config.json: broken"),
-        ({"num_attention_heads": 0}, "config.json: broken"),
+        (b"", "the config cannot be read (not JSON"),
+        (b"\xff\xfe", "the config cannot be read (not JSON"),
+        (b"[1]", "it is [1], expected an object"),
+        (b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}", "nested too deeply"),
+        (b'{"vocab_size": 5, "vocab_size": 6}', "given twice"),
+        (b'{"rms_norm_eps": NaN}', "nan is not a number"),
+        (b"{}", "shape than config.json says"),  # a default Llama of 32 layers, never built
+        ({"hidden_size": "big"}, "'hidden_size' is 'big', expected a whole number"),
+        ({"hidden_size": 10**9}, "'hidden_size' is 1000000000, expected"),
+        ({"hidden_size": 10**7}, "shape than config.json says: embed_tokens.weight"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' is 0"),
+        ({"head_dim": 2**23}, "head_dim"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e9}}, "partial"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "rope_parameters.factor"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"draft_vocab_size": 10**9}, "draft_vocab_size"),
         ({"num_hidden_layers": 9}, "and 6"),  # not a page of names
@@ -342,3 +350,10 @@ def test_broken_weights_are_one_line(tmp_path, content):
 def test_bad_configs_name_the_field(changes, field):
     with pytest.raises(ValueError, match=field):
         make_draft(**changes)
+
+
+def test_a_config_of_a_classifier_makes_no_list_of_its_labels(tmp_path):
+    make_draft().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_labels": 10**12}))
+    assert LlamaEagle3DraftModel.from_pretrained(tmp_path).config.num_labels == 2

@@ -88,7 +88,7 @@ def test_a_depth_that_is_none_is_refused(bad, tiny_target, tmp_path):
     path.write_text(json.dumps(config_of(draft) | {"ttt_steps": bad}))
     with pytest.raises(BadInput, match="ttt_steps: must be a positive int"):
         export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
-    with pytest.raises(BadInput, match="expected a whole number above 0"):
+    with pytest.raises(BadInput, match="expected a whole number from 1"):
         import_draft(draft, tmp_path / "ours", target=str(tiny_target))
 
 

@@ -13,6 +13,8 @@ from tiny_gguf import TEMPLATE, tiny_llama, write_gguf
 
 from fledge.core.errors import BadInput
 from fledge.models import convert_gguf
+from fledge.models.convert_gguf import convert
+from fledge.models.gguf_header import check_header
 from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
 from fledge.models.stored import models_root
 
@@ -250,3 +252,54 @@ def test_a_full_or_forbidden_disk_is_said_in_one_line(
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "a_file"))
     with pytest.raises(BadInput, match="FLEDGE_CACHE"):
         local_model(str(file))
+
+
+def overwritten(file: Path, name: bytes, number: int, *, after: int, width: int = 4) -> None:
+    """Put a number at so many bytes behind a name in the header."""
+    data = bytearray(file.read_bytes())
+    at = data.index(name) + len(name) + after
+    data[at : at + width] = number.to_bytes(width, "little")
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "after", "width", "told"),
+    [
+        (b"GGUF", 2**63, 4, 8, "9223372036854775808 tensors"),
+        (b"GGUF", 2**62, 12, 8, "4611686018427387904 keys"),
+        (b"general.name", 2**60, 4, 8, "1152921504606846976 items"),
+        (b"tokenizer.ggml.tokens", 2**50, 8, 8, "1125899906842624 strings"),
+        (b"tokenizer.ggml.token_type", 2**40, 8, 8, "1099511627776 items"),
+        (b"tokenizer.ggml.tokens", 9, 4, 4, "an array of type 9"),
+        (b"token_embd.weight", 2**31, 0, 4, "2147483648 dimensions"),
+        (b"token_embd.weight", 2**50, 4, 8, "ends after the file"),
+        (b"token_embd.weight", 77, 20, 4, "of type 77"),
+        (b"token_embd.weight", 2**60, 24, 8, "ends after the file"),
+    ],
+)
+def test_a_header_that_promises_too_much(
+    file: Path, name: bytes, number: int, after: int, width: int, told: str
+) -> None:
+    overwritten(file, name, number, after=after, width=width)
+    with pytest.raises(BadInput, match=told) as caught:
+        check_header(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        (b"llama.block_count", 10**6), (b"llama.block_count", 0),
+        (b"llama.embedding_length", 2**24), (b"llama.feed_forward_length", 2**30),
+        (b"llama.vocab_size", 2**31),
+    ],
+)  # fmt: skip
+def test_metadata_of_a_larger_model_than_the_tensors_make(
+    file: Path, tmp_path: Path, name: bytes, number: int
+) -> None:
+    """Before memory is spent on it: the largest of these would take exabytes."""
+    overwritten(file, name, number, after=4)
+    with pytest.raises(BadInput) as caught:
+        convert(file, tmp_path / "out", name="tiny")
+    assert str(file) in str(caught.value)
+    assert not (tmp_path / "out").exists()

@@ -161,3 +161,19 @@ def test_offline_what_was_fetched_works_and_the_rest_is_refused(
     assert found == pinned == str(repository / "snapshots" / revision)
     assert "'org/other': it is not on the disk, and the hub cannot be reached" in refused
     assert "unset HF_HUB_OFFLINE" in refused
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"model_type": "llama", "num_labels": 1000000000000}',
+        '{"model_type": "qwen3", "num_hidden_layers": 1000000000000}',
+        '{"model_type": "gemma3", "text_config": {"num_hidden_layers": 1000000000000}}',
+        '{"model_type": "llama", "a": ' + "[" * 9999,
+    ],
+)
+def test_a_config_does_not_make_endless_lists(tmp_path: Path, config: str) -> None:
+    """transformers writes a label for every class and a type for every layer, asked or not."""
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(BadInput, match=r"config\.json: the model's config"):
+        load_config(str(tmp_path))

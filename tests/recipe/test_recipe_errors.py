@@ -140,3 +140,46 @@ def test_long_values_are_cut() -> None:
     assert len(refusal("training.lr=" + "x" * 1000)) < 1400  # the override itself is named once
     line = refusal("training.lr=" + "x" * 1000).split("got ")[1]
     assert len(line) <= 60
+
+
+LAUGHS = "a: &a [x, x, x]\n" + "\n".join(
+    f"{'b' * i}: &{'b' * i} [{', '.join(['*' + ('b' * (i - 1) or 'a')] * 9)}]" for i in range(1, 30)
+)
+MERGES = "a: &a {x: 1}\n" + "\n".join(
+    f"{'b' * i}: &{'b' * i} {{<<: [{', '.join(['*' + ('b' * (i - 1) or 'a')] * 3)}]}}"
+    for i in range(1, 30)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (LAUGHS, "values, aliases written out"),
+        (MERGES, "values, aliases written out"),
+        ("a: &a [*a]", "an alias names what it is part of"),
+        ("[" * 100_000, "nested too deeply"),
+        ("training: " + "[" * 40 + "]" * 40, "nested too deeply"),
+        ("x" * 300_000, "more than 262,144 bytes"),
+        ("training: {epochs: 1e300}", "training.epochs"),
+        ("training: !!python/object/apply:os.abort []", "constructor"),
+    ],
+    ids=["laughs", "merges", "itself", "brackets", "deep", "long", "absurd", "object"],
+)
+def test_a_small_text_does_not_become_a_large_value(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    line = refusal(path=path)
+    assert told in line
+    assert len(line) < 400 + len(str(path))
+
+
+def test_a_recipe_may_come_through_a_pipe(tmp_path: Path) -> None:
+    import os
+    import threading
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("training: {lr: 0.5}"))
+    writer.start()
+    assert load_recipe(pipe).training.lr == 0.5
+    writer.join()

@@ -185,3 +185,38 @@ def test_gathering(run, tmp_path):
         "replayed": False, "step": [0, 1], "length": [1.0, 2.0], "joint": [[0, 1]], "best": 1,
     }  # fmt: skip
     assert old["evaluation"] is old["machine"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("metrics.jsonl", '{"step": "x", "loss": 1.0}', "line 1: the line is damaged: 'step'"),
+        ("metrics.jsonl", '{"step": 1, "evaluation": [2]}', "'evaluation' is [2]"),
+        ("metrics.jsonl", '{"step": 1, "evaluation": {"joint": [{}]}}', "evaluation.joint[0]"),
+        ("eval.json", '{"drafts": [1]}', "'drafts[0]' is 1"),
+        ("eval.json", "[" * 9999, "nested too deeply"),
+        ("machine.json", "[]", "expected an object"),
+        ("recipe.yaml", "objective: [1]", "'objective' is [1]"),
+        ("recipe.yaml", "a: &a [*a]", "an alias"),
+    ],
+)
+def test_files_of_other_types_are_one_line(tmp_path, name, content, told):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+    assert gather(tmp_path)["training"]["step"] == [1]  # a diverged run has a page too
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput) as caught:
+        gather(tmp_path)
+    assert told in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_half_a_surrogate_pair_is_shown_as_something_else(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "eval.json").write_text('{"drafts": [{"name": "\\ud800"}]}')
+    assert '"name": "?"' in render(gather(tmp_path)).encode().decode()
+
+
+def test_lines_of_different_depths_leave_gaps(tmp_path):
+    lines = [{"step": 1, "loss": 1.0, "prefix_acceptance": [0.5, 0.2]}, {"step": 2, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert gather(tmp_path)["training"]["joint"] == [[0.5, None], [0.2, None]]

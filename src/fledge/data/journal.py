@@ -2,19 +2,28 @@
 process. `fledge regenerate` and the answers of `fledge eval` continue from it.
 
 A process never touches the part of another one: it reads them all and begins its own. A line that
-a killed process was writing is not whole JSON, and its row counts as not done. A row that failed
-may be tried again; of several lines about a row, a good one wins.
+a killed process was writing is not whole JSON, and its row counts as not done; so does one that is
+not of the job's kind. A row that failed may be tried again; of several lines about a row, a good
+one wins.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_PATTERN = "part-*.jsonl"
+from fledge.core.errors import BadInput
+from fledge.core.expected import OBJECT, Expected, Flag, Table, Whole
+from fledge.core.reading import check, json_lines, parse_json
+
+_PART = re.compile(r"part-(\d{6,12})\.jsonl")
+_LINE = Table({"row": Whole(), "good": Flag()}, optional={"truncated": Flag()})
+_LINE_BYTES = 1 << 28  # a row of the user's data and its answers
+_DEPTH = 10_000  # and as deep as the data is
 
 
 def json_line(value: Any) -> bytes:
@@ -38,32 +47,41 @@ class Entry:
     def read(self) -> dict[str, Any]:
         with self.path.open("rb") as handle:
             handle.seek(self.offset)
-            value: dict[str, Any] = json.loads(handle.read(self.size))
-        return value
+            return _parsed(handle.read(self.size), self.path)
+
+
+def _parsed(line: bytes, path: Path) -> dict[str, Any]:
+    where, what = str(path), "a line of the journal"
+    value: dict[str, Any] = parse_json(
+        line, _LINE, where=where, what=what, finite=False, max_depth=_DEPTH
+    )
+    return value
 
 
 class Journal:
-    """The parts of one job; for one process at a time."""
+    """The parts of one job; for one process at a time. `good` and `failed` are what its lines say
+    about rows of either kind."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, *, good: Expected = OBJECT, failed: Expected = OBJECT
+    ) -> None:
+        self.directory, self._kinds = directory, {True: good, False: failed}
         directory.mkdir(parents=True, exist_ok=True)
-        parts = sorted(directory.glob(_PATTERN))
+        named = ((path, _PART.fullmatch(path.name)) for path in directory.iterdir())
+        parts = {int(match[1]): path for path, match in named if match is not None}
         self.entries: dict[int, Entry] = {}
-        for path in parts:
-            self._read(path)
-        number = int(parts[-1].stem.partition("-")[2]) + 1 if parts else 0
-        self._path = directory / f"part-{number:06d}.jsonl"
+        for number in sorted(parts):
+            self._read(parts[number])
+        self._path = directory / f"part-{max(parts, default=-1) + 1:06d}.jsonl"
         self._handle: int | None = None
         self._size = 0
 
     def _read(self, path: Path) -> None:
-        offset = 0
-        with path.open("rb") as handle:
-            for line in handle:
-                with suppress(ValueError, KeyError, TypeError):  # cut short: this row is not done
-                    self._note(json.loads(line), path, offset, len(line))
-                offset += len(line)
+        for offset, line in json_lines(path, line_bytes=_LINE_BYTES):
+            with suppress(BadInput):  # cut short: this row is not done
+                value = _parsed(line, path)
+                check(value, self._kinds[value["good"]], where=str(path), what="a line")
+                self._note(value, path, offset, len(line))
 
     def _note(self, value: dict[str, Any], path: Path, offset: int, size: int) -> None:
         entry = Entry(path, offset, size, value["good"], bool(value.get("truncated")))

@@ -24,13 +24,19 @@ from filelock import FileLock, Timeout
 
 from fledge import __version__
 from fledge.core.errors import BadInput
+from fledge.core.expected import Table, Text, Whole, shown
 from fledge.core.files import atomic_file, check_place, write_json
+from fledge.core.reading import read_json
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.journal import Journal, json_line
 from fledge.data.regenerate_dialogue import Dialogue
 from fledge.data.sources import Row, fingerprint, make_parts
 
 _FORMAT = 1
+# What the journal says of a row, and the manifest of a job that is over.
+_GOOD = Table({"tokens": Whole(), "value": Table()})
+_FAILED = Table({"place": Text(), "reason": Text(), "detail": Text()})
+_RESULT = Table({"written": Whole(), "truncated": Whole(), "tokens": Whole()})
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def regenerate(
         if (earlier := job.finished(total)) is not None:
             return earlier
         job.begin()
-        journal, summary = Journal(job.parts), Summary(total)
+        journal, summary = Journal(job.parts, good=_GOOD, failed=_FAILED), Summary(total)
         run = _Run(journal, summary, patience, watch)
         try:
             rows = _groups(_rows(sources, limit), answerer.together)
@@ -263,7 +269,8 @@ class _Job:
                     fix="name another --out",
                 )
             return None
-        held = json.loads(self._manifest.read_bytes())
+        what = "the manifest"
+        held = read_json(self._manifest, Table({"result": _RESULT}), what=what, finite=False)
         self._compare(held, self._manifest)
         kept = {name: held["result"][name] for name in ("written", "truncated", "tokens")}
         if self._exclude and kept["truncated"]:
@@ -277,7 +284,8 @@ class _Job:
     def begin(self) -> None:
         """Write down what this job is, or compare with what it was."""
         if self._begun.is_file():
-            self._compare(json.loads(self._begun.read_bytes()), self._begun)
+            held = read_json(self._begun, what="the record of the job", finite=False)
+            self._compare(held, self._begun)
         else:
             write_json(self._begun, self._settings)
 
@@ -290,11 +298,13 @@ class _Job:
             if isinstance(own, dict) and isinstance(theirs, dict):
                 names = sorted({*own, *theirs})
                 pairs = [(f"{section}.{n}", own.get(n), theirs.get(n)) for n in names]
-            name, ours, old = next((n, a, b) for n, a, b in pairs if a != b)
-            if name == "data.sources":  # where the data lies does not matter, what it holds does
+            differing = [(n, a, b) for n, a, b in pairs if a != b]
+            # Where the data lies does not matter, what it holds does; an absent value is none.
+            if not differing or (name := differing[0][0]) == "data.sources":
                 continue
+            _, ours, old = differing[0]
             raise BadInput(
-                f"begun with another {name}: {_brief(old)}, not {_brief(ours)}",
+                f"begun with another {name}: {shown(old)}, not {shown(ours)}",
                 where=str(path),
                 fix="name another --out, or give the old settings",
             )
@@ -303,7 +313,9 @@ class _Job:
         """The good rows in the data's order, the others with their reasons, the manifest."""
         summary.tokens = summary.written = summary.truncated = summary.excluded = 0
         with atomic_file(self.out) as handle:
-            for _, entry in journal.good():
+            for row, entry in journal.good():
+                if row >= summary.rows:  # of no row that there is
+                    continue
                 record = entry.read()
                 summary.tokens += record["tokens"]
                 summary.truncated += entry.truncated
@@ -326,8 +338,3 @@ class _Job:
         write_json(self._manifest, {"fledge": __version__, **self._settings, "result": result})
         if not failures and not summary.excluded:  # else a later run may still want the parts
             self._begun.unlink()
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

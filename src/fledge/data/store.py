@@ -4,7 +4,6 @@ A part is `part-00007.arrow` with the rows and `part-00007.json`, written last, 
 and the drop report. A part whose record is missing or does not match is made again.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
+from fledge.core.expected import ListOf, MapOf, Table, Text, Whole
 from fledge.core.files import atomic_file, write_json
+from fledge.core.reading import open_regular, read_json
 from fledge.core.rows import TokenRow
 from fledge.data.drops import DropReport
 from fledge.data.tokenise import TokenisedPart, checksum
@@ -27,6 +28,19 @@ _SCHEMA = pa.schema(
         ("place", pa.string()),
         ("truncated", pa.bool_()),
     ]
+)
+
+_DROPS = Table(
+    {"kept": Whole(), "counts": MapOf(Whole()), "examples": MapOf(ListOf(Text(), least=1))}
+)
+_RECORD = Table(
+    {
+        "crc32": Whole(0, 2**32 - 1),
+        "rows": Whole(),
+        "tokens": Whole(),
+        "supervised": Whole(),
+        "drops": _DROPS,
+    }
 )
 
 
@@ -67,10 +81,12 @@ def read_record(directory: Path, index: int) -> dict[str, Any] | None:
     """The record of a finished, undamaged part, else None."""
     path = part_path(directory, index)
     try:
-        record: dict[str, Any] = json.loads(path.with_suffix(".json").read_bytes())
-        return record if record["crc32"] == checksum(path) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        record: dict[str, Any] = read_json(path.with_suffix(".json"), _RECORD)
+        open_regular(path).close()
+        block = _map_part(path) if record["crc32"] == checksum(path) else None
+    except BadInput:
         return None
+    return record if block is not None and len(block.offsets) == record["rows"] + 1 else None
 
 
 @dataclass(frozen=True)
@@ -144,15 +160,25 @@ class TokenRows(Sequence[TokenRow]):
 
 
 def _map_part(path: Path) -> _Block:
+    """Offsets are compared with what they point into: a view beyond it would read anything."""
+    open_regular(path, what="a part of the rows").close()
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-    except OSError as error:  # Arrow's own, which names no file
-        raise BadInput(f"cannot be read ({error})", where=str(path), fix="run again") from None
+        table.validate(full=True)
+    except (OSError, ValueError, pa.ArrowException) as error:  # none of them names the file
+        what = f"cannot be read ({first_line(error)})"
+        raise BadInput(what, where=str(path), fix="run again") from None
+    if table.schema != _SCHEMA or any(column.null_count for column in table.columns):
+        raise BadInput("not rows of tokens", where=str(path), fix="run again")
     ids, mask = table.column("input_ids"), table.column("loss_mask")
+    offsets = ids.offsets.to_numpy().astype(np.int64)
+    values = [column.values.to_numpy(zero_copy_only=True) for column in (ids, mask)]
+    if not np.array_equal(offsets, mask.offsets.to_numpy()):
+        raise BadInput("tokens and mask do not match", where=str(path), fix="run again")
     return _Block(
-        ids=ids.values.to_numpy(zero_copy_only=True),
-        mask=mask.values.to_numpy(zero_copy_only=True),
-        offsets=ids.offsets.to_numpy().astype(np.int64),
+        ids=values[0],
+        mask=values[1],
+        offsets=offsets,
         places=table.column("place"),
         truncated=table.column("truncated"),
     )

@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
+from fledge.core.expected import Number, Table, Text
 from fledge.core.files import atomic_file
+from fledge.core.reading import open_regular, parse_json
+
+_FACTS = Table({"coverage": Number(0, 1), "rows": Text(), "digest": Text(256)})
 
 
 def count_supervised(
@@ -78,13 +82,22 @@ class DraftVocabulary:
     def load(cls, path: Path) -> "DraftVocabulary":
         from safetensors import SafetensorError, safe_open
 
+        what = "the draft vocabulary"
+        open_regular(path, what=what).close()
         try:
             with safe_open(str(path), framework="numpy") as file:
-                facts: dict[str, Any] = json.loads(file.metadata()["fledge"])
+                text = file.metadata()["fledge"]
                 d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"not a draft vocabulary ({error})", where=str(path)) from None
+            what = f"not a draft vocabulary ({first_line(error)})"
+            raise BadInput(what, where=str(path)) from None
+        facts: dict[str, Any] = parse_json(text, _FACTS, where=str(path), what=what)
+        kinds = [(d2t.ndim, d2t.dtype), (t2d.ndim, t2d.dtype)]
+        if kinds != [(1, np.dtype(np.int64)), (1, np.dtype(np.bool_))]:
+            raise BadInput("not the maps of a draft vocabulary", where=str(path))
         ids = d2t + np.arange(len(d2t), dtype=np.int64)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(t2d):
+            raise BadInput("the draft vocabulary is damaged", where=str(path), fix="build it again")
         vocabulary = cls(ids, len(t2d), facts["coverage"], facts["rows"])
         if vocabulary.digest() != facts["digest"] or not np.array_equal(vocabulary.t2d, t2d):
             raise BadInput("the draft vocabulary is damaged", where=str(path), fix="build it again")

@@ -5,9 +5,8 @@ our own words (`layers.N.*`, a flat Llama config, layers as "output of layer i")
 checks and the import need not know who wrote a draft. Nothing is judged here.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import Expected, Flag, ListOf, Maybe, Number, Table, Text, Whole
+from fledge.core.reading import check, read_json
 from fledge.diagnosis.layouts import (
     NESTED_KEY,
     OWN_AUX_KEY,
@@ -82,37 +83,40 @@ _KIND_OF_CLASS = {
 }
 _MIDLAYER = re.compile(r"^midlayer\.")
 _DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
-# The keys that are read here, by the kind of their values.
-KINDS = {
-    "a whole number above 0": (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
-        "max_position_embeddings", "num_aux_hidden_states", "num_depths", "ttt_steps",
-        "eagle_version", "draft_tokens",
-    ),
-    "a number above 0": (
-        "rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor",
-    ),
-    "a number from 0 to 1": ("down_sample_ratio", "down_sample_ratio_min"),
-    "true or false": (
-        "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
-        "mlp_bias", "parallel_drafting", "tie_word_embeddings", *BIAS_KEYS,
-    ),
-    "a word": ("hidden_act", "model_type", "rope_type", "type"),
-    "words": ("architectures",),
-    "settings": (NESTED_KEY, "speculators_config", "eagle_config", "dflash_config"),
-    "rotary settings": ("rope_parameters", "rope_scaling"),
-}  # fmt: skip
-_IS: dict[str, Callable[[Any], bool]] = {
-    "a whole number above 0": lambda value: type(value) is int and 0 < value < 2**40,
-    "a number above 0": lambda value: type(value) in (int, float) and value > 0,
-    "a number from 0 to 1": lambda value: type(value) in (int, float) and 0 <= value <= 1,
-    "true or false": lambda value: type(value) is bool,
-    "a word": lambda value: isinstance(value, str),
-    "words": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
-    "settings": lambda value: isinstance(value, dict),
-    "rotary settings": lambda value: isinstance(value, dict),
+# The keys that are read here, and what their values may be; null stands for absent.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
+    "max_position_embeddings", "num_aux_hidden_states", "num_depths", "ttt_steps", "draft_tokens",
+    "eagle_version",
+)  # fmt: skip
+_FACTORS = ("rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor")
+_SHARES = ("down_sample_ratio", "down_sample_ratio_min")
+_FLAGS = (
+    "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
+    "mlp_bias", "qk_norm", "parallel_drafting", "tie_word_embeddings", *BIAS_KEYS,
+)  # fmt: skip
+_WORDS = ("hidden_act", "model_type", "rope_type", "type")
+_PLAIN: dict[str, Expected] = {
+    **dict.fromkeys(_SIZES, Maybe(Whole(1, 2**40))),
+    **dict.fromkeys(_FACTORS, Maybe(Number(1e-300))),
+    **dict.fromkeys(_SHARES, Maybe(Number(0, 1))),
+    **dict.fromkeys(_FLAGS, Maybe(Flag())),
+    **dict.fromkeys(_WORDS, Maybe(Text(256))),
+    "architectures": Maybe(ListOf(Text(256))),
 }
+_ROTARY = ("rope_parameters", "rope_scaling")
+_NESTED = (NESTED_KEY, "speculators_config", "eagle_config", "dflash_config")
+
+
+def _config(depth: int) -> Table:
+    """A config, and as many levels of configs inside it."""
+    inner = _config(depth - 1) if depth else Table(optional=_PLAIN)
+    return Table(optional={**_PLAIN, **dict.fromkeys((*_NESTED, *_ROTARY), Maybe(inner))})
+
+
+CONFIG = _config(3)
+CONFIG_KEYS = {*_PLAIN, *_ROTARY, *_NESTED}
 
 
 @dataclass
@@ -156,30 +160,11 @@ def read_files(directory: Path) -> DraftFiles:
     if not path.is_file():
         fix = "give the directory of a draft"
         raise BadInput(f"no {CONFIG_NAME} here", where=str(directory), fix=fix)
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise BadInput(f"not JSON ({error})", where=str(path)) from None
-    if not isinstance(config, dict):
-        raise BadInput("not a JSON object", where=str(path))
-    _check_types(config, str(path))
-    return DraftFiles(directory, config, read_tensors(directory))
-
-
-def _check_types(config: dict[str, Any], where: str) -> None:
-    """Refuse values of a kind that nothing can be read from; null stands for absent."""
-    for kind, keys in KINDS.items():
-        for key in keys:
-            value = config.get(key)
-            if value is not None and not _IS[kind](value):
-                raise BadInput(f"{key} is {json.dumps(value)}, expected {kind}", where=where)
-    for key in (*KINDS["settings"], *KINDS["rotary settings"]):
-        if config.get(key) is not None:
-            _check_types(config[key], f"{where}, {key}")
+    config: dict[str, Any] = read_json(path, CONFIG, what="the config")
     if config.get("model_type") == WRAPPED_TYPE and config.get(WRAPPED_KEY) is not None:
-        if not isinstance(config[WRAPPED_KEY], dict):
-            raise BadInput(f"{WRAPPED_KEY} must hold the draft's config", where=where)
-        _check_types(config[WRAPPED_KEY], f"{where}, {WRAPPED_KEY}")
+        inner = f"the config under '{WRAPPED_KEY}'"
+        check(config[WRAPPED_KEY], CONFIG, where=str(path), what=inner)
+    return DraftFiles(directory, config, read_tensors(directory))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Subject, TargetFiles
-from fledge.diagnosis.foreign import BIAS_KEYS, KINDS, read_files, tokens_marked
+from fledge.diagnosis.foreign import BIAS_KEYS, CONFIG_KEYS, read_files, tokens_marked
 from fledge.diagnosis.layouts import OWN_AUX_KEY
 from fledge.draft.base import DraftModel
 from fledge.draft.config import check_draft_config, depths_key, trained_depths
@@ -84,7 +84,7 @@ def _refusals(subject: Subject) -> Iterator[str]:
 def own_config(subject: Subject) -> Any:
     """A Llama config with our own keys, from whatever layout."""
     view = subject.view
-    known = {key for keys in KINDS.values() for key in keys} - _NOT_KEPT
+    known = CONFIG_KEYS - _NOT_KEPT
     values = {key: value for key, value in view.flat.items() if key in known and value is not None}
     values |= {key: view.get(key) for key in _TOKENS}  # Llama's own defaults are its own tokens
     values |= {

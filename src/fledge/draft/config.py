@@ -1,8 +1,61 @@
-"""What a draft's config must hold, checked when a draft is built."""
+"""What a draft's config must hold: checked in its file, against its tensors, when one is built."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from fledge.core.errors import BadInput
+from fledge.core.expected import Flag, ListOf, Maybe, Number, Table, Text, Whole
 from fledge.draft.rotary import STATIC_ROPE_TYPES, rope_parameters
+
+_SIZE = Whole(1, 2**24)
+_MOST_CHANNELS = 2**24  # of all heads
+_TOKEN = Maybe(Whole(0, _SIZE.high))
+_POSITIVE = Number(1e-30, 1e30)
+_ROTARY = Table(
+    optional={
+        "rope_type": Text(64),
+        "type": Text(64),
+        "truncate": Maybe(Flag()),
+        "original_max_position_embeddings": Maybe(Whole(1)),
+        "partial_rotary_factor": Maybe(Number(1e-6, 1)),
+        "rope_theta": Maybe(Number(1e-30, 1e30)),
+        **dict.fromkeys(
+            ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast",
+             "beta_slow", "mscale", "mscale_all_dim"), Maybe(Number(-1e30, 1e30)),
+        ),
+    }
+)  # fmt: skip
+# The file: every key that decides how large a draft is or what it computes.
+CONFIG_FILE = Table(
+    optional={
+        "vocab_size": _SIZE,
+        "hidden_size": _SIZE,
+        "intermediate_size": _SIZE,
+        "num_hidden_layers": Whole(1, 2**10),
+        "num_attention_heads": _SIZE,
+        "num_key_value_heads": Maybe(_SIZE),
+        "head_dim": Maybe(_SIZE),
+        "draft_vocab_size": Maybe(_SIZE),
+        "target_hidden_size": Maybe(_SIZE),
+        "num_aux_hidden_states": Maybe(Whole(1, 2**10)),
+        "max_position_embeddings": Whole(1),
+        "aux_layer_ids": Maybe(ListOf(Whole(0, 2**16), most=2**10)),
+        "mask_token_id": _TOKEN,
+        "bos_token_id": _TOKEN,
+        "pad_token_id": _TOKEN,
+        "hidden_act": Text(64),
+        "rms_norm_eps": Number(0, 1),
+        "initializer_range": Number(0, 1e3),
+        "rope_theta": Maybe(_POSITIVE),
+        "partial_rotary_factor": Maybe(Number(1e-6, 1)),
+        "rope_parameters": Maybe(_ROTARY),
+        "rope_scaling": Maybe(_ROTARY),
+        **dict.fromkeys(
+            ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting",
+             "attention_bias", "mlp_bias", "tie_word_embeddings"), Maybe(Flag()),
+        ),
+    },
+)  # fmt: skip
 
 # Keys beyond transformers' own Llama config, with what their absence means.
 _FLAGS = {
@@ -60,6 +113,10 @@ def check_draft_config(config: Any) -> None:
             f"num_attention_heads: {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}"
         )
+    if config.num_attention_heads * config.head_dim > _MOST_CHANNELS:
+        raise ValueError(
+            f"head_dim: {config.num_attention_heads} heads of {config.head_dim} are many"
+        )
     if config.hidden_act != "silu":
         raise ValueError(
             f"hidden_act: engines load drafts with 'silu' alone, got {config.hidden_act!r}; a "
@@ -74,3 +131,26 @@ def check_draft_config(config: Any) -> None:
             f"rope_parameters: rope_type {kind!r} depends on the sequence's length; "
             f"use one of {', '.join(STATIC_ROPE_TYPES)}"
         )
+
+
+def check_config_fits(config: Any, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> None:
+    """Refuse sizes that the shapes in the weights' header do not bear out, before a number of the
+    config decides about memory. Which tensors there must be depends on the draft's class, and is
+    compared on one without memory (`check_tensors`)."""
+    width = config.hidden_size
+    read = config.num_aux_hidden_states * config.target_hidden_size
+    if getattr(config, "eagle_version", None) is not None:
+        read = 2 * width  # a token and a state
+    wanted = {
+        "embed_tokens.weight": (config.vocab_size, width),
+        "lm_head.weight": (config.draft_vocab_size, width),
+        "fc.weight": (width, read),
+    }
+    faults = [
+        f"{name} {shapes[name]} not {shape}"
+        for name, shape in wanted.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    if faults:
+        what = f"tensors of another shape than config.json says: {', '.join(faults)}"
+        raise BadInput(what, where=where, fix="config.json and the weights are of two drafts")

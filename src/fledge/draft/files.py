@@ -4,23 +4,24 @@ Engine-specific layouts are made from this one by `export`.
 """
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput, broken_files, first_line
 from fledge.core.files import save_tensors, write_json
-from fledge.draft.config import check_draft_config
-from fledge.draft.rotary import rope_parameters
+from fledge.core.reading import load_tensors, read_json, tensor_shapes
+from fledge.draft.config import CONFIG_FILE, check_config_fits, check_draft_config
+from fledge.draft.rotary import rope_parameters, rotary_frequencies
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+_WHOLE = "is it a draft, and whole?"
+_LABELS = ("num_labels", "id2label", "label2id")  # a classifier's: transformers would make a list
 
 
 def config_json(config: Any, dtype: torch.dtype, architecture: str) -> dict[str, Any]:
@@ -57,10 +58,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_NAME
     if not path.is_file():
         raise _absent(path)
-    with _one_line(path):
-        values = json.loads(path.read_bytes())
-    if not isinstance(values, dict):
-        raise BadInput("not a JSON object", where=str(path), fix="is it the config of a draft?")
+    values: dict[str, Any] = read_json(path, CONFIG_FILE, what="the config", fix=_WHOLE)
     return values
 
 
@@ -68,7 +66,7 @@ def read_draft_config(directory: Path) -> Any:
     """The config of a draft, checked."""
     values = read_config(directory)
     with _one_line(directory / CONFIG_NAME):
-        config = LlamaConfig(**values)
+        config = LlamaConfig(**{key: values[key] for key in values if key not in _LABELS})
         check_draft_config(config)
     return config
 
@@ -79,8 +77,11 @@ def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:
     path = directory / WEIGHTS_NAME
     if not path.is_file():
         raise _absent(path)
-    with _one_line(path):
-        return config, load_file(path)
+    check_config_fits(config, tensor_shapes(path, what="the draft"), where=str(path))
+    with _one_line(directory / CONFIG_NAME):
+        if not bool(rotary_frequencies(config)[0].isfinite().all()):
+            raise ValueError("its rotary settings turn by angles that are not finite")
+    return config, load_tensors(path, what="the draft")
 
 
 def _absent(path: Path) -> BadInput:
@@ -94,9 +95,7 @@ def _one_line(path: Path) -> Iterator[None]:
     try:
         yield
     except broken_files() as error:
-        raise BadInput(
-            f"broken ({first_line(error)})", where=str(path), fix="is it a draft, and whole?"
-        ) from error
+        raise BadInput(f"broken ({first_line(error)})", where=str(path), fix=_WHOLE) from error
 
 
 def check_tensors(

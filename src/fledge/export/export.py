@@ -6,7 +6,6 @@ name. A failed or killed export leaves nothing that looks like one.
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from fledge import __version__
 from fledge.core.errors import BadInput, UntrustedCode, nearest
 from fledge.core.files import atomic_directory, check_place, save_tensors, write_json, write_text
+from fledge.core.reading import read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.export.card import model_card
@@ -92,7 +92,7 @@ def read_export_record(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         fix = "make one with `fledge export`"
         raise BadInput(f"no {RECORD_NAME} here", where=str(directory), fix=fix)
-    record: dict[str, Any] = json.loads(path.read_bytes())
+    record: dict[str, Any] = read_json(path, what="the record of the export", finite=False)
     return record
 
 

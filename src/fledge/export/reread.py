@@ -6,18 +6,17 @@ does not know and takes the target's embeddings; vLLM and SGLang fall back to de
 and returns a draft of ours. Whatever differs from the draft that was exported is then a fault.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
+from fledge.core.reading import load_tensors, read_json
 from fledge.draft.base import DraftModel
 from fledge.draft.rotary import rotary_frequencies
 from fledge.methods.registry import method_of
@@ -53,8 +52,8 @@ class TargetSide:
 
 def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     """The draft that `engine` would serve from these files."""
-    values = json.loads((directory / "config.json").read_bytes())
-    tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
+    values = read_json(directory / "config.json", what="the export's config")
+    tensors: dict[str, Tensor] = load_tensors(directory / "model.safetensors", what="the export")
     readers = {"vllm": _as_vllm, "sglang": _as_sglang, "speculators": _as_speculators}
     if values.get("architectures") == _EAGLE1_CLASSES.get(engine):
         return _as_eagle1(values, tensors, target)

@@ -36,7 +36,7 @@ class DraftSource:
     def estimate(self) -> float | None:
         """Held-out acceptance length as training measured it at this very step, if it did."""
         last = (self.state or {}).get("last", {})
-        return last["tau"] if last and last.get("step") == self.step else None
+        return last.get("tau") if last.get("step") == self.step else None
 
     @property
     def step(self) -> int | None:

@@ -10,14 +10,16 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from filelock import FileLock
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import Choice, ListOf, Table, Text, Whole
 from fledge.core.files import atomic_file, cache_dir
+from fledge.core.reading import read_json
 from fledge.data.conversation import Message
 from fledge.data.journal import Journal
 from fledge.data.template import ChatTemplate
@@ -26,6 +28,27 @@ from fledge.decode.stops import Finish, Stops, eos_token_ids
 from fledge.measure.prompts import Prompt, encode_prompt
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import longest_text
+
+_IDS, _FINISH = ListOf(Whole(0, 2**31), most=2**31), Choice(get_args(Finish))
+_ANSWER = Table({"token_ids": _IDS, "finish": _FINISH})
+_HELD = Table(
+    {
+        "skipped": Whole(),
+        "turns": ListOf(
+            Table(
+                {
+                    **dict.fromkeys(("name", "group", "category"), Text(2**24)),
+                    "turn": Whole(),
+                    "prompt_ids": _IDS,
+                    "answer_ids": _IDS,
+                    "finish": _FINISH,
+                },
+                optional={"question": Text(2**28)},
+            ),
+            most=2**31,
+        ),
+    }
+)
 
 Watch = Callable[[float, int], None]  # answers done (parts count), answers in all
 
@@ -72,7 +95,7 @@ def cached_answers(
     with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
         if path.is_file():
             return _held(path, parts)
-        journal = Journal(parts)
+        journal = Journal(parts, good=_ANSWER, failed=_ANSWER)
         try:
             writer = _Writer(target, tokenizer, max_new_tokens, batch, journal)
             turns, skipped = writer.answer(prompts, on_answer)
@@ -87,8 +110,11 @@ def cached_answers(
 
 def _held(path: Path, parts: Path) -> Answers:
     shutil.rmtree(parts, ignore_errors=True)  # their writer may have been killed at that moment
-    held = json.loads(path.read_bytes())
-    return Answers([AnsweredTurn(**turn) for turn in held["turns"]], held["skipped"], True, path)
+    what, fix = "the file of answers", "remove it: they are made again"
+    held = read_json(path, _HELD, what=what, fix=fix, max_bytes=1 << 30)
+    names = [field.name for field in fields(AnsweredTurn)]
+    turns = [AnsweredTurn(**{n: turn[n] for n in names if n in turn}) for turn in held["turns"]]
+    return Answers(turns, held["skipped"], True, path)
 
 
 def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:

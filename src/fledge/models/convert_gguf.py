@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
+from fledge.core.expected import Flag, ListOf, Table, Text, Whole
 from fledge.core.files import write_json
+from fledge.core.reading import check, read_json
+from fledge.models.gguf_header import MAGIC, check_header
 from fledge.models.progress import phase
 from fledge.models.stored import models_root, need_free, stored
 
-_MAGIC = b"GGUF"
 _CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType, as stored in tokenizer.ggml.token_type
 
 # `tokenizer.ggml.pre` -> how text is cut before byte-pair merging. Names that share a rule share
@@ -34,6 +36,26 @@ _SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TOKENIZER = "tokenizer.ggml"
+_TOKEN_ID = Whole(0, 2**32)
+_MOST_TOKENS = 2**24
+# What is read of the metadata here.
+_FIELDS = Table(
+    {"general.architecture": Text(64)},
+    optional={
+        **dict.fromkeys((f"{_TOKENIZER}.model", f"{_TOKENIZER}.pre"), Text(64)),
+        f"{_TOKENIZER}.tokens": ListOf(Text(), most=_MOST_TOKENS),
+        f"{_TOKENIZER}.merges": ListOf(Text(), most=_MOST_TOKENS),
+        f"{_TOKENIZER}.token_type": ListOf(Whole(0, 2**31), most=_MOST_TOKENS),
+        f"{_TOKENIZER}.add_bos_token": Flag(),
+        "tokenizer.chat_template": Text(2**24),
+        **{
+            f"{_TOKENIZER}.{name}_token_id": _TOKEN_ID
+            for name in ("bos", "eos", "padding", "unknown")
+        },
+    },
+)
+_BLOAT = 2  # how many times larger than the file's tensors a model may be: tied tables are two
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,7 @@ class _Facts:
 
     fields: dict[str, Any]
     n_parameters: int
+    blocks: int  # layers that have tensors
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.fields.get(key, default)
@@ -50,14 +73,14 @@ class _Facts:
         """The text of a special token that the file names by id."""
         index = self.get(f"tokenizer.ggml.{key}_token_id")
         tokens = self.get("tokenizer.ggml.tokens", [])
-        return tokens[index] if isinstance(index, int) and index < len(tokens) else None
+        return tokens[index] if index is not None and index < len(tokens) else None
 
 
 def is_gguf(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as handle:
-        return handle.read(4) == _MAGIC
+        return handle.read(4) == MAGIC
 
 
 def directory_name(sha256: str) -> str:
@@ -89,6 +112,7 @@ def convert(path: Path, directory: Path, *, name: str) -> None:
         contextlib.redirect_stderr(io.StringIO()),  # the libraries' bars would cut through our line
     ):
         facts = _read(path)
+        _check_sizes(path, facts)
         need_free(4 * facts.n_parameters, what=f"converting {name}")
         tokenizer = _tokenizer(path, facts)
         tokenizer.save_pretrained(directory)
@@ -98,24 +122,48 @@ def convert(path: Path, directory: Path, *, name: str) -> None:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """gguf and transformers raise all kinds of errors for a damaged file."""
+    """gguf and transformers raise all kinds of errors for a damaged file, and tokenizers nothing
+    more precise than an Exception."""
     try:
         yield
-    except BadInput:
+    except (BadInput, MemoryError):
         raise
-    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, ImportError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    except Exception as error:
         fix = "the file may be damaged or of an architecture that transformers cannot load"
-        raise BadInput(f"cannot convert ({first})", where=str(path), fix=fix) from error
+        what = f"cannot convert ({first_line(error)})"
+        raise BadInput(what, where=str(path), fix=fix) from error
 
 
 def _read(path: Path) -> _Facts:
     from gguf import GGUFReader
 
+    check_header(path)
     reader = GGUFReader(path)
     wanted = (key for key in reader.fields if not key.startswith("GGUF."))
     fields = {key: reader.fields[key].contents() for key in wanted}
-    return _Facts(fields, sum(int(tensor.n_elements) for tensor in reader.tensors))
+    check(fields, _FIELDS, where=str(path), what="its metadata")
+    named = (tensor.name.split(".") for tensor in reader.tensors)
+    blocks = {parts[1] for parts in named if parts[0] == "blk" and len(parts) > 1}
+    return _Facts(fields, sum(int(t.n_elements) for t in reader.tensors), len(blocks))
+
+
+def _check_sizes(path: Path, facts: _Facts) -> None:
+    """Refuse metadata that describe a far larger model than the tensors make up, before memory is
+    spent on it: the model is built of its shapes alone."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    architecture = facts.get("general.architecture")
+    layers = Whole(1, facts.blocks)
+    fields = Table({f"{architecture}.block_count": layers})
+    check(facts.fields, fields, where=str(path), what="its metadata")
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    promised = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    if promised > _BLOAT * facts.n_parameters + 2**20:
+        what = f"its metadata describe {promised:,} numbers, it holds {facts.n_parameters:,}"
+        raise BadInput(what, where=str(path), fix="the file is damaged: fetch it again")
 
 
 def _tokenizer(path: Path, facts: _Facts) -> Any:
@@ -250,12 +298,10 @@ def _sha256_of(path: Path) -> str:
     state = [place, stat.st_size, stat.st_mtime_ns, stat.st_ino]
     key = hashlib.sha256(place.encode()).hexdigest()[:24]
     note = models_root() / "hashes" / f"{key}.json"
-    try:
-        noted = json.loads(note.read_text())
-    except (OSError, ValueError):
-        noted = None
-    if isinstance(noted, dict) and noted.get("state") == state:
-        return str(noted["sha256"])
+    with contextlib.suppress(BadInput):  # no note, or none that can be read
+        noted = read_json(note, Table({"sha256": Text(64)}))
+        if noted.get("state") == state:
+            return str(noted["sha256"])
     with path.open("rb") as handle:
         sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
     with contextlib.suppress(OSError):  # only a note: a real problem with the cache shows later

@@ -1,11 +1,12 @@
 """Snapshots from the Hugging Face hub: the files a target needs, or one line that says why not."""
 
-import json
 import os
 from importlib import import_module
 from pathlib import Path
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import FileName, MapOf, Table, Text
+from fledge.core.reading import read_json
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, own code
 _WEIGHTS = ["*.safetensors"]
@@ -75,7 +76,9 @@ def _check(directory: Path, name: str, *, weights: bool) -> None:
         return
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        needed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        kind = Table({"weight_map": MapOf(FileName(), keys=Text())})
+        held = read_json(index, kind, what="the index of the weights", max_bytes=1 << 28)
+        needed = sorted(set(held["weight_map"].values()))
     else:
         needed = [file.name for file in directory.glob("*.safetensors")] or ["model.safetensors"]
     missing = [file for file in needed if not (directory / file).is_file()]

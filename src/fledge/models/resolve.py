@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line, nearest
+from fledge.core.expected import Expected, Maybe, Table, Whole
+from fledge.core.reading import read_json
 from fledge.models import convert_gguf, embedded, hub
 
 if TYPE_CHECKING:
     import torch
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+# Numbers of which transformers makes lists, or modules, before it has seen a weight.
+_COUNTS: dict[str, Expected] = {
+    "num_labels": Maybe(Whole(0, 2**20)),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), Maybe(Whole(0, 2**12))),
+}
+_CONFIG = Table(optional={**_COUNTS, "text_config": Maybe(Table(optional=_COUNTS))})
 
 
 def local_model(name: str, *, weights: bool = True) -> Path:
@@ -89,7 +98,8 @@ def load_model(
 
 
 def _checked_directory(path: Path, name: str) -> Path:
-    if (path / "config.json").is_file():
+    if (config := path / "config.json").is_file():
+        read_json(config, _CONFIG, what="the model's config", fix="is it a model?", finite=False)
         return path.resolve()
     inside = sorted(path.glob("*.gguf"))
     fix = f"name the file itself: {inside[0]}" if inside else "it must hold a Hugging Face model"

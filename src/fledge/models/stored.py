@@ -4,17 +4,20 @@ One process makes, the others wait; a directory appears whole or not at all, and
 made again. Not for hub snapshots, whose library has rules of its own.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import MapOf, Table, Whole
 from fledge.core.files import atomic_directory, cache_dir, write_json
+from fledge.core.reading import read_json
 
 RECORD = "fledge_source.json"  # where the directory came from, and the size of every file
+_NOTE = Table(optional={"bytes": MapOf(Whole())})
 
 
 def models_root() -> Path:
@@ -56,21 +59,20 @@ def need_free(n_bytes: int, *, what: str) -> None:
         )
 
 
-def record_of(path: Path) -> dict[str, object] | None:
+def record_of(path: Path) -> dict[str, Any] | None:
     """What `stored` noted about a directory, or None when the note is missing or unreadable."""
     try:
-        record = json.loads((path / RECORD).read_text())
-    except (OSError, ValueError):
+        record: dict[str, Any] = read_json(path / RECORD, _NOTE)
+    except BadInput:
         return None
-    return record if isinstance(record, dict) else None
+    return record
 
 
 def _is_whole(path: Path) -> bool:
     record = record_of(path)
-    sizes = record.get("bytes") if record is not None else None
-    if not isinstance(sizes, dict):
+    if record is None or "bytes" not in record:
         return False
-    files = ((path / name, size) for name, size in sizes.items())
+    files = ((path / name, size) for name, size in record["bytes"].items())
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from fledge.core.errors import BadInput, first_line
+from fledge.core.errors import BadInput, broken_files, first_line
+from fledge.core.reading import open_regular
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -35,10 +36,14 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """The tensors whose names are wanted, by name."""
     tensors: dict[str, Tensor] = {}
+    broken: tuple[type[Exception], ...] = (
+        *broken_files(), EOFError, pickle.UnpicklingError, AssertionError,  # torch's reader asserts
+    )  # fmt: skip
     for path in weight_files(directory):
+        open_regular(path).close()
         try:
             tensors |= _tensors_of(path, wanted)
-        except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except broken as error:
             raise BadInput(f"cannot be read ({first_line(error)})", where=str(path)) from None
     return tensors
 
@@ -48,7 +53,11 @@ def _tensors_of(path: Path, wanted: Callable[[str], object]) -> dict[str, Tensor
         with safe_open(path, framework="pt") as handle:
             return {name: handle.get_tensor(name) for name in filter(wanted, handle.keys())}
     held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return {name: x for name, x in held.items() if isinstance(x, Tensor) and wanted(name)}
+    found = {name: x for name, x in held.items() if isinstance(x, Tensor) and wanted(name)}
+    for name, tensor in found.items():  # by its strides a small file may claim to be a huge tensor
+        if tensor.layout != torch.strided or tensor.nbytes > path.stat().st_size:
+            raise ValueError(f"{name} is not a tensor that the file could hold")
+    return found
 
 
 @dataclass(frozen=True)

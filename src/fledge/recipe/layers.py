@@ -13,10 +13,10 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 
 from fledge.core.errors import BadInput, nearest
+from fledge.core.expected import shown
+from fledge.core.reading import MAX_BYTES, read_bytes
 from fledge.core.settings import Tagged
 from fledge.recipe.yaml_text import parse_yaml
-
-_SHOWN = 60  # characters of an offending value
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def one_line(error: ValidationError, *, entries: Layer, where: str) -> BadInput:
     if first["type"] == "missing":
         message = "a value is required"
     elif not isinstance(first["input"], dict | BaseModel):
-        message = f"{message[0].lower()}{message[1:]}, got {_shown(first['input'])}"
+        message = f"{message[0].lower()}{message[1:]}, got {shown(first['input'])}"
     what = f"{name}: {message}" if name else message
     what += f" (and {more} more)" if more else ""
     return BadInput(what, where=entry.where if entry is not None else where)
@@ -147,16 +147,11 @@ def one_line(error: ValidationError, *, entries: Layer, where: str) -> BadInput:
 
 def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> None:
     """Add what a recipe file sets to `written`."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        fix = "check the path of the recipe"
-        raise BadInput(error.strerror or str(error), where=str(path), fix=fix) from error
-    data, lines = parse_yaml(raw, where=str(path))
+    data, lines = parse_yaml(_recipe_text(path), where=str(path))
     data = {} if data is None else data
     if not isinstance(data, dict):
         fix = "write 'section:' lines with 'key: value' below them"
-        raise BadInput(f"a recipe is a mapping, not {_shown(data)}", where=str(path), fix=fix)
+        raise BadInput(f"a recipe is a mapping, not {shown(data)}", where=str(path), fix=fix)
 
     def place(*keys: str) -> str:
         return f"{path}, line {lines[keys]}" if keys in lines else str(path)
@@ -168,14 +163,22 @@ def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> No
             raise _unknown_section(str(section), where, shapes, inside)
         if body is not None and not isinstance(body, dict):
             fix = "write its keys on indented lines below it"
-            raise BadInput(f"section '{section}' holds {_shown(body)}", where=where, fix=fix)
+            raise BadInput(f"section '{section}' holds {shown(body)}", where=where, fix=fix)
         for key, value in (body or {}).items():
             written[section][str(key)] = Setting(value, place(section, str(key)))
 
 
+def _recipe_text(path: Path) -> bytes:
+    """A user may name a pipe too: `fledge plan <(make-recipe)`."""
+    if path.is_fifo():
+        with path.open("rb") as pipe:
+            return pipe.read(MAX_BYTES)
+    return read_bytes(path, what="the recipe")
+
+
 def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, below: Layer) -> None:
     """Add what `section.key=value` sets to `changes`; a mapping for a section sets its keys."""
-    where = f"override '{text}'"
+    where = f"override '{text}'" if len(text) <= 200 else f"override '{text[:100]}...'"
     name, equals, raw = text.partition("=")
     parts = [part.strip() for part in name.split(".")]
     if not equals or not all(parts):
@@ -241,7 +244,7 @@ def _kind(name: str, shape: Shape, layer: Mapping[str, Setting], default: str) -
         return default
     entry = layer[shape.tag]
     if not isinstance(entry.value, str) or entry.value not in shape.kinds:
-        what = f"{name}.{shape.tag}: unknown {shape.tag} {_shown(entry.value)}"
+        what = f"{name}.{shape.tag}: unknown {shape.tag} {shown(entry.value)}"
         fix = nearest(str(entry.value), sorted(shape.kinds))
         raise BadInput(what, where=entry.where, fix=fix)
     return entry.value
@@ -273,8 +276,3 @@ def _unknown_key(
         tag = f"{section}.{shape.tag}"
         fix = f"it belongs to {tag}={owners[0]}, but {tag} is {kind}"
     return BadInput(f"unknown key '{section}.{key}'", where=where, fix=fix)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

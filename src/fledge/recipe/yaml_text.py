@@ -14,6 +14,9 @@ import yaml
 
 from fledge.core.errors import BadInput
 
+_MAX_BYTES = 1 << 18  # a recipe has a few thousand
+_MAX_DEPTH = 32
+_MAX_VALUES = 20_000  # with every alias and merge written out
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
@@ -30,14 +33,18 @@ _RESOLVERS = (
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML fills it)
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        """PyYAML looks at every open bracket again with each new one: thousands take minutes."""
+        if self.flow_level >= _MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key '{key.value}' is given twice", key.start_mark
-                    )
+                    raise _refused(f"key '{key.value}' is given twice", key)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -85,10 +92,14 @@ _Dumper.add_representer(str, _represent_str)
 
 def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     """The value of a YAML text, and the line of every key in its first two levels."""
+    if len(text) > _MAX_BYTES:
+        raise BadInput(f"YAML: more than {_MAX_BYTES:,} bytes", where=where, fix="is it a recipe?")
     try:
         loader = _Loader(text)  # already reads the beginning
         try:
             node = loader.get_single_node()
+            _check_expanded(node)
+            lines = _lines(node)
             value = None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
@@ -105,11 +116,42 @@ def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, .
         raise BadInput(f"YAML: a value cannot be read ({error})", where=where) from error
     except RecursionError as error:
         raise BadInput("YAML: nested too deeply", where=where) from error
-    return value, _lines(node)
+    return value, lines
 
 
 def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _check_expanded(root: yaml.Node | None) -> None:
+    """Refuse what is small only as long as its aliases are not written out: a few lines of aliases
+    to aliases stand for billions of values, and merge keys copy what they name."""
+    sizes: dict[int, int] = {}  # of finished nodes
+    open_nodes: set[int] = set()  # those that hold the one in question
+
+    def size_of(node: yaml.Node) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) in open_nodes:
+            raise _refused("an alias names what it is part of", node)
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            if len(open_nodes) > _MAX_DEPTH:
+                raise RecursionError
+            pairs = isinstance(node, yaml.MappingNode)
+            inner = [part for pair in node.value for part in pair] if pairs else node.value
+            sizes[id(node)] = 1 + sum(map(size_of, inner))
+            open_nodes.discard(id(node))
+        if sizes[id(node)] > _MAX_VALUES:
+            raise _refused(f"more than {_MAX_VALUES:,} values, aliases written out", node)
+        return sizes[id(node)]
+
+    if root is not None:
+        size_of(root)
+
+
+def _refused(why: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, why, node.start_mark)
 
 
 def _lines(root: yaml.Node | None) -> dict[tuple[str, ...], int]:

@@ -8,40 +8,68 @@
 Only the metrics are needed; the page leaves out what is not there, and says how to get it.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fledge import __version__
-from fledge.core.errors import BadInput, first_line
+from fledge.core.errors import BadInput
+from fledge.core.expected import Fault, ListOf, MapOf, Maybe, Table, Whole
 from fledge.core.machine import MACHINE_NAME
+from fledge.core.reading import check, json_lines, parse_json, read_bytes, read_json
 from fledge.methods.registry import METHODS
+from fledge.recipe.yaml_text import parse_yaml
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
 
 
+class _Figure:
+    """A number, NaN and infinity among them: a diverged run has gaps in its curves."""
+
+    def fault(self, value: Any, at: str) -> Fault | None:
+        return None if type(value) in (int, float) else Fault(at, value, "a number")
+
+
+_FIGURES = ListOf(_Figure(), most=4096)  # one a depth
+_MEASURED = Table(
+    optional={
+        "acceptance_length": _Figure(), "tau": _Figure(), "joint": _FIGURES,
+        "prefix_acceptance": _FIGURES,
+    },
+)  # fmt: skip
+_LINE = Table(
+    {"step": Whole()},
+    optional={
+        **dict.fromkeys(_CURVES, Maybe(_Figure())),
+        "prefix_acceptance": _FIGURES,
+        "seconds": Maybe(_Figure()),
+        "evaluation": _MEASURED,
+    },
+)
+_EVALUATION = Table({"drafts": ListOf(Table(), most=4096)})
+_MOST_BYTES = 1 << 28  # of measured answers, token by token
+
+
 def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
     """The page's data; `evaluation` None takes the run's own, if there is one."""
     steps, held_out = _metrics(run / "metrics.jsonl")
     recipe = _recipe(run / "recipe.yaml")
+    named = {name: recipe.get(name) or {} for name in ("objective", "run", "target")}
     if evaluation is None and (run / EVALUATION_NAME).is_file():
         evaluation = run / EVALUATION_NAME
-    machine, kind = run / MACHINE_NAME, recipe.get("objective", {}).get("kind", "")
+    machine, kind = run / MACHINE_NAME, str(named["objective"].get("kind", ""))
     return {
-        "name": recipe.get("run", {}).get("name") or run.absolute().name,
+        "name": str(named["run"].get("name") or run.absolute().name),
         "version": __version__,
-        "target": recipe.get("target", {}).get("model", ""),
+        "target": str(named["target"].get("model") or ""),
         "method": METHODS[kind].title if kind in METHODS else kind,
         "training": _curves(steps),
         "held_out": _held_out(held_out),
         "evaluation": None if evaluation is None else _evaluation(evaluation),
         "recipe": recipe,
-        "machine": _json(machine) if machine.is_file() else None,
+        "machine": read_json(machine) if machine.is_file() else None,
     }
 
 
@@ -49,38 +77,31 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(lines about training steps, lines about evaluations)."""
     if not path.is_file():
         raise BadInput("not a run of fledge: no metrics.jsonl", where=str(path.parent))
-    lines = []
-    for line in path.read_bytes().splitlines():
+    lines: list[dict[str, Any]] = []
+    for _, line in json_lines(path, most_bytes=_MOST_BYTES):
         try:
-            lines.append(json.loads(line))
-        except ValueError:
+            value = parse_json(line, Table(), where=str(path), finite=False)
+        except BadInput:
             break  # the run is being written to, or was killed
+        check(value, _LINE, where=f"{path}, line {len(lines) + 1}", what="the line")
+        lines.append(value)
     steps = [line for line in lines if "loss" in line]
     return steps, [line for line in lines if "evaluation" in line]
 
 
 def _recipe(path: Path) -> dict[str, Any]:
+    """As it stands, whatever version wrote it; only that it is made of sections."""
     if not path.is_file():
         return {}
-    try:
-        value = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
-        raise BadInput(f"not YAML ({first_line(error)})", where=str(path)) from None
-    return value if isinstance(value, dict) else {}
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"not JSON ({error})", where=str(path)) from None
+    value, _ = parse_yaml(read_bytes(path, what="the recipe"), where=str(path))
+    check(value or {}, MapOf(Maybe(Table())), where=str(path), what="the recipe")
+    return value or {}
 
 
 def _evaluation(path: Path) -> Any:
-    value = _json(path)
-    if not isinstance(value, dict) or not isinstance(value.get("drafts"), list):
-        raise BadInput("not figures of `fledge eval --out`", where=str(path))
-    return value
+    fix = "give the figures of `fledge eval --out`"
+    what = "the file of figures"
+    return read_json(path, _EVALUATION, what=what, fix=fix, max_bytes=_MOST_BYTES, finite=False)
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -89,7 +110,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     columns: dict[str, Any] = {"step": [line["step"] for line in kept]}
     columns |= {name: [line.get(name) for line in kept] for name in _CURVES}
     depths = max((len(line.get("prefix_acceptance", [])) for line in kept), default=0)
-    columns["joint"] = [[line["prefix_acceptance"][k] for line in kept] for k in range(depths)]
+    columns["joint"] = _by_depth([line.get("prefix_acceptance", []) for line in kept], depths)
     columns["seconds"] = lines[-1].get("seconds") if lines else None
     return columns
 
@@ -99,17 +120,23 @@ def _held_out(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     evaluations = [line["evaluation"] for line in lines]
     replayed = all("acceptance_length" in evaluation for evaluation in evaluations)
     length, joint = ("acceptance_length", "joint") if replayed else ("tau", "prefix_acceptance")
-    depths = max((len(evaluation[joint]) for evaluation in evaluations), default=0)
-    lengths = [evaluation[length] for evaluation in evaluations]
+    rates = [evaluation.get(joint, []) for evaluation in evaluations]
+    depths = max(map(len, rates), default=0)
+    lengths = [evaluation.get(length, 0.0) for evaluation in evaluations]
     steps = [line["step"] for line in lines]
     best = max(range(len(steps)), key=lambda i: (steps[i] > 0, lengths[i]), default=None)
     return {
         "replayed": replayed,
         "step": steps,
         "length": lengths,
-        "joint": [[evaluation[joint][k] for evaluation in evaluations] for k in range(depths)],
+        "joint": _by_depth(rates, depths),
         "best": best,
     }
+
+
+def _by_depth(rates: Sequence[Sequence[Any]], depths: int) -> list[list[Any]]:
+    """One curve a depth; a gap where a line knows fewer of them."""
+    return [[line[k] if k < len(line) else None for line in rates] for k in range(depths)]
 
 
 def _thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

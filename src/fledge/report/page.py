@@ -29,7 +29,7 @@ def render(data: dict[str, Any]) -> str:
     for piece in pieces[1:]:  # filled once, so that what is put in is never read as a place
         name, _, rest = piece.partition("}}")
         out += [parts[name], rest]
-    return "".join(out)
+    return "".join(out).encode(errors="replace").decode()  # half a surrogate pair is no text
 
 
 def _finite(value: Any) -> Any:

@@ -10,8 +10,8 @@
 with a message, and the one before it is used.
 """
 
-import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +19,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
+from fledge.core.expected import FileName, ListOf, MapOf, Maybe, Number, Table, Text, Whole
 from fledge.core.files import atomic_directory, fsync_path, save_tensors, write_json
+from fledge.core.reading import check, check_inside, load_tensors, open_regular, read_json
 from fledge.data.tokenise import checksum
-from fledge.draft.files import WEIGHTS_NAME
+from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
 _LINK = ".best.tmp"  # until it is `best`
+_NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
+# A measurement on held-out rows: what of it is read again.
+_MEASURED = Table(
+    optional={"step": Whole(), "tau": Number(0), "prefix_acceptance": ListOf(Number(), most=4096)}
+)
+# What a draft's directory may say of the training that made it, and what one must to go on from.
+_STATE = Table(
+    {"step": Whole(0, 10**12)},
+    optional={
+        "seconds": Number(0),
+        "best_length": Number(0),
+        "best_step": Whole(0, 10**12),
+        "first": _MEASURED,
+        "last": _MEASURED,
+    },
+)
+_CHECKPOINT = Table(
+    {
+        "fingerprints": MapOf(Maybe(Text())),
+        "checksums": MapOf(Whole(0, 2**32 - 1), keys=FileName()),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +67,10 @@ class Checkpoint:
         return int(self.state["step"])
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = load_file(self.path / TRAINING_NAME)
-        return tensors
+        return load_tensors(self.path / TRAINING_NAME)
 
     def draft_tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = load_file(self.path / WEIGHTS_NAME)
-        return tensors
+        return load_tensors(self.path / WEIGHTS_NAME)
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -70,16 +91,41 @@ def save_checkpoint(
     return path
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """What training wrote beside a checkpoint's draft: step, acceptance, fingerprints."""
+    what = "the checkpoint's state"  # in whose measurements a diverged run has NaN
+    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what, finite=False)
+    return state
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint, or BadInput that says what is wrong with it."""
-    try:
-        state = json.loads((path / STATE_NAME).read_bytes())
-        wrong = [name for name, crc in state["checksums"].items() if checksum(path / name) != crc]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise BadInput(f"not a whole checkpoint ({error})", where=str(path)) from None
-    if wrong:
+    state = read_state(path)
+    check(state, _CHECKPOINT, where=str(path / STATE_NAME), what="the checkpoint's state")
+    sums = state["checksums"]
+    if missing := [name for name in _NEEDED if name not in sums]:
+        raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
+    for name in sums:  # regular files of its own: a device would be read for ever
+        check_inside(path / name, path)
+        open_regular(path / name).close()
+    if wrong := [name for name, crc in sums.items() if checksum(path / name) != crc]:
         raise BadInput(f"damaged: {', '.join(wrong)}", where=str(path))
     return Checkpoint(path, state)
+
+
+def matching(
+    tensors: Mapping[str, Tensor], want: Mapping[str, Tensor], *, prefix: str = ""
+) -> dict[str, Tensor]:
+    """Of a checkpoint's tensors those that stand for `want`, if they are like them."""
+    found = {}
+    for name, own in want.items():
+        kept = tensors.get(f"{prefix}{name}")
+        if kept is None or kept.shape != own.shape or kept.dtype != own.dtype:
+            told = "missing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
+            what = f"{prefix}{name} is {told}, expected {own.dtype} {list(own.shape)}"
+            raise BadInput(what, where="the newest checkpoint", fix="remove it")
+        found[name] = kept
+    return found
 
 
 def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -96,7 +142,8 @@ def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
 def best_step(run: Path) -> int | None:
     """The step that `best` points to."""
     link = run / "best"
-    return int(link.readlink().name.removeprefix("step-")) if link.is_symlink() else None
+    named = re.fullmatch(r"step-(\d{1,12})", link.readlink().name) if link.is_symlink() else None
+    return None if named is None else int(named[1])
 
 
 def mark_best(run: Path, path: Path) -> None:
@@ -114,7 +161,9 @@ def prune(run: Path, keep: int) -> None:
     checkpoints = sorted(root.glob("step-*"))
     best = best_step(run)
     for path in checkpoints[:-keep]:
-        if best is None or path != checkpoint_path(run, best):
+        if path.is_symlink():
+            path.unlink()  # not ours, and what it leads to even less
+        elif best is None or path != checkpoint_path(run, best):
             doomed = path.with_name(f".{path.name}.old")  # gone at once, however long it takes
             path.replace(doomed)
             shutil.rmtree(doomed)
@@ -132,9 +181,15 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["rng.cpu"])
-    if "rng.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
+    own = rng_tensors()
+    want = {name: state for name, state in own.items() if name == "rng.cpu" or name in tensors}
+    states = matching(tensors, want)
+    try:
+        torch.set_rng_state(states["rng.cpu"])
+        if "rng.cuda" in states:
+            torch.cuda.set_rng_state(states["rng.cuda"])
+    except RuntimeError as error:  # the right size, and no state of a generator
+        raise BadInput(f"the random generator's state is damaged ({first_line(error)})") from None
 
 
 def optimizer_tensors(optimizer: torch.optim.AdamW, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -149,11 +204,13 @@ def optimizer_tensors(optimizer: torch.optim.AdamW, names: Mapping[int, str]) ->
 def restore_optimizer(
     optimizer: torch.optim.AdamW, names: Mapping[int, str], tensors: Mapping[str, Tensor]
 ) -> None:
+    """A parameter that no gradient has reached yet has no state: all of it is there, or nothing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"optimizer.{names[id(parameter)]}."
+            like = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            held = any(f"{prefix}{name}" in tensors for name in like)
+            state = matching(tensors, like, prefix=prefix) if held else {}
             optimizer.state[parameter] = {
-                name.removeprefix(prefix): tensor.to(parameter.device)
-                for name, tensor in tensors.items()
-                if name.startswith(prefix)
+                name: tensor.to(parameter.device) for name, tensor in state.items()
             }

@@ -304,14 +304,16 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     held = checkpoint.state
     state = State(**{name: held[name] for name in vars(State()) if name in held})
     tensors = checkpoint.tensors()
-    training.draft.load_state_dict(checkpoint.draft_tensors())
+    draft = training.draft.state_dict()
+    training.draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), draft))
     checkpoints.restore_optimizer(parts.optimizer, _names(training), tensors)
-    parts.guard.load({name: tensors[f"guard.{name}"] for name in parts.guard.state()})
+    parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
     checkpoints.restore_rng(tensors)
     if parts.world.is_main:
         _finish_save(training, state, keep_all=bool(complaints))
+        kept = checkpoints.matching(tensors, vars(window), prefix="window.")
         for name, tensor in vars(window).items():
-            tensor.copy_(tensors[f"window.{name}"])
+            tensor.copy_(kept[name])
     observer.note(f"resuming at step {state.step} of {training.stream.steps}")
     return state, window
 

@@ -9,8 +9,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import Table, Whole
 from fledge.core.files import atomic_file
+from fledge.core.reading import json_lines, parse_json
 from fledge.train.step import Sums
+
+_LINE = Table({"step": Whole()})
 
 
 def acceptance_metrics(sums: Sums) -> dict[str, Any]:
@@ -44,12 +48,13 @@ class MetricsFile:
         self.path = path
         kept = []
         if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
+            for _, line in json_lines(path):
                 try:
-                    if json.loads(line)["step"] <= resume_at:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):
+                    value = parse_json(line, _LINE, where=str(path), finite=False)
+                except BadInput:
                     break  # the line a killed process was writing
+                if value["step"] <= resume_at:
+                    kept.append(line)
         with atomic_file(path) as handle:
             handle.writelines(kept)
         self._handle = path.open("a")

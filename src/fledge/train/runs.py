@@ -3,14 +3,13 @@
 A verb may be given a run, one of its checkpoints, its `best`, or a draft that belongs to no run.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.draft.files import CONFIG_NAME
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
-from fledge.train.checkpoint import STATE_NAME
+from fledge.train.checkpoint import STATE_NAME, read_state
 
 _HELD_OUT_BEFORE = 512  # the default of `data.valid_rows` in recipes that runs wrote down
 
@@ -63,9 +62,5 @@ def _held_out_before(recipe: Recipe) -> int | None:
 
 
 def checkpoint_state(draft: Path) -> dict[str, Any] | None:
-    """What training wrote beside a checkpoint's draft: step, acceptance, fingerprints."""
-    try:
-        state: dict[str, Any] = json.loads((draft / STATE_NAME).read_bytes())
-    except FileNotFoundError:
-        return None
-    return state
+    """What training wrote beside a checkpoint's draft, if it is one."""
+    return read_state(draft) if (draft / STATE_NAME).exists() else None

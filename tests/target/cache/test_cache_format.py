@@ -33,17 +33,20 @@ def random_rows(rng, lengths):
 
 
 def random_payload(shape, row, seed):
-    """Any bytes at all: a shard does not look inside."""
+    """Any bytes at all, but for ids, which must be ids: a shard does not look further inside."""
     generator = torch.Generator().manual_seed(seed)
     tokens, slots = len(row.input_ids), len(shape.slots(row.loss_mask))
     counted = [(f, tokens) for f in shape.token_fields()]
     counted += [(f, slots) for f in shape.slot_fields()]
-    return {
+    payload = {
         field.name: torch.randint(0, 120, (n, field.row_bytes), generator=generator)
         .to(torch.uint8)
         .view(field.dtype)
         for field, n in counted
     }
+    if (ids := payload.get("topk_ids")) is not None:
+        ids.remainder_(shape.draft_vocab_size)
+    return payload
 
 
 def write(path, shape, rows, order=None):

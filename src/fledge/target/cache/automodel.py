@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
+from fledge.core import reading
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
 from fledge.core.head import TargetHead
@@ -131,11 +131,11 @@ def write_embedding(directory: Path, embedding_VD: Tensor) -> None:
 
 def read_embedding(directory: Path) -> Tensor:
     path = directory / EMBEDDINGS
-    try:
-        weight_VD: Tensor = load_file(path)["weight"]
-        return weight_VD
-    except (OSError, SafetensorError, KeyError) as error:
-        raise BadInput(f"the embedding cannot be read ({error})", where=str(path)) from None
+    tensors = reading.load_tensors(path, what="the file of the target's embedding")
+    weight_VD: Tensor | None = tensors.get("weight")
+    if weight_VD is None:
+        raise BadInput("it holds no tensor 'weight'", where=str(path))
+    return weight_VD
 
 
 def read_named_target(

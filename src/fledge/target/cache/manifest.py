@@ -4,20 +4,32 @@ Two caches with equal manifests hold the same rows, encoded alike, from the same
 shards themselves hold is `format`; the target's embedding and head are kept here, once.
 """
 
-import json
+import itertools
 import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
+from fledge.core import reading
 from fledge.core.errors import BadInput
+from fledge.core.expected import (
+    Choice,
+    Flag,
+    ListOf,
+    MapOf,
+    Maybe,
+    Number,
+    Row,
+    Table,
+    Text,
+    Whole,
+    shown,
+)
 from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
 from fledge.target.base import InputEmbedding, TargetInfo
@@ -30,13 +42,40 @@ TARGET = "target.safetensors"
 TARGET_FILES = "target"  # config and tokenizer
 VOCABULARY = "vocabulary.safetensors"
 LOCK = ".lock"
+_SIZE = Whole(1, 2**24)  # of a state or a vocabulary
+# What a target says of itself, in a manifest or from a server.
+_TARGET_FACTS = Table(
+    {
+        "depth": Whole(1, 2**16),
+        "dtype": Choice((*DTYPES, "float64")),
+        "weight_dtypes": Text(),
+        "weights_fingerprint": Text(256),
+        "tokenizer_fingerprint": Maybe(Text(256)),
+        "vocab_size": _SIZE,
+        "head": Table({"scale": Number(), "softcap": Maybe(Number()), "divisor": Number()}),
+        "final_norm": Maybe(Row((Text(), Text(), Maybe(Number())))),
+    },
+    optional={"crc": MapOf(Whole(0, 2**32 - 1))},
+)
 # What every reader relies on; which of it fits which encoding is checked where it is used.
-_FIELDS: dict[str, type | UnionType] = {
-    "encoding": str, "dtype": str, "hidden_size": int, "vocabulary": dict | None,
-    "top_k": int | None, "supervised_only": bool, "rows": int, "held_out_rows": int,
-    "shard_size": int, "aux_layer_ids": list, "vocab_size": int, "target": dict,
-}  # fmt: skip
-_KNOWN = {"encoding": ENCODINGS, "dtype": tuple(DTYPES)}
+_MANIFEST = Table(
+    {
+        "encoding": Choice(ENCODINGS),
+        "dtype": Choice(tuple(DTYPES)),
+        "hidden_size": _SIZE,
+        "vocabulary": Maybe(Table({"size": _SIZE})),
+        "top_k": Maybe(_SIZE),
+        "supervised_only": Flag(),
+        "rows": Whole(),
+        "held_out_rows": Whole(),
+        "shard_size": Whole(1),
+        "aux_layer_ids": ListOf(Whole(0, 2**16), least=1, most=2**10),
+        "vocab_size": _SIZE,
+        "target": _TARGET_FACTS,
+    }
+)
+# of a cache in AutoModel's layout that names its target only
+_MANIFEST_ALONE = Table({**_MANIFEST.fields, "target": Table()})
 LATE = "target"  # the one field that is known only when the target is loaded
 _SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 # What a config and a tokenizer consist of, of every kind that transformers knows. A list, not a
@@ -60,19 +99,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 def stored_manifest(directory: Path) -> dict[str, Any]:
     """What the manifest says, whatever its version; in AutoModel's layout our part, if any."""
     path = directory / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        manifest.keys()
-    except FileNotFoundError:
+    if not path.exists():
         raise BadInput(
             "not a cache: it has no manifest.json",
             where=str(directory),
             fix="`fledge precompute` makes one",
-        ) from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise BadInput(f"the manifest cannot be read ({error})", where=str(path)) from None
+        )
+    manifest: dict[str, Any] = reading.read_json(path, what="the manifest", inside=directory)
+    if not automodel.is_automodel(manifest):
+        return manifest
     own: dict[str, Any] = manifest.get(automodel.OWN, manifest)
-    return own if automodel.is_automodel(manifest) else manifest
+    return own
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -82,13 +119,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if automodel.is_automodel(manifest):
         manifest = automodel.own_manifest(manifest, where=where)
     if (version := manifest.get("format")) != FORMAT:
-        what = f"cache format {version}, this version of fledge reads {FORMAT}"
+        told = shown(version)
+        what = f"cache format {told}, this version of fledge reads {FORMAT}"
         raise BadInput(what, where=where, fix=fix)
-    for name, kinds in _FIELDS.items():
-        value, known = manifest.get(name), _KNOWN.get(name)
-        if not isinstance(value, kinds) or (known and value not in known):
-            what = f"the manifest is damaged: '{name}' is {value!r}"
-            raise BadInput(what, where=where, fix=fix)
+    fields = _MANIFEST_ALONE if lacks_target(directory, manifest) else _MANIFEST
+    reading.check(manifest, fields, where=where, what="the manifest", fix=fix)
+    if manifest["held_out_rows"] > manifest["rows"]:
+        what = f"{manifest['held_out_rows']} of {manifest['rows']} rows cannot be held out"
+        raise BadInput(f"the manifest is damaged: {what}", where=where, fix=fix)
     return manifest
 
 
@@ -161,7 +199,10 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         return
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
     ours = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
-    foreign = sorted(names - ours - {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS})
+    known = {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
+    for name in sorted(names & (ours | known)):
+        reading.check_inside(directory / name, directory)  # it may be written to
+    foreign = sorted(names - ours - known)
     if foreign:
         raise BadInput(
             f"not empty, and '{foreign[0]}' is not part of a cache",
@@ -293,26 +334,23 @@ def read_target(
             directory, manifest, model, trust_remote_code=trust_remote_code
         )
     path, facts = directory / TARGET, manifest[LATE]
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(
-            f"the target's embedding and head are damaged ({error})", where=str(path)
-        ) from None
-    for name, crc in facts["crc"].items():
-        if name not in tensors or _crc(tensors[name]) != crc:
-            raise BadInput(f"{name} is damaged", where=str(path), fix="make the cache again")
-    return assemble_target(tensors, facts, hidden_size=manifest["hidden_size"])
+    reading.check_inside(path, directory)
+    tensors = reading.load_tensors(path, what="the file of the target's embedding and head")
+    wrong = [name for name, crc in facts.get("crc", {}).items() if _crc(tensors.get(name)) != crc]
+    if wrong:
+        raise BadInput(f"{wrong[0]} is damaged", where=str(path), fix="make the cache again")
+    return assemble_target(tensors, facts, hidden_size=manifest["hidden_size"], where=str(path))
 
 
 def assemble_target(
-    tensors: dict[str, Tensor], facts: dict[str, Any], *, hidden_size: int
+    tensors: dict[str, Tensor], facts: dict[str, Any], *, hidden_size: int, where: str = "target"
 ) -> tuple[InputEmbedding, TargetInfo]:
     """The inverse of `target_tensors` and `target_facts`."""
+    reading.check(facts, _TARGET_FACTS, where=where, what="what the target says of itself")
+    _check_tables(tensors, facts["vocab_size"], hidden_size, where)
     embedding_VD, norm = tensors["embed_tokens"], facts["final_norm"]
-    head = TargetHead(
-        tensors.get("lm_head", embedding_VD), tensors.get("lm_head_bias"), **facts["head"]
-    )
+    scales = {name: facts["head"][name] for name in ("scale", "softcap", "divisor")}
+    head = TargetHead(tensors.get("lm_head", embedding_VD), tensors.get("lm_head_bias"), **scales)
     info = TargetInfo(
         head=head,
         final_norm=norm and FinalNorm(norm[0], norm[1], norm[2], tensors.get("final_norm")),
@@ -327,21 +365,51 @@ def assemble_target(
     return InputEmbedding(embedding_VD), info
 
 
+def _check_tables(tensors: dict[str, Tensor], rows: int, width: int, where: str) -> None:
+    """Refuse tables of other shapes than the target's sizes, before a trainer relies on them."""
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "embed_tokens": (None, None),
+        "lm_head": (rows, width),
+        "lm_head_bias": (rows,),
+        "final_norm": (width,),
+    }
+    if "lm_head" not in tensors:  # tied: one table is both
+        shapes["embed_tokens"] = shapes["lm_head"]
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None and name != "embed_tokens":
+            continue
+        if tensor is None or not tensor.is_floating_point() or not _fits(tensor, shape):
+            told = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            sizes = f"a vocabulary of {rows} and a width of {width}"
+            raise BadInput(f"{name} is {told}, the target has {sizes}", where=where)
+
+
+def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+    pairs = zip(tensor.shape, shape, strict=False)
+    return tensor.ndim == len(shape) and all(want in (None, size) for size, want in pairs)
+
+
 def shards_of(manifest: dict[str, Any]) -> int:
     return -(-int(manifest["rows"]) // int(manifest["shard_size"]))
 
 
 def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
-    """A cache with a shard missing is not read at all."""
-    missing = set(range(shards_of(manifest))) - existing_shards(directory)
-    if missing:
+    """A cache with a shard missing is not read at all. Nothing is as large as the number of shards
+    that a manifest claims."""
+    total = shards_of(manifest)
+    there = {number for number in existing_shards(directory) if number < total}
+    if len(there) < total:
+        first = next(number for number in itertools.count() if number not in there)
         raise BadInput(
-            f"unfinished: {len(missing)} of {shards_of(manifest)} shards are missing, "
-            f"{shard_name(min(missing))} first",
+            f"unfinished: {total - len(there)} of {total} shards are missing, "
+            f"{shard_name(first)} first",
             where=str(directory),
             fix="run the same precompute with --resume",
         )
 
 
-def _crc(tensor: Tensor) -> int:
+def _crc(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
     return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -36,9 +36,10 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
+from fledge.core.reading import parse_json
 from fledge.core.rows import TokenRow
 from fledge.target.cache.format import KEY_BYTES, SAFETENSORS, CacheShape, safetensors_header
-from fledge.target.cache.shard import reserve, row_key, write_at
+from fledge.target.cache.shard import mapped, reserve, row_key, write_at
 
 # Our fields under their names there.
 _THEIR_NAMES = {"topk_probs": "target_probs_values", "topk_ids": "target_probs_indices"}
@@ -168,12 +169,12 @@ class PaddedShard:
 
     def __init__(self, path: Path, shape: CacheShape, order_W: NDArray[np.int64] | None) -> None:
         self.path, self._shape, self._order_W = path, shape, order_W
+        self._map = mapped(path)
         try:
-            with path.open("rb") as handle:
-                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
             length = int.from_bytes(self._map[:8], "little")
-            header = json.loads(self._map[8 : 8 + length])
-            facts = json.loads((header.get("__metadata__") or {}).get("fledge", "{}"))
+            header = parse_json(self._map[8 : 8 + length], where=str(path))
+            own = (header.get("__metadata__") or {}).get("fledge", "{}")
+            facts = parse_json(own.encode(), where=str(path))
             self._fields = self._open_fields(header, 8 + length)
             rows = len(self._fields["input_ids"])
             unnamed = [f"{path.name}:{row + 1}" for row in range(rows)]

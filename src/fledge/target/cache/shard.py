@@ -6,7 +6,6 @@ never be taken for those of other tokens.
 """
 
 import hashlib
-import json
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fledge.core.errors import BadInput
+from fledge.core.expected import Flag, ListOf, Row, Table, Text, Whole
 from fledge.core.files import atomic_file
+from fledge.core.reading import open_regular, parse_json
 from fledge.core.rows import TokenRow
 from fledge.target.cache.format import KEY_BYTES, CacheShape, ShardLayout
 
@@ -114,25 +115,55 @@ def open_shard(path: Path, layout: ShardLayout, rows: Sequence[TokenRow]) -> Ite
         writer.finish()
 
 
+_MOST_HEADER_BYTES = 64 << 20  # of 256 rows: about a hundred bytes each
+# What the header of a shard must say before its layout can be built and compared.
+_STARTS = Table({"data_offsets": Row((Whole(), Whole()))})
+_HEADER = Table(
+    {"__metadata__": Table({"fledge": Text(2**30)}), "row_start": _STARTS, "slot_start": _STARTS}
+)
+_FACTS = Table({"places": ListOf(Text(), most=2**48), "truncated": ListOf(Flag(), most=2**48)})
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """A shard in memory, page by page as it is read."""
+    with open_regular(path, inside=path.parent) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        if size < 8:  # an empty file cannot be mapped
+            raise _damaged(path)
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_header(held: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the safetensors header, what we keep in it)."""
+    length = int.from_bytes(held[:8], "little")
+    if length > min(len(held) - 8, _MOST_HEADER_BYTES):
+        raise _damaged(path)
+    where, what = str(path), "the shard"
+    header: dict[str, Any] = parse_json(held[8 : 8 + length], _HEADER, where=where, what=what)
+    kept = header["__metadata__"]["fledge"]
+    return header, parse_json(kept, _FACTS, where=where, what=what)
+
+
+def _damaged(path: Path) -> BadInput:
+    return BadInput("the shard is cut short or damaged", where=str(path))
+
+
 class Shard:
     """A finished shard, memory-mapped."""
 
-    def __init__(self, path: Path, shape: CacheShape) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as handle:
-                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-            length = int.from_bytes(self._map[:8], "little")
-            header = json.loads(self._map[8 : 8 + length])
-            facts = json.loads(header["__metadata__"]["fledge"])
-            self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-            tokens, slots = (self._counts(header, name) for name in ("row_start", "slot_start"))
+    def __init__(self, path: Path, shape: CacheShape, vocab_size: int = 2**31) -> None:
+        self.path, self._vocab_size = path, vocab_size
+        self._map = mapped(path)
+        header, facts = _read_header(self._map, path)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        tokens, slots = (self._counts(header, name) for name in ("row_start", "slot_start"))
+        whole = len(tokens) == len(slots) == len(facts["places"]) == len(facts["truncated"])
+        if whole:
             self.layout = ShardLayout(shape, tokens, slots, facts)
-            whole = self.layout.header == self._map[: 8 + length]
-        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
-            raise BadInput(f"the shard cannot be read ({error})", where=str(path)) from None
-        if not whole or self.layout.n_bytes != len(self._map):
-            raise BadInput("the shard is cut short or damaged", where=str(path))
+            whole = self.layout.n_bytes == len(self._map)
+            whole = whole and self._map[: len(self.layout.header)] == self.layout.header
+        if not whole:
+            raise _damaged(path)
         self.places: list[str] = facts["places"]
         self.truncated: list[bool] = facts["truncated"]
         self.input_ids = self._view("input_ids", np.int32)
@@ -144,10 +175,16 @@ class Shard:
         return len(self.places)
 
     def _counts(self, header: dict[str, Any], name: str) -> list[int]:
+        """How many tokens or slots each row has, from where each one starts."""
         data = 8 + int.from_bytes(self._map[:8], "little")
         begin, end = header[name]["data_offsets"]
+        if not begin < end <= len(self._map) - data or (end - begin) % 8:
+            raise _damaged(self.path)
         starts = np.frombuffer(self._map[data + begin : data + end], dtype=np.int64)
-        return [int(count) for count in np.diff(starts)]
+        counts = np.diff(starts)
+        if starts[0] != 0 or starts[-1] > len(self._map) or (starts[1:] < starts[:-1]).any():
+            raise _damaged(self.path)
+        return [int(count) for count in counts]
 
     def _view(self, name: str, dtype: Any) -> NDArray[Any]:
         place = self.layout.places[name]
@@ -163,9 +200,17 @@ class Shard:
         return self.bytes[begin:end]
 
     def is_whole(self, row: int) -> bool:
-        """Whether the row's checksum and key fit its tokens and states; reads all of it."""
+        """Whether the row's checksum and key fit its tokens and states, and whether every id in it
+        is one; reads all of it."""
         ids, mask = self.tokens(row)
-        if row_key(ids) != self.keys[row].tobytes():
+        if not _within(ids, self._vocab_size):
+            return False
+        if (shape := self.layout.shape).encoding == "topk":
+            top_ids = self.payload("topk_ids", row).view(np.int32)
+            if not _within(top_ids, shape.draft_vocab_size):
+                return False
+        slots = int(self.layout.slot_start[row + 1] - self.layout.slot_start[row])
+        if row_key(ids) != self.keys[row].tobytes() or len(self.layout.shape.slots(mask)) != slots:
             return False
         kept = (self.payload(name, row).data for name in _payload_names(self.layout.shape))
         return _checksum([ids.data, mask.data, *kept]) == int(self._digests[row])
@@ -182,11 +227,15 @@ class Shard:
 def is_whole_shard(path: Path, layout: Laid) -> bool:
     """Whether a shard of this layout is there: size and header; checksums are `verify`'s work."""
     try:
-        with path.open("rb") as handle:
+        with open_regular(path) as handle:
             size = os.fstat(handle.fileno()).st_size
             return size == layout.n_bytes and handle.read(len(layout.header)) == layout.header
-    except OSError:
+    except BadInput:
         return False
+
+
+def _within(ids: NDArray[np.int32], size: int) -> bool:
+    return not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < size)
 
 
 def _mask(row: TokenRow) -> NDArray[np.uint8]:

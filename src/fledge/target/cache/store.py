@@ -43,7 +43,8 @@ def open_shards(
     """Some shards of a cache, in whichever of the two layouts it is."""
     shape = shape_of(manifest)
     if manifest.get("layout") != automodel.LAYOUT:
-        return [Shard(directory / shard_name(number), shape) for number in numbers]
+        paths = (directory / shard_name(number) for number in numbers)
+        return [Shard(path, shape, manifest["vocab_size"]) for path in paths]
     order_W = automodel.column_order(manifest)
     paths = (directory / padded_shard_name(number) for number in numbers)
     return [PaddedShard(path, shape, order_W) for path in paths]

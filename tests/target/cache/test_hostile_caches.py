@@ -1,0 +1,135 @@
+"""Caches that somebody wrote on purpose: refused before a number in them is believed."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fledge.core.errors import BadInput
+from fledge.data.vocab import DraftVocabulary
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.manifest import ensure_free
+from fledge.target.cache.shard import Shard
+from fledge.target.cache.store import CacheStore
+
+BEFORE = Path(__file__).parent.parent.parent / "train" / "written_before" / "cache"
+SHARD = "shard-00000.safetensors"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return shutil.copytree(BEFORE, tmp_path / "cache")
+
+
+def rewrite(cache, **fields):
+    path = cache / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **fields}))
+
+
+def read_all(cache):
+    target = CachedEagle3TargetModel(cache)
+    return [target.store.check(row) for row in range(len(target.store))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rows": 10**14}, "390624999999 of 390625000000 shards are missing"),
+        ({"rows": 10**30}, "'rows' is 10000"),
+        ({"shard_size": 0}, "'shard_size' is 0"),
+        ({"held_out_rows": 17}, "17 of 16 rows cannot be held out"),
+        ({"hidden_size": -16}, "'hidden_size' is -16"),
+        ({"aux_layer_ids": ["a"]}, "aux_layer_ids[0]"),
+        ({"vocabulary": {"size": True}}, "vocabulary.size"),
+        ({"vocab_size": 5}, "damaged"),  # tokens that the target does not know
+        ({"target": {}}, "'target.depth' is absent"),
+    ],
+)
+def test_every_field_of_a_manifest(cache, fields, told):
+    rewrite(cache, **fields)
+    with pytest.raises(BadInput) as caught:
+        read_all(cache)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("facts", [{"dtype": "nn"}, {"head": {"scale": "x"}}, {"final_norm": [1]}])
+def test_what_it_says_of_the_target(cache, facts):
+    held = json.loads((cache / "manifest.json").read_bytes())["target"]
+    rewrite(cache, target={**held, **facts})
+    with pytest.raises(BadInput, match="the manifest is damaged: 'target"):
+        CachedEagle3TargetModel(cache)
+
+
+def test_tables_of_other_sizes_than_the_targets(cache):
+    tensors = load_file(cache / "target.safetensors")
+    held = json.loads((cache / "manifest.json").read_bytes())["target"]
+    rewrite(cache, target={**held, "crc": {}})
+    for name in ("embed_tokens", "lm_head", "final_norm"):
+        save_file({**tensors, name: torch.zeros(3, 5, 7)}, cache / "target.safetensors")
+        with pytest.raises(BadInput, match=f"{name} is torch.float32"):
+            CachedEagle3TargetModel(cache)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", SHARD, "target.safetensors"])
+def test_no_link_out_and_no_pipe(cache, tmp_path, name):
+    outside = (cache / name).rename(tmp_path / name)
+    (cache / name).symlink_to(outside)
+    with pytest.raises(BadInput, match="leads out"):
+        CachedEagle3TargetModel(cache)
+    with pytest.raises(BadInput, match="leads out"):  # nor is it written to
+        ensure_free(cache, resume=True)
+    (cache / name).unlink()
+    os.mkfifo(cache / name)
+    with pytest.raises(BadInput, match="pipe"):
+        CachedEagle3TargetModel(cache)
+
+
+def starts_of(path):
+    """(bytes of the shard, where its `row_start` lies)."""
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8 : 8 + length])["row_start"]["data_offsets"]
+    return data, slice(8 + length + begin, 8 + length + end)
+
+
+@pytest.mark.parametrize("change", [(1, -5), (3, 2**62), (0, 7), (-1, 2**40)])
+def test_rows_that_do_not_follow_one_another(cache, change):
+    path = cache / SHARD
+    data, place = starts_of(path)
+    starts = np.frombuffer(data[place], dtype=np.int64).copy()
+    starts[change[0]] = change[1]
+    data[place] = starts.tobytes()
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match="damaged"):
+        CacheStore(cache)
+
+
+def test_a_header_longer_than_its_shard(cache):
+    path = cache / SHARD
+    shape = CacheStore(cache).shape
+    for length in (2**63, 2**40, path.stat().st_size):
+        path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
+        with pytest.raises(BadInput, match="damaged"):
+            Shard(path, shape)
+
+
+def test_a_vocabulary_of_tokens_that_are_none(tmp_path):
+    path = tmp_path / "vocabulary.safetensors"
+    DraftVocabulary(np.arange(4), 9, 1.0).save(path)
+    whole = DraftVocabulary.load(path)
+    assert whole.size == 4
+    facts = {"fledge": json.dumps({"coverage": 1.0, "rows": "", "digest": whole.digest()})}
+    t2d = torch.zeros(9, dtype=torch.bool)
+    for d2t in (torch.full((4,), 10**12), torch.full((4,), -9), torch.zeros(2, 2).long()):
+        save_file({"d2t": d2t, "t2d": t2d}, path, metadata=facts)
+        with pytest.raises(BadInput, match="vocabulary"):
+            DraftVocabulary.load(path)
+    for text in ("{}", "[]", '{"coverage": NaN, "rows": "", "digest": ""}', "{" * 9999):
+        save_file({"d2t": torch.zeros(4).long(), "t2d": t2d}, path, metadata={"fledge": text})
+        with pytest.raises(BadInput, match="vocabulary"):
+            DraftVocabulary.load(path)

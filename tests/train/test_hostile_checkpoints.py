@@ -1,0 +1,111 @@
+"""Checkpoints that somebody wrote on purpose: passed over or refused, in one line."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fledge.core.errors import BadInput
+from fledge.data.tokenise import checksum
+from fledge.train.checkpoint import best_step, matching, newest_checkpoint, prune, read_checkpoint
+from fledge.train.runs import checkpoint_state
+from train.test_written_before import BEFORE
+
+NAME = "step-00000003"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return shutil.copytree(BEFORE / "eagle3", tmp_path / "run")
+
+
+@pytest.fixture
+def path(run):
+    return run / "checkpoints" / NAME
+
+
+def rewrite(path, **fields):
+    state = json.loads((path / "state.json").read_bytes())
+    (path / "state.json").write_text(json.dumps({**state, **fields}))
+    return state
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": -1}, {"step": "3"}, {"step": 10**30}, {"best_step": 1.5}, {"seconds": None},
+        {"last": []}, {"last": {"tau": "x"}}, {"fingerprints": 3}, {"checksums": []},
+        {"best_length": float("nan")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_state_of_other_types(run, path, fields):
+    rewrite(path, **fields)
+    found, complaints = newest_checkpoint(run)
+    assert found is None
+    [line] = complaints
+    assert next(iter(fields)) in line
+    assert str(path) in line
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../recipe.yaml", "..", ""])
+def test_names_lead_nowhere_else(path, name):
+    """The checksum of /dev/zero would never be finished."""
+    sums = json.loads((path / "state.json").read_bytes())["checksums"]
+    rewrite(path, checksums={**sums, name: 0})
+    with pytest.raises(BadInput, match="the name of a file"):
+        read_checkpoint(path)
+
+
+def test_neither_links_nor_pipes_nor_missing_files(path):
+    sums = rewrite(path)["checksums"]
+    (path / "device").symlink_to("/dev/zero")
+    rewrite(path, checksums={**sums, "device": 0})
+    with pytest.raises(BadInput, match="leads out"):
+        read_checkpoint(path)
+    os.mkfifo(path / "pipe")
+    rewrite(path, checksums={**sums, "pipe": 0})
+    with pytest.raises(BadInput, match="pipe"):
+        read_checkpoint(path)
+    rewrite(path, checksums={})
+    with pytest.raises(BadInput, match=r"no config\.json"):
+        read_checkpoint(path)
+    rewrite(path, checksums=sums)
+    assert read_checkpoint(path).step == 3
+
+
+def test_tensors_of_another_trainer(path):
+    file = path / "training.safetensors"
+    whole = load_file(file)
+    want = {"norms": whole["guard.norms"]}
+    assert matching(whole, want, prefix="guard.").keys() == want.keys()
+    for other in (torch.zeros(3), torch.zeros(64).double(), None):
+        tensors = {key: value for key, value in whole.items() if key != "guard.norms"}
+        tensors |= {} if other is None else {"guard.norms": other}
+        save_file(tensors, file)
+        sums = json.loads((path / "state.json").read_bytes())["checksums"]
+        rewrite(path, checksums={**sums, file.name: checksum(file)})
+        with pytest.raises(BadInput, match=r"guard\.norms is"):
+            matching(read_checkpoint(path).tensors(), want, prefix="guard.")
+
+
+def test_what_stands_beside_a_draft_is_checked_too(path):
+    (path / "state.json").write_text('{"step": 3, "last": {"step": 3}}')  # of an older version
+    assert checkpoint_state(path)["step"] == 3
+    (path / "state.json").write_text("[" * 9999)
+    with pytest.raises(BadInput, match="nested too deeply"):
+        checkpoint_state(path)
+
+
+def test_links_in_a_run(run, path, tmp_path):
+    (run / "best").symlink_to("checkpoints/step-of-mine")
+    assert best_step(run) is None
+    other = tmp_path / "important"
+    other.mkdir()
+    (run / "checkpoints" / "step-00000001").symlink_to(other)
+    prune(run, 1)
+    assert other.is_dir()
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [NAME]
