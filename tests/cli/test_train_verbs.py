@@ -91,7 +91,7 @@ def test_a_signal_leaves_a_resumable_run(place):
         (["target.backend=sglang"], "target.backend"),
         (["target.model=no-such-model"], "no such model"),
         (["target.aux_layer_ids=0,1,9"], "9"),
-        (["objective.kind=eagle1"], "eagle1"),
+        (["objective.kind=eagle9"], "eagle9"),
         (["training.device=cuda"], "torch sees no GPU"),
         (["draft.init_from=nowhere"], "nowhere"),
     ],

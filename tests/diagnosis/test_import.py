@@ -11,13 +11,20 @@ from test_diagnose_faults import assert_same_files, broken_copy, put
 from typer.testing import CliRunner
 
 from export.drafts import files_of
+from export.export_cases import VLLM_ONLY
+from export.export_cases import make_draft as make_exported
 from export.layouts import LAYOUTS, write_as
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
+from fledge.diagnosis.checks.base import Subject, TargetFiles
+from fledge.diagnosis.diagnose import run_checks
+from fledge.diagnosis.foreign import read_files
 from fledge.diagnosis.import_draft import import_draft
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.export import export_draft
+from fledge.export.reread import differing_flags
 from fledge.export.self_check import CheckOptions
+from fledge.methods.registry import load_draft
 
 KINDS = ("eagle3", "eagle31", "peagle")
 
@@ -171,3 +178,22 @@ def test_an_executable_weights_file_is_not_run(place, tmp_path):
     with pytest.raises(BadInput, match=r"pytorch_model\.bin: cannot be read"):
         import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", VLLM_ONLY)
+def test_norms_and_biases_of_layers_come_back(kind, tiny_target, tmp_path):
+    """What only vLLM serves: exported for it, and imported again, it is the same draft."""
+    draft = make_exported(tmp_path / "draft", tiny_target, **VLLM_ONLY[kind])
+    options = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
+    exported = export_draft(draft, tmp_path / "exported", **options)
+    back = import_draft(exported, tmp_path / "back", target=str(tiny_target))
+    ours, theirs = (load_draft(place) for place in (draft, back))
+    assert not differing_flags(ours.config, theirs.config)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name]), name
+    files = read_files(exported)
+    files.tensors.pop("layers.1.self_attn.q_norm.weight", None)
+    files.tensors.pop("layers.1.self_attn.q_proj.bias", None)
+    findings = run_checks(Subject(files, TargetFiles(str(tiny_target))), ("static",))
+    assert "missing" in {one.check for one in findings if one.severity == "error"}

@@ -46,7 +46,7 @@ def test_validation_accepts_exactly_three_distinct_ids_in_range(ids: list[int], 
 
 @pytest.mark.parametrize(
     ("depth", "count", "ids"),
-    [(32, 1, [1]), (32, 2, [1, 28]), (32, 5, [1, 7, 14, 21, 28]), (9, 5, [1, 2, 3, 4, 5])],
+    [(32, 1, [32]), (32, 2, [1, 28]), (32, 5, [1, 7, 14, 21, 28]), (9, 5, [1, 2, 3, 4, 5])],
 )
 def test_other_numbers_of_layers_are_spread(depth: int, count: int, ids: list[int]) -> None:
     assert default_aux_layer_ids(depth, count) == ids

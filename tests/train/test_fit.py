@@ -438,7 +438,7 @@ def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
     assert torch.equal(grown.draft.selected_token_ids, old.selected_token_ids)
     outcome = fit(grown, Notes())
     assert outcome.state.first["tau"] > 1.0  # depth 0 says what the old draft said
-    with pytest.raises(BadInput, match="a P-EAGLE draft"):
+    with pytest.raises(BadInput, match="a draft of P-EAGLE"):
         set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))
 
 

@@ -115,6 +115,12 @@ def _config(depth: int) -> Table:
     return Table(optional={**_PLAIN, **dict.fromkeys((*_NESTED, *_ROTARY), Maybe(inner))})
 
 
+# Parts of a layer that only some drafts have: the flag in our config, and the tensors.
+LAYER_EXTRAS = {
+    "qk_norm": {f"self_attn.{one}_norm.weight" for one in "qk"},
+    "attention_bias": {f"self_attn.{one}_proj.bias" for one in "qkvo"},
+    "mlp_bias": {f"mlp.{one}_proj.bias" for one in ("gate", "up", "down")},
+}
 CONFIG = _config(3)
 CONFIG_KEYS = {*_PLAIN, *_ROTARY, *_NESTED}
 
@@ -204,6 +210,12 @@ class DraftView:
     @cached_property
     def state(self) -> dict[str, Tensor]:
         return {own: self.tensors[name] for own, name in self.names.items()}
+
+    @cached_property
+    def layer_extras(self) -> dict[str, bool]:
+        """What layers may have besides the usual, by the flag that stands for it in our configs."""
+        parts = {re.sub(r"^layers\.\d+\.", "", name) for name in self.state}
+        return {flag: bool(parts & names) for flag, names in LAYER_EXTRAS.items()}
 
     @property
     def layer_numbers(self) -> list[int]:

@@ -92,6 +92,7 @@ def own_config(subject: Subject) -> Any:
         "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
         "tie_word_embeddings": False,
         "norm_before_residual": view.norm_before_residual,
+        **view.layer_extras,
         **view.method_settings,
         OWN_AUX_KEY: subject.aux_layer_ids,
     }

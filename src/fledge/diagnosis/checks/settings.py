@@ -35,15 +35,20 @@ def architecture(subject: Subject) -> Iterator[Finding]:
         return
     if not subject.view.misnamed:
         yield from _eagle1_class(subject) if subject.view.merges else _eagle3_class(subject)
-    if (kind := subject.view.get("model_type")) != "llama":
-        evidence = f"model_type is {kind!r}: the draft is a Llama layer whatever the target is"
-        yield wrong_key("model_type", "llama", evidence)
+    wanted = "qwen3" if subject.view.layer_extras["qk_norm"] else "llama"
+    if (kind := subject.view.get("model_type")) != wanted:
+        layer = "Qwen3 layer (it has q/k norms)" if wanted == "qwen3" else "Llama layer"
+        evidence = f"model_type is {kind!r}: the draft is a {layer} whatever the target is"
+        yield wrong_key("model_type", wanted, evidence)
 
 
 def _eagle3_class(subject: Subject) -> Iterator[Finding]:
     named = subject.view.architectures
     known = (*_ARCHITECTURES, *_OWN_CLASSES.get(subject.view.layout.name, ()))
-    wanted = _ARCHITECTURES[0]
+    if subject.view.layer_extras["qk_norm"]:
+        own = ("LlamaForCausalLMEagle3",) if "qk_norm" in subject.view.config else ()
+        known = ("Eagle3Qwen3ForCausalLM", *own)
+    wanted = known[0]
     if len(named) != 1 or named[0] not in known:
         evidence = f"architectures is {named}: no engine loads that as an EAGLE-3 draft"
         yield wrong_key("architectures", [wanted], evidence)
@@ -140,21 +145,20 @@ def tied_embeddings(subject: Subject) -> Iterator[Finding]:
         yield wrong_key("tie_word_embeddings", False, evidence)
 
 
-@check("norm-flags", "static", "norms whose flag and tensors disagree", repairs=True)
+@check("norm-flags", "static", "norms and biases whose flag and tensors disagree", repairs=True)
 def norm_flags(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     for flag, present in (
         ("fc_norm", any(name.startswith("fc_norm.") for name in view.state)),
         ("norm_before_fc", "input_norm.weight" in view.state),
+        *((flag, view.layer_extras[flag]) for flag in ("attention_bias", "mlp_bias")),
     ):
         declared = bool(view.get(flag))
         if present and not declared:
-            evidence = (
-                f"the file has {flag}'s weights, {flag} is not set: engines leave the norm out"
-            )
+            evidence = f"the file has {flag}'s weights, {flag} is not set: engines leave them out"
             yield wrong_key(flag, True, evidence)
         elif declared and not present:
-            fix = "export again with the norm's weights"
+            fix = "export again with these weights"
             yield error(f"{flag} is set, its weights are not in the file", fix)
     silent = view.layout.nested == NESTED_KEY and view.flat.get("norm_before_residual") is None
     if silent and view.config.get(SPECULATORS_KEY) == "eagle3":

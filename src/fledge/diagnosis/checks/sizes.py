@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fledge.diagnosis.checks.base import Subject
+from fledge.diagnosis.foreign import LAYER_EXTRAS
 
 # The size that each axis shows; "": one that another check compares (`vocab-size`).
 _AXES: dict[str, tuple[str, ...]] = {
@@ -37,6 +38,16 @@ _LAYER_AXES: dict[str, tuple[str, ...]] = {
     "mlp.gate_proj.weight": ("intermediate", "hidden"),
     "mlp.up_proj.weight": ("intermediate", "hidden"),
     "mlp.down_proj.weight": ("hidden", "intermediate"),
+}
+# Those of `LAYER_EXTRAS`, where a draft has them: a bias is as long as what its matrix gives.
+_EXTRA_AXES: dict[str, tuple[str, ...]] = {
+    "self_attn.q_norm.weight": ("channels",),
+    "self_attn.k_norm.weight": ("channels",),
+    **{
+        name.replace(".weight", ".bias"): axes[:1]
+        for name, axes in _LAYER_AXES.items()
+        if len(axes) == 2
+    },
 }
 _FIRST_NORM = "layers.0.input_layernorm.weight"  # EAGLE-1 has none: fc's output is read as it is
 
@@ -77,6 +88,13 @@ def sizes_of(subject: Subject) -> Sizes:
     return Sizes(aux=aux, **{name: agreed.get(name) for name in _VOTED})
 
 
+def _layer_axes(subject: Subject) -> dict[str, tuple[str, ...]]:
+    """The tensors of a layer of this draft."""
+    there = {flag for flag, present in subject.view.layer_extras.items() if present}
+    extra = {name for flag in there for name in LAYER_EXTRAS[flag]}
+    return _LAYER_AXES | {name: axes for name, axes in _EXTRA_AXES.items() if name in extra}
+
+
 def _axes(subject: Subject) -> dict[str, tuple[str, ...]]:
     return _EAGLE1_AXES if subject.view.merges else _AXES
 
@@ -85,7 +103,7 @@ def required_names(subject: Subject) -> list[str]:
     """What every draft of its kind with so many layers has; a head and maps, if it needs them, are
     looked at elsewhere."""
     layers = range(max(subject.view.layer_numbers, default=0) + 1)
-    names = [f"layers.{layer}.{part}" for layer in layers for part in _LAYER_AXES]
+    names = [f"layers.{layer}.{part}" for layer in layers for part in _layer_axes(subject)]
     if subject.view.merges:
         return ["fc.weight", *(name for name in names if name != _FIRST_NORM)]
     return ["fc.weight", "norm.weight", "layers.0.hidden_norm.weight", *names]
@@ -100,7 +118,7 @@ def expected_shapes(subject: Subject, sizes: Sizes) -> dict[str, tuple[int | Non
     shapes = {name: tuple(map(values.get, axes)) for name, axes in _axes(subject).items()}
     for layer in subject.view.layer_numbers:
         values["inputs"] = both if layer == 0 and not merges else hidden
-        for part, axes in _LAYER_AXES.items():
+        for part, axes in _layer_axes(subject).items():
             shapes[f"layers.{layer}.{part}"] = tuple(map(values.get, axes))
     if merges:
         shapes.pop(_FIRST_NORM, None)
