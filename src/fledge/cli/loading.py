@@ -50,6 +50,19 @@ def load_target(
     )
 
 
+def check_method(draft: Path, method: str | None) -> None:
+    """Refuse a way of drafting that a draft does not have before any weights are read."""
+    import torch
+
+    from fledge.decode.strategies.registry import choose
+    from fledge.draft.files import read_draft_config
+    from fledge.methods.registry import method_of
+
+    config = read_draft_config(draft)
+    with torch.device("meta"):  # its shape without its weights
+        choose(method_of(config).draft_type()(config), method)
+
+
 def parse_dtype(name: str, *, floating: bool = False) -> Any:
     """A torch dtype by name, or "auto"."""
     import torch
