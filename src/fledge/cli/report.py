@@ -82,8 +82,8 @@ def _say_what_takes_time(prompts: list[str], limit: int, options: Any) -> None:
     asked = len(read_prompts(prompts, limit=limit or None))
     err.say(
         f"measuring: the target answers {asked} prompts with up to {options.max_new_tokens} tokens "
-        f"each (kept in the cache), the draft is replayed over them, {min(options.live, asked)} are "
-        "decoded live, both ways; the answers take the time: --limit, --max-new-tokens and --live "
-        "make it shorter",
+        f"each (kept in the cache), the draft is replayed over them, {min(options.live, asked)} "
+        "are decoded live, both ways; the answers take the time: --limit, --max-new-tokens and "
+        "--live make it shorter",
         style="cyan",
     )

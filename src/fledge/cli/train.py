@@ -21,14 +21,18 @@ EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl
 _FREE = (
     "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
-    "target.device", "training.max_bad_steps", "target.urls", "target.token_env", "target.ca_file",
-    "target.prefetch", "target.timeout_s", "target.retries", "target.wait_s",
-    "target.shared_memory",
+    "target.device", "training.extend", "training.max_bad_steps", "target.urls",
+    "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
+    "target.wait_s", "target.shared_memory",
 )  # fmt: skip
 
 
 def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
-    """Train a draft. On an existing run: continue it, or say which field of the recipe differs."""
+    """Train a draft. On an existing run: continue it, or say which field of the recipe differs.
+
+    A finished run says so and stays as it is. With training.extend=true and more steps or epochs it
+    is lengthened; draft.init_from=RUN starts a new run from it.
+    """
     recipe = recipe_of_words(arguments).settled()
     check_existing(recipe)
     code = run_recipe(recipe, as_json=as_json)
@@ -39,6 +43,8 @@ def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
 def check_existing(recipe: Any) -> None:
     """Refuse to continue a run with a recipe that is not its own."""
     from fledge.recipe.schema import RESOLVED_NAME, load_recipe
+    from fledge.train.checkpoint import newest_checkpoint
+    from fledge.train.lengthening import LENGTH, ways_on
     from fledge.train.runs import as_begun
 
     directory = Path(recipe.run.output_dir)
@@ -55,6 +61,13 @@ def check_existing(recipe: Any) -> None:
         raise BadInput(what, where=str(directory), fix="give another run.output_dir")
     differing = load_recipe(resolved).differences(as_begun(recipe))
     differing = [line for line in differing if not line.startswith(_FREE)]
+    if differing and all(line.startswith(LENGTH) for line in differing):
+        if recipe.training.extend:  # `fit` looks how far the run is
+            return
+        newest, _ = newest_checkpoint(directory)
+        if newest is not None and newest.finished:
+            what = f"this run finished at step {newest.step} ({'; '.join(differing)})"
+            raise BadInput(what, where=str(directory), fix=ways_on(directory))
     if differing:
         what = f"this run was started with another recipe: {'; '.join(differing[:5])}"
         fix = "give it another run.output_dir, or the recipe it was started with"
@@ -63,13 +76,18 @@ def check_existing(recipe: Any) -> None:
 
 def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
     """Set up, train, report; the exit code."""
-    from fledge.core.distributed import leave_world
-    from fledge.train.fit import fit
+    from fledge.core.distributed import is_main_rank, leave_world
+    from fledge.train.fit import finished_before, fit
     from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
     from fledge.train.setup import set_up
 
     quiet_libraries()
     begin = time.perf_counter()
+    ended = finished_before(recipe)
+    if ended is not None:
+        if is_main_rank():
+            _report(recipe, ended, None, None, as_json=as_json)
+        return 0
     with progress_bar("preparing data") as update:
         training = set_up(
             recipe, lambda at: update(total=at.parts, completed=at.done, note="parts")
@@ -129,12 +147,13 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
             {
                 "directory": directory,
                 "finished": outcome.finished,
+                "already_finished": outcome.already,
                 "step": state.step,
                 "before": state.first,
                 "after": state.last,
                 "best_length": state.best_length,
                 "warnings": list(outcome.warnings),
-                "predicted": predicted.to_json(),
+                "predicted": None if predicted is None else predicted.to_json(),
                 "measured": truth,
             }
         )
@@ -142,13 +161,18 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
     if not outcome.finished:
         out.print(f"stopped after step {state.step}; the same command continues the run")
         return
+    if outcome.already:
+        from fledge.train.lengthening import ways_on
+
+        out.say(f"already finished at step {state.step}; for more, {ways_on(Path(directory))}")
     if state.last:
         from fledge.methods.registry import METHODS
 
         method = METHODS[recipe.objective.kind]
         drafted = method.strategies[method.own_strategy].drafted
         out.print(acceptance_table(state.first, state.last, drafted))
-    out.print(predicted.table(truth))
+    if not outcome.already:
+        out.print(predicted.table(truth))
     out.say(f"best checkpoint (a loadable draft): {directory}/best")
     for line in outcome.warnings:
         out.say(f"warning: {line}", style="yellow")

@@ -34,7 +34,7 @@ from fledge.target.kinds import kind_of, model_name, target_tokenizer
 from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
-from fledge.train.optimizer import StepGuard, make_optimizer
+from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
 from fledge.train.runs import as_begun, keeps_its_rows
 from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
@@ -67,12 +67,19 @@ class Training(OpenRun):
     stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
 
-    @property
-    def warmup(self) -> int:
-        training = self.recipe.training
-        if training.warmup_steps is not None:
-            return training.warmup_steps
-        return math.ceil(training.warmup_share * self.stream.steps)
+    def lr(self, step: int, *, schedule_from: int = 0) -> float:
+        """The learning rate of a step; the schedule runs from the step at which the run was begun,
+        or lengthened, to its end."""
+        training, total = self.recipe.training, self.stream.steps - schedule_from
+        warmup = training.warmup_steps
+        return learning_rate(
+            step - schedule_from,
+            total,
+            peak=training.lr,
+            warmup=math.ceil(training.warmup_share * total) if warmup is None else warmup,
+            schedule=training.schedule,
+            final_share=training.final_lr_share,
+        )
 
 
 def prepare_data(
@@ -151,7 +158,7 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     recipe = opened.recipe
     with ExitStack() as undo:
         undo.enter_context(opened.parts.target)
-        parts, stream = _parts(recipe, opened.parts), _stream(opened)
+        parts, stream = _parts(recipe, opened.parts), make_stream(opened, recipe)
         undo.pop_all()
     return Training(**{**vars(opened), "parts": parts, "stream": stream})
 
@@ -216,8 +223,9 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
     )
 
 
-def _stream(opened: OpenRun) -> PackStream:
-    packing, training = opened.recipe.packing, opened.recipe.training
+def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
+    """The rows of a run in the order in which a recipe takes them."""
+    packing, training = recipe.packing, recipe.training
     return PackStream(
         opened.train,
         tokens=packing.tokens,
