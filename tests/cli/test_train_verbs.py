@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -44,8 +45,22 @@ def test_plan_train_and_train_again(place):
     assert outcome["measured"]["disk_bytes"] > 0
     assert (run / "best" / "model.safetensors").exists()
     again = json.loads(fledge("train", recipe, "--json").stdout)  # finished: nothing left to do
+    assert again["already_finished"]
     assert again["step"] == outcome["step"]
     assert again["after"] == outcome["after"]
+
+
+def test_without_a_terminal_every_logged_step_is_a_line(place, tmp_path):
+    done = fledge(
+        "train", place / "recipe.yaml", f"run.output_dir={tmp_path / 'run'}", "training.steps=5",
+        "training.extend=true",
+    )  # fmt: skip
+    line = re.compile(
+        r"training (\d)/5 steps \(\d+%\), loss \d+\.\d+ length \d\.\d+ [\d,]+ tok/s target \d+%; "
+        r"\d:\d\d elapsed, about \d:\d\d left"
+    )
+    steps = [match[1] for text in done.stderr.splitlines() if (match := line.fullmatch(text))]
+    assert steps == ["2", "4", "5"]  # tracking.every_steps, and the last
 
 
 def test_the_table_says_how_tokens_were_drafted():

@@ -12,6 +12,7 @@ from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
+from fledge.core.machine import is_main_rank
 from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
@@ -76,7 +77,7 @@ def check_existing(recipe: Any) -> None:
 
 def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
     """Set up, train, report; the exit code."""
-    from fledge.core.distributed import is_main_rank, leave_world
+    from fledge.core.distributed import leave_world
     from fledge.train.fit import finished_before, fit
     from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
     from fledge.train.setup import set_up
@@ -88,10 +89,8 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
         if is_main_rank():
             _report(recipe, ended, None, None, as_json=as_json)
         return 0
-    with progress_bar("preparing data") as update:
-        training = set_up(
-            recipe, lambda at: update(total=at.parts, completed=at.done, note="parts")
-        )
+    with progress_bar("preparing data", "parts") as update:
+        training = set_up(recipe, lambda at: update(total=at.parts, completed=at.done))
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
         predicted = predict(training)
@@ -101,7 +100,8 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
             f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
             f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
         )
-        update(description="training", total=stream.steps, completed=0)
+        update(description="training", total=stream.steps, completed=0, unit="steps")
+        training.watch = watcher.doing
         with training.parts.target:  # let go of it on every way out
             outcome = fit(training, watcher)
     seconds = time.perf_counter() - begin
@@ -121,17 +121,23 @@ class _Watcher:
 
     def __init__(self, update: Any, *, quiet: bool) -> None:
         self._update, self._quiet = update, quiet
+        self._figures = ""
 
     def note(self, text: str) -> None:
         if not self._quiet:
             err.say(text, style="cyan")
 
+    def doing(self, what: str, step: int, far: str) -> None:
+        """The bar counts steps; what is said behind it is how far an evaluation is, or the figures
+        of the last steps."""
+        self._update(description=what, completed=step, note=far or self._figures)
+
     def logged(self, values: dict[str, Any]) -> None:
-        note = (
-            f"loss {values['loss']:.3f} tau {values['tau']:.2f} "
+        self._figures = (
+            f"loss {values['loss']:.3f} length {values['tau']:.2f} "
             f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
         )
-        self._update(completed=values["step"], note=note)
+        self._update(description="training", completed=values["step"], note=self._figures, now=True)
 
     def evaluated(self, values: dict[str, Any]) -> None:
         evaluation = values["evaluation"]

@@ -57,11 +57,6 @@ class World:
             dist.barrier()
 
 
-def is_main_rank() -> bool:
-    """Whether this process is the first of all, before they have met."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def pick_device(name: str) -> torch.device:
     """`auto` is this process's GPU when there is one, else the CPU."""
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fledge.core.distributed import is_main_rank
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.files import alone_in, removed, write_json
-from fledge.core.machine import MACHINE_NAME, describe_machine
+from fledge.core.machine import MACHINE_NAME, describe_machine, is_main_rank
 from fledge.core.rows import TokenBatch
 from fledge.recipe.schema import Recipe
 from fledge.target.finite import NotFinite, module_of, place_of, refusal
@@ -82,6 +81,7 @@ def _fit(training: Training, observer: Observer) -> Outcome:
             parts.objective.draft_model.train()
             parts.clock.read()
             for batch in ask_ahead(parts, batches, stopping=lambda: bool(stop.received)):
+                training.watch("training", state.step, "")
                 lr = training.lr(state.step, schedule_from=state.schedule_from)
                 result = train_step(parts, batch, lr=lr, stopping=bool(stop.received))
                 state.step += 1
@@ -236,7 +236,10 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
     """Measure held-out acceptance; True when it is the best so far."""
     if not training.held_out:
         return False
-    evaluation = evaluate(training.parts, training.held_out, training.held_out_picks)
+    evaluation = evaluate(
+        training.parts, training.held_out, training.held_out_picks,
+        lambda done, packs: training.watch("evaluating", state.step, f"{done} of {packs} packs"),
+    )  # fmt: skip
     training.parts.clock.read()  # not part of the training speed
     state.last = {"step": state.step, **evaluation}
     if logs is not None:
@@ -249,6 +252,7 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
 
 def _save(training: Training, state: State, window: Sums, *, best: bool) -> None:
     parts = training.parts
+    training.watch("saving", state.step, "")
     # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
     kept = window.over(parts.world)
     if parts.world.is_main:

@@ -66,6 +66,8 @@ class Training(OpenRun):
     parts: Parts
     stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
+    # told what is going on (training, evaluating, saving), at which step, and how far inside it
+    watch: Callable[[str, int, str], None] = lambda what, step, far: None
 
     def lr(self, step: int, *, schedule_from: int = 0) -> float:
         """The learning rate of a step; the schedule runs from the step at which the run was begun,
