@@ -34,9 +34,10 @@ def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
     A finished run says so and stays as it is. With training.extend=true and more steps or epochs it
     is lengthened; draft.init_from=RUN starts a new run from it.
     """
+    begin = time.perf_counter()
     recipe = recipe_of_words(arguments).settled()
     check_existing(recipe)
-    code = run_recipe(recipe, as_json=as_json)
+    code = run_recipe(recipe, as_json=as_json, begin=begin)
     if code:
         raise Exit(code)
 
@@ -75,15 +76,15 @@ def check_existing(recipe: Any) -> None:
         raise BadInput(what, where=str(directory), fix=fix)
 
 
-def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
-    """Set up, train, report; the exit code."""
+def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None) -> int:
+    """Set up, train, report; the exit code. `begin`: when the command began."""
+    begin = time.perf_counter() if begin is None else begin
     from fledge.core.distributed import leave_world
     from fledge.train.fit import finished_before, fit
     from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
     from fledge.train.setup import set_up
 
     quiet_libraries()
-    begin = time.perf_counter()
     ended = finished_before(recipe)
     if ended is not None:
         if is_main_rank():
@@ -93,7 +94,8 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
         training = set_up(recipe, lambda at: update(total=at.parts, completed=at.done))
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
-        predicted = predict(training)
+        update(description="trying out this machine")
+        predicted = predict(training, begin)
         watcher = _Watcher(update, quiet=not is_main)
         watcher.note(
             f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "
@@ -105,8 +107,10 @@ def run_recipe(recipe: Any, *, as_json: bool = False) -> int:
         with training.parts.target:  # let go of it on every way out
             outcome = fit(training, watcher)
     seconds = time.perf_counter() - begin
+    spent = {"data": training.data_s, **watcher.spent()}
     truth = {
         "seconds": seconds,
+        "seconds_by_part": {"start_up": seconds - sum(spent.values()), **spent},
         "peak_bytes": peak_memory_bytes(training.parts.device),
         "disk_bytes": directory_bytes(training.directory),
     }
@@ -122,6 +126,8 @@ class _Watcher:
     def __init__(self, update: Any, *, quiet: bool) -> None:
         self._update, self._quiet = update, quiet
         self._figures = ""
+        self._doing, self._since = "training", time.perf_counter()
+        self._spent = dict.fromkeys(("training", "evaluating", "saving"), 0.0)
 
     def note(self, text: str) -> None:
         if not self._quiet:
@@ -130,7 +136,15 @@ class _Watcher:
     def doing(self, what: str, step: int, far: str) -> None:
         """The bar counts steps; what is said behind it is how far an evaluation is, or the figures
         of the last steps."""
+        now = time.perf_counter()
+        self._spent[self._doing] += now - self._since
+        self._doing, self._since = what, now
         self._update(description=what, completed=step, note=far or self._figures)
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by what was done, in the words of a prediction; there is no more to come."""
+        self._spent[self._doing] += time.perf_counter() - self._since
+        return dict(zip(("steps", "evaluations", "checkpoints"), self._spent.values(), strict=True))
 
     def logged(self, values: dict[str, Any]) -> None:
         self._figures = (

@@ -100,6 +100,12 @@ def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, complaints
 
 
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint, whole or not; 0: there is none."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    return int(max(names, default="step-0").removeprefix("step-"))
+
+
 def best_step(run: Path) -> int | None:
     """The step that `best` points to."""
     link = run / "best"

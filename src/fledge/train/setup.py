@@ -5,6 +5,7 @@ in a collective while one of them tokenizes for an hour.
 """
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class OpenRun:
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change between a run and its resumption
     warnings: list[str]  # what is allowed, and hardly meant
+    data_s: float  # spent on preparing the data
 
 
 @dataclass
@@ -169,7 +171,9 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
     """The rows and the models of a run; its target is let go of when something is missing."""
     recipe = as_begun(recipe).settled()
     device = pick_device(recipe.training.device)
+    begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
+    data_s = time.perf_counter() - begin
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
@@ -192,6 +196,7 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
             train=train,
             held_out=_held_out_batches(held_out, recipe, pad_id),
             warnings=_few_rows(len(train), len(held_out)),
+            data_s=data_s,
             pad_id=pad_id,
             draft=draft,
             vocabulary=vocabulary,
