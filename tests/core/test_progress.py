@@ -65,13 +65,17 @@ def test_the_time_left_counts_from_where_counting_began(monkeypatch):
     bar = PlainProgress(said.append, "preparing", "parts")
     bar.update(total=5, completed=5)
     now[0] = 60.0
-    bar.update(description="training", unit="steps", total=400, completed=100)  # a resumed run
-    now[0] = 70.0
+    bar.update(description="evaluating", unit="steps", total=400, completed=100)  # a resumed run
+    now[0] = 1000.0  # which took its time, and is no step
+    bar.update(description="training")
+    now[0] = 1010.0
     bar.update(completed=110, note="loss 3", now=True)
     bar.update(advance=190, now=True)
+    bar.update(description="evaluating", completed=400, now=True)  # nobody knows how long
     assert said == [
-        "training 110/400 steps (28%), loss 3; 1:10 elapsed, about 4:50 left",
-        "training 300/400 steps (75%), loss 3; 1:10 elapsed, about 0:05 left",
+        "training 110/400 steps (28%), loss 3; 16:50 elapsed, about 4:50 left",
+        "training 300/400 steps (75%), loss 3; 16:50 elapsed, about 0:05 left",
+        "evaluating 400/400 steps (100%), loss 3; 16:50 elapsed",
     ]
     assert [clock_time(s) for s in (7, 750, 10800)] == ["0:07", "12:30", "3:00:00"]
 

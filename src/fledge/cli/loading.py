@@ -1,7 +1,7 @@
 """Recipes, targets and drafts loaded as verbs name them: by words, by path, or by what a run knows
 about itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,16 @@ def recipe_of_words(words: Sequence[str]) -> Any:
     from fledge.recipe.schema import load_recipe, split_arguments
 
     return load_recipe(*split_arguments(words))
+
+
+def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
+    """What a bar says while a run is set up: first its data, part by part, then its target."""
+
+    def show(at: Any) -> None:
+        what = "preparing data" if at.done < at.parts else "loading the target"
+        update(description=what, total=at.parts, completed=at.done)
+
+    return show
 
 
 def load_target(

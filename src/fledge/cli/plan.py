@@ -3,7 +3,7 @@
 import time
 
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words
+from fledge.cli.loading import recipe_of_words, show_set_up
 from fledge.cli.options import AsJson, RecipeWords
 
 EXAMPLE = "Example: fledge plan recipes/smollm2_gpu.yaml data.train=chats.jsonl"
@@ -18,7 +18,7 @@ def plan(arguments: RecipeWords, as_json: AsJson = False) -> None:
     recipe = recipe_of_words(arguments)
     quiet_libraries()
     with progress_bar("preparing data", "parts") as update:
-        training = set_up(recipe, lambda at: update(total=at.parts, completed=at.done))
+        training = set_up(recipe, show_set_up(update))
         update(description="trying out this machine")
         predicted = predict(training, begin)
     if as_json:

@@ -8,7 +8,7 @@ from rich.table import Table
 from typer import Exit
 
 from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words
+from fledge.cli.loading import recipe_of_words, show_set_up
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
@@ -91,7 +91,7 @@ def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None
             _report(recipe, ended, None, None, as_json=as_json)
         return 0
     with progress_bar("preparing data", "parts") as update:
-        training = set_up(recipe, lambda at: update(total=at.parts, completed=at.done))
+        training = set_up(recipe, show_set_up(update))
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
         update(description="trying out this machine")

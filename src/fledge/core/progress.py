@@ -44,8 +44,9 @@ class PlainProgress:
         """`now`: worth a line of its own, however short the last one is ago."""
         with self._lock:
             done = (self._completed if completed is None else completed) + advance
-            if done < self._completed or total not in (None, self._total):
-                self._since = time.monotonic(), done
+            other = description not in (None, self._description) and done == self._since[1]
+            if other or done < self._completed or total not in (None, self._total):
+                self._since = time.monotonic(), done  # of the kind that is counted, nothing is done
             self._completed = done
             self._total = self._total if total is None else total
             self._description = self._description if description is None else description
@@ -69,7 +70,7 @@ class PlainProgress:
     def _left(self) -> float | None:
         since, before = self._since
         done = self._completed - before
-        if not self._total or done <= 0:
+        if not self._total or done <= 0 or self._completed >= self._total:
             return None
         return (time.monotonic() - since) / done * (self._total - self._completed)
 
