@@ -94,8 +94,7 @@ def test_the_added_steps_have_a_schedule_of_their_own(recipe, tmp_path):
     check_existing(recipe("training.steps=12", *options))  # that is its recipe now
 
 
-@pytest.mark.parametrize("taken", [1, 3, 6])
-@pytest.mark.parametrize("old", [False, True], ids=["new", "from_before"])
+@pytest.mark.parametrize(("taken", "old"), [(0, True), (1, False), (3, True), (6, False)], ids=str)
 def test_a_kill_in_the_added_steps_changes_nothing(recipe, monkeypatch, tmp_path, taken, old):
     """Killed without a word after so many added steps: before, at and behind a checkpoint (6, 9).
     Windows of metrics do not end where the first part did."""
@@ -130,6 +129,23 @@ def die_after(monkeypatch, steps):
         return real(parts, batch, **more)
 
     monkeypatch.setattr(fit_module, "train_step", stepping)
+
+
+def test_damaged_added_steps_are_added_again(recipe, monkeypatch, tmp_path):
+    """Back to the checkpoint that ended the run, though its recipe says its new length by now."""
+    for run in ("whole", "cut"):
+        train(recipe(*FEW, run=run))
+    train(recipe(*MORE, run="whole"))
+    with monkeypatch.context() as patch:
+        die_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(*MORE, run="cut"))
+    newest, _ = newest_checkpoint(tmp_path / "cut")
+    assert newest.step == 6
+    (newest.path / "model.safetensors").write_bytes(b"")
+    assert train(recipe("training.steps=12", run="cut")).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 
 
 def test_epochs_lengthen_too_and_a_run_twice(recipe, tmp_path):

@@ -80,7 +80,8 @@ def test_states_that_are_kept_are_asked_for_once(recipe, paced):
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_a_trial_changes_nothing(recipe, tmp_path, kind):
     """Neither weights nor gradients nor the generator nor what the target remembers."""
-    options = (f"objective.kind={kind}", "target.keep_states_gb=1", "training.epochs=3")
+    options = (f"objective.kind={kind}", "target.keep_states_gb=1", "training.steps=3")
+    options += ("evaluation.every_steps=100", "data.valid_rows=2")
     fit(set_up(recipe(*options, run="plain")), Notes())
     training = set_up(recipe(*options, run="tried"))
     state = torch.get_rng_state()

@@ -3,6 +3,7 @@
 A line now and then, from a thread of its own, so that a step that takes minutes is not silent.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -44,9 +45,10 @@ class PlainProgress:
         """`now`: worth a line of its own, however short the last one is ago."""
         with self._lock:
             done = (self._completed if completed is None else completed) + advance
-            other = description not in (None, self._description) and done == self._since[1]
-            if other or done < self._completed or total not in (None, self._total):
-                self._since = time.monotonic(), done  # of the kind that is counted, nothing is done
+            other = description not in (None, self._description)
+            idle = other and done == self._since[1]  # what came before was not what is counted
+            if idle or done < self._completed or total not in (None, self._total):
+                self._since = time.monotonic(), done
             self._completed = done
             self._total = self._total if total is None else total
             self._description = self._description if description is None else description
@@ -76,13 +78,13 @@ class PlainProgress:
 
     def _tell(self) -> None:
         while not self._over.wait(max(0.01, self._said + EVERY_S - time.monotonic())):
-            with self._lock:
+            with self._lock, contextlib.suppress(OSError):  # a closed pipe is not this one's affair
                 if time.monotonic() >= self._said + EVERY_S:
                     self._tell_once()
 
     def _tell_once(self) -> None:
-        self._say(self.line())
         self._said = time.monotonic()
+        self._say(self.line())
 
 
 def clock_time(seconds: float) -> str:

@@ -21,9 +21,12 @@ LENGTH = ("training.steps:", "training.epochs:")  # the fields that say how long
 
 def begins(training: "Training", checkpoint: Checkpoint) -> bool:
     """Whether a run that this checkpoint ended goes on now; refused unless it was asked for."""
+    now, step = training.stream.steps, checkpoint.step
     if not other_length(training.recipe, training.directory):
-        return False
-    before, now, step = _steps_before(training, checkpoint), training.stream.steps, checkpoint.step
+        # the run is known to be lengthened, but the checkpoints of its added steps are damaged
+        written = load_recipe(training.directory / RESOLVED_NAME)
+        return written.training.extend and checkpoint.state.get(STEPS) == step < now
+    before = _steps_before(training, checkpoint)
     if before == now:  # killed behind a checkpoint of the added steps, before `write_down`
         return False
     where = str(training.directory)
@@ -55,7 +58,8 @@ def write_down(recipe: Recipe, directory: Path) -> None:
     older run, whose checkpoints do not say theirs, could not be known to have ended."""
     if recipe.training.extend and other_length(recipe, directory):
         written = load_recipe(directory / RESOLVED_NAME)
-        length = {"steps": recipe.training.steps, "epochs": recipe.training.epochs}
+        section = recipe.training
+        length = {"steps": section.steps, "epochs": section.epochs, "extend": True}
         training = written.training.model_copy(update=length)
         written.model_copy(update={"training": training}).write_resolved(directory)
 

@@ -150,8 +150,10 @@ def _seconds(training: "Training", trained: int, saved: int) -> dict[str, float]
 def _times(begun: int, total: int, every: int) -> set[int]:
     """The steps at which something is done that is done every so many, at the end, and, if that is
     still to come, before the first."""
-    due = {step for step in range(begun + 1, total + 1) if step % every == 0 or step == total}
-    return due | ({0} if begun == 0 else set())
+    if begun >= total:
+        return set()
+    due = {*range(begun + every - begun % every, total, every), total}
+    return due | {0} if begun == 0 else due
 
 
 def _keeps_all(training: "Training") -> bool:
