@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from fledge.cli.train import acceptance_table
+from fledge.cli.train import acceptance_table, run_recipe
 from fledge.methods.registry import METHODS
 from train.tiny import make_chats, make_target, recipe_for
 
@@ -44,8 +45,22 @@ def test_plan_train_and_train_again(place):
     assert outcome["measured"]["disk_bytes"] > 0
     assert (run / "best" / "model.safetensors").exists()
     again = json.loads(fledge("train", recipe, "--json").stdout)  # finished: nothing left to do
+    assert again["already_finished"]
     assert again["step"] == outcome["step"]
     assert again["after"] == outcome["after"]
+
+
+def test_without_a_terminal_every_logged_step_is_a_line(place, tmp_path, capsys):
+    recipe = recipe_for(place / "target", place / "chats.jsonl", tmp_path / "run")
+    assert run_recipe(recipe) == 0
+    line = re.compile(
+        r"training (\d+)/(\d+) steps \(\d+%\), loss \d+\.\d+ length \d\.\d+ [\d,]+ tok/s "
+        r"target \d+%; \d:\d\d elapsed(, about \d:\d\d left)?"
+    )
+    found = [match for text in capsys.readouterr().err.splitlines() if (match := line.match(text))]
+    steps, [total] = [int(match[1]) for match in found], {int(match[2]) for match in found}
+    assert steps == sorted({total, *range(2, total, 2)})  # tracking.every_steps, and the last
+    assert all(match[3] for match in found[:-1])
 
 
 def test_the_table_says_how_tokens_were_drafted():

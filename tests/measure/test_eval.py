@@ -27,7 +27,6 @@ from fledge.measure.figures import (
     vocabulary_misses,
 )
 from fledge.measure.prompts import SETS, read_prompts
-from fledge.measure.speed import Speed, Stopwatch
 from fledge.methods.peagle import PEAGLE
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -353,17 +352,6 @@ def test_misses_count_tokens_and_the_rounds_they_ended():
     found = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
     assert (found.tokens, found.outside) == (4, 2)
     assert (found.rounds, found.ended_rounds) == (3, 1)
-
-
-def test_speed_arithmetic():
-    plain = Stopwatch(tokens=10, rounds=10, decode_s=1.0)
-    live = Stopwatch(tokens=12, rounds=4, decode_s=0.8, draft_s=0.2, target_s=0.6)
-    speed = Speed.of(plain, live)
-    assert speed.break_even == pytest.approx(2.0)
-    assert speed.predicted(3.0) == pytest.approx(1.5)
-    assert speed.measured == pytest.approx(15 / 10)
-    assert speed.to_json(2.0)["predicted_speedup"] == pytest.approx(1.0)
-    assert Speed.of(Stopwatch(), live) is None
 
 
 def test_every_method_has_its_definition():

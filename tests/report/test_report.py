@@ -152,6 +152,23 @@ def test_a_run_that_was_not_measured(run, page, tmp_path):
     assert "Held-out acceptance over time" in text
 
 
+def test_a_disturbed_clock_shows_no_speed_up(run, page, tmp_path):
+    figures = json.loads((run / "eval.json").read_text())
+    speed = figures["drafts"][0]["speed"]
+    lost = [name for name in speed if "speedup" in name or "break_even" in name or "_per_s" in name]
+    speed |= {"disturbed": True, **dict.fromkeys(lost)}
+    (tmp_path / "eval.json").write_text(json.dumps(figures))
+    words = ["--eval", str(tmp_path / "eval.json"), "--out", str(tmp_path / "x.html")]
+    result = CliRunner().invoke(app, ["report", str(run), *words])
+    assert result.exit_code == 0, result.output
+    page.complaints.clear()
+    page.open(tmp_path / "x.html")
+    assert page.complaints == []
+    text = page.run("document.querySelector('main').innerText")
+    assert "The clock was disturbed" in text
+    assert "measured speed-up" not in text
+
+
 def test_what_is_no_run(tmp_path):
     for arguments, complaint in (
         ([tmp_path / "nowhere"], "no such run"),

@@ -78,6 +78,20 @@ def test_one_line_of_metrics(recipe):
     assert len(line["prefix_acceptance"]) == len(line["accuracy"]) == 3
 
 
+def test_a_run_says_what_it_is_doing(recipe):
+    training, told = set_up(recipe()), []
+    training.watch = lambda *what: told.append(what)
+    total = training.stream.steps
+    fit(training, Notes())
+    packs = len(training.held_out)
+    assert packs > 1
+    evaluated = [(step, far) for what, step, far in told if what == "evaluating"]
+    due = sorted({0, total, *range(4, total, 4)})
+    assert evaluated == [(step, f"{i} of {packs} packs") for step in due for i in range(packs)]
+    assert [step for what, step, _ in told if what == "training"] == list(range(total))
+    assert ("saving", total, "") in told
+
+
 def stop_after(monkeypatch, steps):
     """Ask a run to stop as a signal would, after so many steps."""
     real, taken = fit_module.train_step, []

@@ -9,7 +9,7 @@ from typer import Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, quiet_libraries
-from fledge.cli.loading import load_draft_beside, load_target
+from fledge.cli.loading import check_method, load_draft_beside, load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import marked
 from fledge.core.text import visible
@@ -24,7 +24,7 @@ _PROBE_TOKENS = 24  # decoded plainly, to know the target's own speed
 def chat(
     draft: opt.DraftArgument,
     target: opt.TargetOption = "",
-    draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted per round.")] = 5,
+    draft_tokens: opt.TrainedTokens = 0,
     method: opt.MethodOption = "",
     max_new_tokens: opt.AnswerTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -46,13 +46,17 @@ def chat(
     From a pipe every line is a question: `echo 'Why is the sky blue?' | fledge chat DRAFT`. Answers
     go to standard output, figures to standard error. /reset clears the conversation, /quit ends.
     """
-    from fledge.train.runs import draft_directory
+    from fledge.train.runs import draft_directory, trained_tokens
 
     quiet_libraries()
     path = draft_directory(draft)
+    check_method(path, method or None)
+    drafting = {
+        "method": method or None,
+        "num_draft_tokens": draft_tokens or trained_tokens(path),
+    }
     with err.waiting("loading the target"):
         backend = load_target(path, target, aux_layers, dtype, device, trust_remote_code)
-        drafting = {"method": method or None, "num_draft_tokens": draft_tokens}
         sampling = {"temperature": temperature, "seed": seed}
         loaded = load_draft_beside(backend, path)
         talk = _Talk(backend, loaded, str(path), max_new_tokens, drafting, sampling)

@@ -8,6 +8,8 @@ from typing import Any
 from rich import progress
 from rich.table import Table
 
+from fledge.core.machine import is_main_rank
+from fledge.core.progress import PlainProgress
 from fledge.core.terminal import Terminal
 from fledge.core.text import json_text, visible
 
@@ -61,25 +63,42 @@ def shown_on_stderr() -> Iterator[None]:
 @contextlib.contextmanager
 def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
     """A bar with counts, elapsed and remaining time, and a free text column; it is moved by
-    `update(total=, completed=, advance=, description=, note=)`."""
+    `update(total=, completed=, advance=, description=, unit=, note=, now=)`.
+
+    Without a terminal it is a plain line every few seconds, and one at once for `now=True`.
+    """
+    if not err.is_terminal:
+        with _plain_lines(what, unit) as update:
+            yield update
+        return
     columns = (
         progress.TextColumn("{task.description}", style="bold", markup=False),
         progress.BarColumn(),
         progress.TaskProgressColumn(),
         progress.MofNCompleteColumn(),
-        progress.TextColumn(unit, markup=False),
+        progress.TextColumn("{task.fields[unit]}", markup=False),
         progress.TextColumn("{task.fields[note]}", markup=False),
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(visible(what), total=None, note="")
+        task = bar.add_task(visible(what), total=None, unit=visible(unit), note="")
 
-        def update(**changes: Any) -> None:
+        def update(*, now: bool = False, **changes: Any) -> None:
             texts = {k: visible(v) for k, v in changes.items() if isinstance(v, str)}
             bar.update(task, **{**changes, **texts})
 
         yield update
+
+
+@contextlib.contextmanager
+def _plain_lines(what: str, unit: str) -> Iterator[Callable[..., None]]:
+    """Of several processes only the first one speaks."""
+    if not is_main_rank():
+        yield lambda **_: None
+        return
+    with PlainProgress(err.say, what, unit) as plain:
+        yield plain.update
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
-from fledge.cli.loading import load_draft_beside, load_target, numbers
+from fledge.cli.loading import check_method, load_draft_beside, load_target, numbers
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
 
@@ -24,13 +24,11 @@ def evaluate(
     target: Annotated[str, Option(help="The target's name; a run of fledge knows its own.")] = "",
     prompts: opt.Prompts = None,
     limit: Annotated[int, Option(min=0, help="Prompts per file; 0: all.")] = 0,
-    draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted per round (k).")] = 7,
+    draft_tokens: opt.TrainedTokens = 0,
     method: opt.MethodOption = "",
     tree: Annotated[str, Option(help="Shape of a tree: depth,width,nodes.")] = "5,4,24",
-    max_new_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 256,
-    live: Annotated[
-        int, Option(min=0, help="Answers to decode live too: proof and clock; 0: none.")
-    ] = 4,
+    max_new_tokens: opt.MeasuredTokens = 256,
+    live: opt.LiveAnswers = 4,
     batch: Annotated[int, Option(min=1, help="Prompts answered at a time.")] = 16,
     aux_layers: Annotated[
         str, Option(help="Three layers, e.g. 1,14,26; default: the run's, or fledge's own.")
@@ -56,15 +54,16 @@ def evaluate(
     from fledge.measure.evaluation import EvalOptions
 
     options = EvalOptions(
-        num_draft_tokens=draft_tokens, method=method or None, live=live,
+        method=method or None, live=live,
         tree=TreeShape(*numbers(tree, 3, "--tree")), max_new_tokens=max_new_tokens,
         samples=samples if output is not None else 0,
     )  # fmt: skip
     if output is not None:
         check_place(output, read=prompts or ())
     measured = measure_drafts(
-        drafts, prompts or ["mixed"], options, target=target, limit=limit, batch=batch,
-        aux_layers=aux_layers, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
+        drafts, prompts or ["mixed"], options, draft_tokens=draft_tokens, target=target,
+        limit=limit, batch=batch, aux_layers=aux_layers, dtype=dtype, device=device,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if output is not None:
         write_json(output, measured.to_json())
@@ -114,19 +113,23 @@ def measure_drafts(
     prompts: list[str],
     options: Any,
     *,
+    draft_tokens: int = 0,
     limit: int = 0,
     batch: int = 16,
     **named: Any,
 ) -> Evaluated:
     """The target (`named` as `load_target` takes it) answers, every draft is replayed and decoded
-    live; a bar shows how far it is."""
+    live; a bar shows how far it is. `draft_tokens` 0: each draft's own number."""
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
     from fledge.measure.prompts import read_prompts
-    from fledge.train.runs import draft_directory
+    from fledge.train.runs import draft_directory, trained_tokens
 
     quiet_libraries()
     paths, labels = [draft_directory(path) for path in drafts], _labels(drafts)
+    for path in paths:
+        check_method(path, options.method)
+    counts = [draft_tokens or trained_tokens(path) for path in paths]
     asked = read_prompts(prompts, limit=limit or None)
     with watching() as watch:
         watch("loading the target", 0, 1)
@@ -145,7 +148,10 @@ def measure_drafts(
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         evaluation = DraftEvaluation(backend, answers.turns, options, watch)
-        reports = [evaluation.evaluate(label, draft) for label, draft in loaded]
+        reports = [
+            evaluation.evaluate(label, draft, count)
+            for (label, draft), count in zip(loaded, counts, strict=True)
+        ]
     return Evaluated(reports, answers, backend, prompts)
 
 
@@ -173,7 +179,7 @@ def show_tables(reports: Any, answers: Any) -> None:
         "by set of prompts": _groups(reports, "groups"),
         "by category": _groups(reports, "categories"),
         "by tokens known when the round begins": _groups(reports, "contexts"),
-        "speed, one text at a time": _speeds(reports),
+        "speed, one text at a time, medians": _speeds(reports),
     }
     if len(reports[0].groups) == 1:
         del tables["by set of prompts"]
@@ -213,25 +219,38 @@ def _groups(reports: Any, attribute: str) -> Table:
 
 
 def _speeds(reports: Any) -> Table:
+    """Medians, and below them where the middle half lies."""
     shown = plain_table(
-        "draft", "plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
+        "draft", "texts", "plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
         "predicted\nspeed-up", "measured\n(live)", no_wrap=True,
     )  # fmt: skip
     for report in reports:
-        speed, figures = report.speed, ["-"] * 5
-        if speed is not None:
-            figures = [
-                f"{1e3 * speed.plain_step_s:.1f}",
-                f"{1e3 * speed.draft_s:.1f} + {1e3 * speed.verify_s:.1f}",
-                f"{speed.break_even:.2f}",
-                f"{speed.predicted(report.acceptance.length):.2f}x",
-                f"{speed.measured:.2f}x",
+        if report.speed is None:
+            shown.add_row(report.name, *["-"] * 6)
+            continue
+        speed = report.speed.to_json(report.acceptance.length)
+        gains = ["-"] * 3
+        if not speed["disturbed"]:
+            gains = [
+                f"{speed['break_even_acceptance_length']:.2f}",
+                f"{speed['predicted_speedup']:.2f}x",
+                f"{speed['measured_speedup_live_sample']:.2f}x",
             ]
-        shown.add_row(report.name, *figures)
+        shown.add_row(
+            report.name, str(speed["texts"]), f"{speed['plain_step_ms']:.1f}",
+            f"{speed['draft_ms_per_round']:.1f} + {speed['verify_ms_per_round']:.1f}", *gains,
+        )  # fmt: skip
+        spreads = [speed["plain_step_ms_quartiles"], speed["round_ms_quartiles"]]
+        plain, rounds = (f"{low:.1f} to {high:.1f}" for low, high in spreads)
+        spread = speed["measured_speedup_quartiles"]
+        gain = "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
+        shown.add_row("  middle half", "", plain, rounds, "", "", gain, style="dim")
     return shown
 
 
 def _remarks(report: Any) -> None:
+    from fledge.measure.speed import DISTURBED
+
     misses = report.misses.to_json()
     lines = [
         f"{misses['token_share']:.2%} of the drafted tokens are outside the draft vocabulary; they "
@@ -248,6 +267,13 @@ def _remarks(report: Any) -> None:
             f"own, {live.same_rounds} of {live.rounds} rounds as replayed, "
             f"length {live.acceptance.length:.3f}"
         )
+    if report.speed is not None:
+        speed = report.speed
+        steps = f"{speed.live.rounds:,} rounds and {speed.plain.rounds:,} plain steps"
+        lines.append(f"timed on {speed.texts} text{'s'[: speed.texts != 1]}: {steps}")
     if report.replay_s is not None:
         lines.append(f"replayed in {report.replay_s:.1f} s")
     out.print(f"{report.name}: {'; '.join(lines)}.")
+    if report.speed is not None and report.speed.disturbed:
+        why = "a round seemed cheaper than the plain step that it holds"
+        err.say(f"{report.name}: {DISTURBED} ({why}); no speed-up is shown", "yellow")

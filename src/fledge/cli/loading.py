@@ -1,7 +1,7 @@
 """Recipes, targets and drafts loaded as verbs name them: by words, by path, or by what a run knows
 about itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,16 @@ def recipe_of_words(words: Sequence[str]) -> Any:
     from fledge.recipe.schema import load_recipe, split_arguments
 
     return load_recipe(*split_arguments(words))
+
+
+def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
+    """What a bar says while a run is set up: first its data, part by part, then its target."""
+
+    def show(at: Any) -> None:
+        what = "preparing data" if at.done < at.parts else "loading the target"
+        update(description=what, total=at.parts, completed=at.done)
+
+    return show
 
 
 def load_target(
@@ -48,6 +58,19 @@ def load_target(
         num_aux_layers=count,
         trust_remote_code=trust_remote_code,
     )
+
+
+def check_method(draft: Path, method: str | None) -> None:
+    """Refuse a way of drafting that a draft does not have before any weights are read."""
+    import torch
+
+    from fledge.decode.strategies.registry import choose
+    from fledge.draft.files import read_draft_config
+    from fledge.methods.registry import method_of
+
+    config = read_draft_config(draft)
+    with torch.device("meta"):  # its shape without its weights
+        choose(method_of(config).draft_type()(config), method)
 
 
 def parse_dtype(name: str, *, floating: bool = False) -> Any:

@@ -26,6 +26,10 @@ Prompts = Annotated[
     list[str] | None,
     Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),
 ]
+LiveAnswers = Annotated[
+    int, Option(min=0, help="Answers to decode live too: proof and clock; 0: none.")
+]
+MeasuredTokens = Annotated[int, Option(min=2, help="Length limit of answers.")]
 AnswerTokens = Annotated[int, Option(min=1, help="Length limit of an answer.")]
 Temperature = Annotated[float, Option(min=0.0, help="0: the likeliest answer.")]
 Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="For temperatures above 0.")]

@@ -51,13 +51,13 @@ def precompute(
         supervised_only=supervised_only, shard_size=shard_size, batch_size=batch_size,
         resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
-    with progress_bar("preparing data", "rows") as update:
+    with progress_bar("preparing data", "parts") as update:
 
         def prepared(at: Any) -> None:
-            update(total=at.parts, completed=at.done, note="parts")
+            update(total=at.parts, completed=at.done)
 
         job, model = recipe_job(recipe, output_dir, chosen, prepared)
-        update(description="asking the target", total=None, completed=0)
+        update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
         load = partial(recipe_target, recipe, device)
         head_bytes = model.head_bytes(cache_dtype(recipe, device))
         code = run_job(job, head_bytes, load, device, update, as_json=as_json)

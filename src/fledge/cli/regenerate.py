@@ -131,9 +131,9 @@ def _local(
     from fledge.target.hf.loading import load_hf_model
 
     quiet_libraries()
-    loaded = load_hf_model(
-        name, dtype=parse_dtype(dtype), device=device or None, trust_remote_code=trust_remote_code
-    )
+    options = {"dtype": parse_dtype(dtype), "device": device or None}
+    with err.waiting("loading the target"):
+        loaded = load_hf_model(name, **options, trust_remote_code=trust_remote_code)
     return LocalModel(loaded, name, sampling, batch)
 
 

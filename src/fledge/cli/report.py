@@ -1,11 +1,11 @@
 """`fledge report`: a run as one page that people can look at, send and keep."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fledge.cli.console import out, print_json
+from fledge.cli.console import err, out, print_json
 from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json, write_text
@@ -29,6 +29,12 @@ def report(
         list[str] | None, Option(help="For --measure, as in `fledge eval`; default: mixed.")
     ] = None,
     limit: Annotated[int, Option(min=0, help="For --measure: prompts per file.")] = 0,
+    live: Annotated[
+        int, Option(min=0, help="For --measure: answers to decode live too; 0: none, no clock.")
+    ] = 4,
+    max_new_tokens: Annotated[
+        int, Option(min=2, help="For --measure: length limit of answers.")
+    ] = 256,
     draft_tokens: Annotated[
         int, Option(min=0, help="For --measure: tokens per round; 0: as many as trained.")
     ] = 0,
@@ -54,13 +60,12 @@ def report(
         from fledge.cli import eval
         from fledge.measure.evaluation import EvalOptions
 
-        objective = gather(run)["recipe"].get("objective", {})
-        keys = ("ttt_steps", "num_depths", "draft_tokens")
-        trained = next((objective[key] for key in keys if objective.get(key)), 7)
-        options = EvalOptions(num_draft_tokens=draft_tokens or trained, samples=samples)
+        gather(run)  # refuses what is no run, before the target is loaded
+        options = EvalOptions(live=live, max_new_tokens=max_new_tokens, samples=samples)
+        _say_what_takes_time(prompts or ["mixed"], limit, options)
         measured = eval.measure_drafts(
-            [run], prompts or ["mixed"], options, target=target, limit=limit, device=device,
-            trust_remote_code=trust_remote_code,
+            [run], prompts or ["mixed"], options, draft_tokens=draft_tokens, target=target,
+            limit=limit, device=device, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         write_json(run / EVALUATION_NAME, measured.to_json())
     data = gather(run, evaluation)
@@ -69,3 +74,16 @@ def report(
         print_json({"page": str(path), **data})
     else:
         out.say(f"report: {path}")
+
+
+def _say_what_takes_time(prompts: list[str], limit: int, options: Any) -> None:
+    from fledge.measure.prompts import read_prompts
+
+    asked = len(read_prompts(prompts, limit=limit or None))
+    err.say(
+        f"measuring: the target answers {asked} prompts with up to {options.max_new_tokens} tokens "
+        f"each (kept in the cache), the draft is replayed over them, {min(options.live, asked)} "
+        "are decoded live, both ways; the answers take the time: --limit, --max-new-tokens and "
+        "--live make it shorter",
+        style="cyan",
+    )

@@ -19,6 +19,11 @@ MACHINE_NAME = "machine.json"  # in a run's directory
 _PACKAGES = ("fledge", "torch", "transformers", "safetensors", "numpy")
 
 
+def is_main_rank() -> bool:
+    """Whether this process is the first of all, before they have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
     """The device of that name, refused where it is not there; None: a GPU if any, else the CPU."""
     import torch

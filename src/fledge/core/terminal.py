@@ -5,6 +5,7 @@ with `style=`, or with `marked`, whose template is ours and whose values are not
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -12,6 +13,7 @@ from rich.markup import escape
 from rich.segment import Segment
 from rich.text import Text
 
+from fledge.core.progress import PlainProgress
 from fledge.core.text import visible
 
 
@@ -52,6 +54,9 @@ class Terminal(Console):
         self.file.write(visible(text) + end)
         self.file.flush()
 
-    def waiting(self, text: str) -> Any:
-        """A spinner with a text (which `status` would read as markup)."""
-        return self.status(Text(visible(text)))
+    def waiting(self, text: str) -> AbstractContextManager[Any]:
+        """A spinner with a text (which `status` would read as markup); without a terminal, a line
+        now and then."""
+        if self.is_terminal:
+            return self.status(Text(visible(text)))
+        return PlainProgress(self.say, text)

@@ -1,8 +1,20 @@
 """Where the time of decoding goes, measured by events on the device, without waiting for it."""
 
 import time
+from typing import NamedTuple
 
 import torch
+
+
+class RoundTime(NamedTuple):
+    """Seconds of one round."""
+
+    draft_s: float
+    target_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_s + self.target_s
 
 
 class RoundClock:
@@ -21,16 +33,15 @@ class RoundClock:
             event.record(torch.cuda.current_stream(self._cuda))
             self._marks.append((event, recording_s))
 
-    def read(self) -> tuple[float, float, float]:
-        """Seconds of drafting, of the target, and from the first mark to the last."""
+    def read(self) -> tuple[list[RoundTime], float]:
+        """Every round's seconds, and those from the first mark to the last."""
         if not self._marks:
-            return 0.0, 0.0, 0.0
+            return [], 0.0
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
-        rounds = range(0, len(self._marks), 3)
-        draft_s = sum(self._between(i, i + 1) for i in rounds)
-        target_s = sum(self._between(i + 1, i + 2) for i in rounds)
-        return draft_s, target_s, self._between(0, -1)
+        begins = range(0, len(self._marks), 3)
+        each = [RoundTime(self._between(i, i + 1), self._between(i + 1, i + 2)) for i in begins]
+        return each, self._between(0, -1)
 
     def _between(self, first: int, last: int) -> float:
         (begin, recorded_before), (end, recorded_after) = self._marks[first], self._marks[last]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fledge.core.picks import NO_TOKEN
 from fledge.decode.accept import Verdict, judge, judge_drawn, pack_picks
-from fledge.decode.clock import RoundClock
+from fledge.decode.clock import RoundClock, RoundTime
 from fledge.decode.proposal import Chooser, Proposal
 from fledge.decode.recorded import Passes
 from fledge.decode.rounds import Round
@@ -62,9 +62,16 @@ class Timing:
 
     rounds: int = 0  # passes of the target; a batch counts once
     decode_s: float = 0.0
-    draft_s: float = 0.0
-    target_s: float = 0.0
+    each: list[RoundTime] = field(default_factory=list)  # one by one: a mean hides a hiccup
     recording_s: float = 0.0  # in none of the above: a GPU's passes are recorded once
+
+    @property
+    def draft_s(self) -> float:
+        return sum(one.draft_s for one in self.each)
+
+    @property
+    def target_s(self) -> float:
+        return sum(one.target_s for one in self.each)
 
 
 class SpeculativeDecoder:
@@ -146,7 +153,7 @@ class SpeculativeDecoder:
             self.timing.rounds += 1
             if on_round is not None:
                 on_round(texts)
-        self.timing.draft_s, self.timing.target_s, self.timing.decode_s = clock.read()
+        self.timing.each, self.timing.decode_s = clock.read()
         self.timing.recording_s = self.passes.recording_s
         return texts
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.draft.base import DraftModel
-from fledge.draft.config import trained_depths
 from fledge.draft.files import check_tensors, read_draft
 from fledge.export.layout import PlainDraft, TargetFacts, in_layer_order
 from fledge.methods.registry import method_of
@@ -18,9 +17,13 @@ from fledge.models.resolve import load_config, local_model
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
 from fledge.target.layers import default_aux_layer_ids, target_depth
-from fledge.train.runs import checkpoint_state, draft_directory, recipe_of, run_directory
-
-_DRAFT_TOKENS = 5  # where neither a run nor the config says how many it was trained for
+from fledge.train.runs import (
+    checkpoint_state,
+    draft_directory,
+    recipe_of,
+    run_directory,
+    trained_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,7 @@ class DraftSource:
     @property
     def num_draft_tokens(self) -> int:
         """As many as it was trained for."""
-        if self.recipe is not None:
-            return self.recipe.objective.depths
-        return trained_depths(self.config) or _DRAFT_TOKENS
+        return trained_tokens(self.directory, self.config)
 
     def draft(self, target: TargetFacts) -> PlainDraft:
         """Checked, its aux layers known and ascending."""

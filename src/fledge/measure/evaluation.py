@@ -143,16 +143,20 @@ class DraftEvaluation:
         self._shown = [i * count // shown for i in range(shown)]
         self._stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
 
-    def evaluate(self, name: str, draft: DraftModel) -> DraftReport:
+    def evaluate(
+        self, name: str, draft: DraftModel, num_draft_tokens: int | None = None
+    ) -> DraftReport:
+        """`num_draft_tokens`: this draft's own, instead of the options' for all."""
         check_fits(self.target, draft, name)
-        shape = DraftShape(self.options.num_draft_tokens, self.options.tree)
+        count = num_draft_tokens or self.options.num_draft_tokens
+        shape = DraftShape(count, self.options.tree)
         strategy = choose(draft, self.options.method)(draft, shape)
         depth = strategy.depth
         begin = time.perf_counter()
         replays = None if strategy.rollouts is None else self._replay(strategy)
         replay_s = time.perf_counter() - begin
         which = list(range(len(self.answers))) if replays is None else sorted(self._sample)
-        live, speed = self._decode(strategy, which)
+        live, speed = self._decode(strategy, which, count)
         if replays is None:
             samples = [_live_sample(live[i], self.answers[i]) for i in which]
         else:
@@ -202,31 +206,35 @@ class DraftEvaluation:
         )  # fmt: skip
 
     def _decode(
-        self, strategy: Strategy, which: list[int]
+        self, strategy: Strategy, which: list[int], count: int
     ) -> tuple[dict[int, Generation], Speed | None]:
         """Decode some prompts live, one at a time; the sample's plainly too, for the clock.
 
-        The two ways take turns, so that a machine that slows down slows down both.
+        The two ways take turns, and take turns in being the first: a machine that slows down slows
+        down both.
         """
         options = self.options
         decoder = SpeculativeDecoder(
             self.target.model, strategy.draft, aux_layer_ids=self.target.aux_layer_ids,
-            method=strategy.name, num_draft_tokens=options.num_draft_tokens, tree=options.tree,
+            method=strategy.name, num_draft_tokens=count, tree=options.tree,
         )  # fmt: skip
         plain = SpeculativeDecoder(self.target.model)
-        live_clock, plain_clock, live = Stopwatch(), Stopwatch(), {}
+        watches: dict[SpeculativeDecoder, Stopwatch] = {decoder: Stopwatch(), plain: Stopwatch()}
+        live: dict[int, Generation] = {}
         for done, index in enumerate(which):
             self._watch("decoding live", done, len(which))
             prompts = [self.answers[index].prompt_ids]
             if done == 0:  # the first passes of a process are slow and must not count
-                for either in (decoder, plain):
+                for either in watches:
                     either.generate(prompts, Stops(min(8, options.max_new_tokens)))
-            [live[index]] = decoder.generate(prompts, self._stops)
-            if index in self._sample:
-                live_clock.add(decoder.timing, live[index])
-                [alone] = plain.generate(prompts, self._stops)
-                plain_clock.add(plain.timing, alone)
-        return live, Speed.of(plain_clock, live_clock)
+            timed = index in self._sample
+            ways = ([decoder, plain] if done % 2 else [plain, decoder]) if timed else [decoder]
+            texts = {way: way.generate(prompts, self._stops)[0] for way in ways}
+            live[index] = texts[decoder]
+            if timed and all(way.timing.rounds for way in ways):
+                for way, text in texts.items():
+                    watches[way].add(way.timing, text)
+        return live, Speed.of(watches[plain], watches[decoder])
 
     def _check(
         self, live: dict[int, Generation], replays: list[Replay] | None, depth: int

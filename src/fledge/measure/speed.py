@@ -1,27 +1,63 @@
-"""Whether a draft pays: step times, the speed-up they predict, and the measured one."""
+"""Whether a draft pays: step times, the speed-up they predict, and the measured one.
 
-from dataclasses import dataclass
+Rounds are timed one by one and their *median* counts, so that a machine that is busy for a moment
+does not decide. One that is busy all the time may still give a plain step more than a whole round:
+such a clock is called disturbed, and no speed-up is said.
+"""
+
+from dataclasses import dataclass, field
+from statistics import median, quantiles
 from typing import Any
 
+from fledge.decode.clock import RoundTime
 from fledge.decode.speculative import Generation, Timing
+
+DISTURBED = "the clock was disturbed: measure again"
 
 
 @dataclass
 class Stopwatch:
     """Times of several texts, decoded one way."""
 
-    tokens: int = 0  # without each text's first, which comes from the prompt's pass
-    rounds: int = 0
-    decode_s: float = 0.0
-    draft_s: float = 0.0
-    target_s: float = 0.0
+    tokens: list[int] = field(
+        default_factory=list
+    )  # by text, without the first, which is the prompt's
+    decode_s: list[float] = field(default_factory=list)  # by text
+    each: list[RoundTime] = field(default_factory=list)  # all rounds of all texts
 
     def add(self, timing: Timing, text: Generation) -> None:
-        self.tokens += len(text.token_ids) - 1
-        self.rounds += timing.rounds
-        self.decode_s += timing.decode_s
-        self.draft_s += timing.draft_s
-        self.target_s += timing.target_s
+        self.tokens.append(len(text.token_ids) - 1)
+        self.decode_s.append(timing.decode_s)
+        self.each += timing.each
+
+    @property
+    def texts(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.each)
+
+    @property
+    def tokens_per_round(self) -> float:
+        return sum(self.tokens) / self.rounds
+
+    @property
+    def draft_s(self) -> float:
+        return median(one.draft_s for one in self.each)
+
+    @property
+    def target_s(self) -> float:
+        return median(one.target_s for one in self.each)
+
+    @property
+    def round_s(self) -> list[float]:
+        return [one.seconds for one in self.each]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """A usual text's."""
+        return median(count / s for count, s in zip(self.tokens, self.decode_s, strict=True))
 
 
 @dataclass(frozen=True)
@@ -41,18 +77,22 @@ class Speed:
         return cls(plain, live) if plain.rounds and live.rounds else None
 
     @property
+    def texts(self) -> int:
+        return self.live.texts
+
+    @property
     def plain_step_s(self) -> float:
-        return self.plain.decode_s / self.plain.rounds
+        return median(self.plain.round_s)
 
     @property
     def draft_s(self) -> float:
         """Per round: all drafted tokens."""
-        return self.live.draft_s / self.live.rounds
+        return self.live.draft_s
 
     @property
     def verify_s(self) -> float:
         """Per round: the target over all of them, and taking back what was rejected."""
-        return self.live.target_s / self.live.rounds
+        return self.live.target_s
 
     @property
     def break_even(self) -> float:
@@ -63,23 +103,55 @@ class Speed:
         return acceptance_length / self.break_even
 
     @property
-    def measured(self) -> float:
-        """Tokens per second with the draft over tokens per second without."""
-        return self._tokens_per_s(self.live) / self._tokens_per_s(self.plain)
+    def gains(self) -> list[float]:
+        """Per text: tokens per second with the draft over tokens per second without."""
+        ways = zip(
+            self.live.tokens, self.live.decode_s, self.plain.tokens, self.plain.decode_s,
+            strict=True,
+        )  # fmt: skip
+        return [(live / live_s) / (plain / plain_s) for live, live_s, plain, plain_s in ways]
 
-    @staticmethod
-    def _tokens_per_s(watch: Stopwatch) -> float:
-        return watch.tokens / watch.decode_s
+    @property
+    def measured(self) -> float:
+        return median(self.gains)
+
+    @property
+    def disturbed(self) -> bool:
+        """A round holds a plain step and more: it cannot have been the cheaper one, nor can a text
+        have gained more than its rounds have tokens."""
+        return self.break_even < 1 or self.measured > self.live.tokens_per_round
 
     def to_json(self, acceptance_length: float) -> dict[str, Any]:
-        return {
+        times: dict[str, Any] = {
+            "texts": self.texts,
+            "rounds": self.live.rounds,
+            "plain_steps": self.plain.rounds,
+            "disturbed": self.disturbed,
             "plain_step_ms": 1e3 * self.plain_step_s,
             "draft_ms_per_round": 1e3 * self.draft_s,
             "verify_ms_per_round": 1e3 * self.verify_s,
+            "plain_step_ms_quartiles": _in_ms(self.plain.round_s),
+            "round_ms_quartiles": _in_ms(self.live.round_s),
+        }
+        gains: dict[str, Any] = {
             "break_even_acceptance_length": self.break_even,
             "predicted_speedup": self.predicted(acceptance_length),
-            "predicted_speedup_live_sample": self.predicted(self.live.tokens / self.live.rounds),
+            "predicted_speedup_live_sample": self.predicted(self.live.tokens_per_round),
             "measured_speedup_live_sample": self.measured,
-            "plain_tokens_per_s": self._tokens_per_s(self.plain),
-            "speculative_tokens_per_s": self._tokens_per_s(self.live),
+            "measured_speedup_quartiles": list(quartiles(self.gains)),
+            "plain_tokens_per_s": self.plain.tokens_per_s,
+            "speculative_tokens_per_s": self.live.tokens_per_s,
         }
+        return times | (dict.fromkeys(gains) if self.disturbed else gains)
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """Between these lies the middle half of the values."""
+    if len(values) == 1:
+        return values[0], values[0]
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def _in_ms(seconds: list[float]) -> list[float]:
+    return [1e3 * s for s in quartiles(seconds)]

@@ -9,12 +9,10 @@ from fledge.core.terminal import Terminal
 
 @contextlib.contextmanager
 def phase(text: str) -> Iterator[None]:
-    """A spinner on a terminal, a plain line elsewhere."""
+    """A spinner on a terminal; elsewhere a plain line, and another now and then."""
     # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
     terminal = Terminal(file=sys.stderr, soft_wrap=True)
-    if terminal.is_terminal:
-        with terminal.waiting(text):
-            yield
-    else:
+    if not terminal.is_terminal:
         terminal.say(f"{text} ...")
+    with terminal.waiting(text):
         yield

@@ -30,6 +30,7 @@ from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
+STEPS = "steps"  # in state.json: how many the run was to have when the checkpoint was saved
 _LINK = ".best.tmp"  # until it is `best`
 _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
 # A measurement on held-out rows: what of it is read again.
@@ -65,6 +66,12 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.state["step"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ends its run and was measured, as far as it says; older ones do not."""
+        last = self.state.get("last") or {"step": self.step}  # nothing held out: nothing to measure
+        return bool(self.state.get(STEPS) == self.step == last["step"])
 
     def tensors(self) -> dict[str, Tensor]:
         return load_tensors(self.path / TRAINING_NAME)
@@ -139,6 +146,12 @@ def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, complaints
 
 
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint, whole or not; 0: there is none."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    return int(max(names, default="step-0").removeprefix("step-"))
+
+
 def best_step(run: Path) -> int | None:
     """The step that `best` points to."""
     link = run / "best"
@@ -170,6 +183,16 @@ def prune(run: Path, keep: int) -> None:
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     (run / _LINK).unlink(missing_ok=True)
+
+
+def finish_save(run: Path, best: int, *, keep: int | None) -> None:
+    """What a process that was killed right after its last checkpoint did not finish; `best`: the
+    step of the best one by the newest's own word."""
+    path = checkpoint_path(run, best)
+    if best_step(run) != best and path.is_dir():
+        mark_best(run, path)
+    if keep is not None:
+        prune(run, keep)
 
 
 def rng_tensors() -> dict[str, Tensor]:

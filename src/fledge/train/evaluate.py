@@ -1,5 +1,6 @@
 """Acceptance on held-out rows: the number that chooses the best checkpoint."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ _ANYTHING = 1.0005  # the least acceptance length that does not read 1.000
 
 @torch.no_grad()
 def evaluate(
-    models: Models, batches: list[TokenBatch], picks: dict[int, Ints] | None = None
+    models: Models,
+    batches: list[TokenBatch],
+    picks: dict[int, Ints] | None = None,
+    on_pack: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Two views of this rank's share of the held-out packs, summed over ranks.
 
@@ -27,7 +31,8 @@ def evaluate(
     of the rounds through every answer. `tau` is what a training step also measures: 1 + sum over
     depths of P(all tokens up to that depth are right), every slot a start.
 
-    `picks` caches, by batch, the frozen target's picks, so its head runs once per run.
+    `picks` caches, by batch, the frozen target's picks, so its head runs once per run. `on_pack`
+    is told how many of this rank's packs are done.
     """
     picks = {} if picks is None else picks
     target, objective, device, world = models.target, models.objective, models.device, models.world
@@ -43,7 +48,8 @@ def evaluate(
     def measure() -> None:
         nonlocal replayed
         asked = answers_ahead(target, [batches[index] for index in mine])
-        for index, (batch, on_host) in zip(mine, asked, strict=True):
+        for done, (index, (batch, on_host)) in enumerate(zip(mine, asked, strict=True)):
+            on_pack(done, len(mine))
             answer = on_host.to(device)
             check_answer(target, answer, batch)
             ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time

@@ -1,25 +1,24 @@
 """The training loop: resume, step, log / evaluate / save on cadence, close. See also `step.py`."""
 
 import contextlib
-import signal
-import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from types import FrameType
+from pathlib import Path
 from typing import Any, Protocol
 
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.files import alone_in, removed, write_json
-from fledge.core.machine import MACHINE_NAME, describe_machine
+from fledge.core.machine import MACHINE_NAME, describe_machine, is_main_rank
 from fledge.core.rows import TokenBatch
+from fledge.recipe.schema import Recipe
 from fledge.target.finite import NotFinite, module_of, place_of, refusal
 from fledge.train import checkpoint as checkpoints
-from fledge.train import metrics
+from fledge.train import lengthening, metrics
 from fledge.train.ahead import ask_ahead
 from fledge.train.evaluate import evaluate, learnt_nothing
-from fledge.train.optimizer import learning_rate
 from fledge.train.setup import VOCABULARY_NAME, Training
+from fledge.train.signals import StopSignal
 from fledge.train.step import StepResult, Sums, train_step
 
 
@@ -41,6 +40,12 @@ class State:
     best_step: int = 0  # where it was measured; 0: nowhere yet
     first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
     last: dict[str, Any] = field(default_factory=dict)  # and the latest
+    schedule_from: int = 0  # where the schedule began: 0, or where a finished run was lengthened
+
+    @classmethod
+    def of(cls, checkpoint: checkpoints.Checkpoint) -> "State":
+        held = checkpoint.state
+        return cls(**{name: held[name] for name in vars(cls()) if name in held})
 
 
 @dataclass(frozen=True)
@@ -48,30 +53,8 @@ class Outcome:
     state: State
     finished: bool
     signal: int = 0  # the signal that ended it early
+    already: bool = False  # it was finished before, and nothing was trained
     warnings: tuple[str, ...] = ()  # a run that is over, and hardly what was meant
-
-
-class StopSignal:
-    """SIGINT and SIGTERM ask for a stop after the step; a second SIGINT stops at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
 
 
 def fit(training: Training, observer: Observer) -> Outcome:
@@ -86,6 +69,7 @@ def _fit(training: Training, observer: Observer) -> Outcome:
     for line in training.warnings:
         observer.note(f"warning: {line}")
     state, window = resume(training, observer)
+    begun = state.step
     logs = _Logs(training, observer, state) if parts.world.is_main else None
     total = training.stream.steps
     pending: tuple[Any, StepResult] | None = None
@@ -97,7 +81,8 @@ def _fit(training: Training, observer: Observer) -> Outcome:
             parts.objective.draft_model.train()
             parts.clock.read()
             for batch in ask_ahead(parts, batches, stopping=lambda: bool(stop.received)):
-                lr = _lr(training, state.step)
+                training.watch("training", state.step, "")
+                lr = training.lr(state.step, schedule_from=state.schedule_from)
                 result = train_step(parts, batch, lr=lr, stopping=bool(stop.received))
                 state.step += 1
                 window += result.sums
@@ -109,7 +94,7 @@ def _fit(training: Training, observer: Observer) -> Outcome:
                     window = Sums.zeros(parts.objective.depths, parts.device)
                 improved = _evaluation_due(training, state) and _evaluate(training, state, logs)
                 if last and logs is not None:
-                    logs.warned(state.step, _in_vain(training, state))
+                    logs.warned(state.step, in_vain(recipe, state))
                 if improved or last or stopping or state.step % recipe.checkpoint.every_steps == 0:
                     _save(training, state, window, best=improved)
                     saved = state.step
@@ -127,16 +112,32 @@ def _fit(training: Training, observer: Observer) -> Outcome:
             if logs is not None:
                 logs.close()
     assert saved == state.step or state.step == total
-    warnings = (*training.warnings, *_in_vain(training, state))
-    return Outcome(state, state.step == total, stop.received, warnings)
+    finished = state.step == total
+    warnings = (*training.warnings, *(in_vain(recipe, state) if finished else ()))
+    return Outcome(state, finished, stop.received, already=begun == total, warnings=warnings)
 
 
-def _in_vain(training: Training, state: State) -> list[str]:
+def finished_before(recipe: Recipe) -> Outcome | None:
+    """How the run in a recipe's place ended, if it did and is not to be lengthened: known without
+    its data and its target. None: `fit` has to look."""
+    directory = Path(recipe.run.output_dir)
+    newest, complaints = checkpoints.newest_checkpoint(directory)
+    if newest is None or not newest.finished or lengthening.other_length(recipe, directory):
+        return None
+    state = State.of(newest)
+    if is_main_rank():
+        with alone_in(directory):
+            keep = None if complaints else recipe.checkpoint.keep
+            checkpoints.finish_save(directory, state.best_step, keep=keep)
+    return Outcome(state, finished=True, already=True, warnings=tuple(in_vain(recipe, state)))
+
+
+def in_vain(recipe: Recipe, state: State) -> list[str]:
     """The warning about a finished run that came to nothing, if it did."""
-    if state.step < training.stream.steps or not state.last.get("rounds"):
+    if not state.last.get("rounds"):
         return []
     lengths = state.first.get("acceptance_length"), state.best_length
-    return learnt_nothing(*lengths, lr=training.recipe.training.lr)
+    return learnt_nothing(*lengths, lr=recipe.training.lr)
 
 
 def _evaluation_due(training: Training, state: State) -> bool:
@@ -155,18 +156,6 @@ def _evaluate_if_missed(
         state.first = state.last
     elif improved:
         _save(training, state, window, best=True)
-
-
-def _lr(training: Training, step: int) -> float:
-    section = training.recipe.training
-    return learning_rate(
-        step,
-        training.stream.steps,
-        peak=section.lr,
-        warmup=training.warmup,
-        schedule=section.schedule,
-        final_share=section.final_lr_share,
-    )
 
 
 def _read(training: Training, pending: tuple[Any, StepResult] | None, observer: Observer) -> bool:
@@ -247,7 +236,10 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
     """Measure held-out acceptance; True when it is the best so far."""
     if not training.held_out:
         return False
-    evaluation = evaluate(training.parts, training.held_out, training.held_out_picks)
+    evaluation = evaluate(
+        training.parts, training.held_out, training.held_out_picks,
+        lambda done, packs: training.watch("evaluating", state.step, f"{done} of {packs} packs"),
+    )  # fmt: skip
     training.parts.clock.read()  # not part of the training speed
     state.last = {"step": state.step, **evaluation}
     if logs is not None:
@@ -260,6 +252,7 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
 
 def _save(training: Training, state: State, window: Sums, *, best: bool) -> None:
     parts = training.parts
+    training.watch("saving", state.step, "")
     # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
     kept = window.over(parts.world)
     if parts.world.is_main:
@@ -272,13 +265,18 @@ def _save(training: Training, state: State, window: Sums, *, best: bool) -> None
             **{f"window.{name}": tensor for name, tensor in vars(kept).items()},
             **checkpoints.rng_tensors(),
         }
-        record = {**vars(state), "fingerprints": training.fingerprints}
+        record = {
+            **vars(state),
+            checkpoints.STEPS: training.stream.steps,
+            "fingerprints": training.fingerprints,
+        }
         path = checkpoints.save_checkpoint(
             training.directory, record, draft=training.draft, tensors=tensors
         )
         if best:
             checkpoints.mark_best(training.directory, path)
         checkpoints.prune(training.directory, training.recipe.checkpoint.keep)
+        lengthening.write_down(training.recipe, training.directory)
     parts.world.barrier()
 
 
@@ -301,8 +299,9 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     if checkpoint is None:
         return State(), window
     _check_same_run(training, checkpoint)
-    held = checkpoint.state
-    state = State(**{name: held[name] for name in vars(State()) if name in held})
+    state = State.of(checkpoint)
+    if lengthening.begins(training, checkpoint):
+        state.schedule_from = state.step
     tensors = checkpoint.tensors()
     draft = training.draft.state_dict()
     training.draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), draft))
@@ -310,22 +309,14 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
     checkpoints.restore_rng(tensors)
     if parts.world.is_main:
-        _finish_save(training, state, keep_all=bool(complaints))
+        # a damaged checkpoint counts for nothing: then all others stay
+        keep = None if complaints else training.recipe.checkpoint.keep
+        checkpoints.finish_save(directory, state.best_step, keep=keep)
         kept = checkpoints.matching(tensors, vars(window), prefix="window.")
         for name, tensor in vars(window).items():
             tensor.copy_(kept[name])
     observer.note(f"resuming at step {state.step} of {training.stream.steps}")
     return state, window
-
-
-def _finish_save(training: Training, state: State, *, keep_all: bool) -> None:
-    """What a process that was killed right after its last checkpoint did not finish."""
-    directory = training.directory
-    best = checkpoints.checkpoint_path(directory, state.best_step)
-    if checkpoints.best_step(directory) != state.best_step and best.is_dir():
-        checkpoints.mark_best(directory, best)
-    if not keep_all:  # a damaged checkpoint counts for nothing
-        checkpoints.prune(directory, training.recipe.checkpoint.keep)
 
 
 def _check_same_run(training: Training, checkpoint: checkpoints.Checkpoint) -> None:
@@ -341,7 +332,8 @@ class _Logs:
 
     def __init__(self, training: Training, observer: Observer, state: State) -> None:
         recipe = training.recipe
-        self.last_step = state.step - state.step % recipe.tracking.every_steps
+        begun = state.step - state.step % recipe.tracking.every_steps
+        self.last_step = max(begun, state.schedule_from)  # a run's last step ends a window, too
         self.timed_from = state.step  # a resumed run has not seen the whole window
         self._observer = observer
         resume_at = state.step or -1  # a run that starts over measures step 0 again

@@ -1,27 +1,33 @@
 """What a run will cost: memory, disk, hours, predicted first and later compared with the run.
 
 The model is simple on purpose. Memory: weights, moments and gradients are counted exactly, what a
-step holds besides is counted from the widths of its tensors. Time: operations over a device rate
-that was measured for this kind of work, not a data sheet's.
+step holds besides is counted from the widths of its tensors. Time: start-up and data are over when
+a run is predicted; steps, evaluations and checkpoints are counted and multiplied by what each of
+them costs here (`pace.py`).
 """
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Column, Table
-from torch import nn
 
 from fledge.target.kinds import kind_of
+from fledge.train.checkpoint import newest_step
+from fledge.train.pace import pace_of, target_weights
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
 
-# Measured on whole steps: operations per second (a CPU's per thread), and seconds that a step takes
-# however small it is. H200: 8B shape 0.43 s, 135M shape 0.15 s a step. CPU: two cores, float32.
-_RATES = {"cpu": 55e9, "cuda": 600e12}
+# Besides its tokens: seconds that a step takes however small it is, bytes a second of the update
+# (which reads and writes weights, gradients and moments) and of a checkpoint, checksums included.
 _STEP_SECONDS = {"cpu": 0.02, "cuda": 0.12}
+_UPDATE_BYTES = {"cpu": 5e9, "cuda": 2e12}
+_SAVE_BYTES = 250e6
+
+PARTS = ("start_up", "data", "steps", "evaluations", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,12 @@ class Prediction:
     draft_bytes: int  # weights, gradients, moments: 16 bytes a trained parameter
     step_bytes: int  # what one step holds besides
     disk_bytes: int
-    seconds: float
+    seconds_by_part: dict[str, float]  # of PARTS
     tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.seconds_by_part.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -41,34 +51,35 @@ class Prediction:
         return f"{_size(self.peak_bytes)} of memory, {_time(self.seconds)}"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "peak_bytes": self.peak_bytes}
+        return {**asdict(self), "seconds": self.seconds, "peak_bytes": self.peak_bytes}
 
     def table(self, truth: dict[str, Any] | None = None) -> Table:
         table = Table("", Column("predicted", justify="right"), title="plan", box=None)
         table.title_justify = "left"
-        rows = [
-            ("peak memory", _size(self.peak_bytes), "peak_bytes"),
-            ("disk", _size(self.disk_bytes), "disk_bytes"),
-            ("time", _time(self.seconds), "seconds"),
-        ]
-        if truth is None:
-            parts = {"target": self.target_bytes, "draft and optimizer": self.draft_bytes}
-            for part, size in {**parts, "one step": self.step_bytes}.items():
+        if truth is not None:
+            table.add_column("measured", justify="right")
+        held = {"target": self.target_bytes, "draft and optimizer": self.draft_bytes}
+        for part, size in {**held, "one step": self.step_bytes}.items():
+            if truth is None:
                 table.add_row(f"  {part}", _size(size), style="dim")
-            for name, shown, _ in rows:
-                table.add_row(name, shown)
-            return table
-        table.add_column("measured", justify="right")
-        for name, shown, key in rows:
-            measured = _time(truth[key]) if key == "seconds" else _size(truth[key])
-            table.add_row(name, shown, measured)
+        known = truth or {}
+        for name, size, key in (
+            ("peak memory", self.peak_bytes, "peak_bytes"),
+            ("disk", self.disk_bytes, "disk_bytes"),
+        ):
+            table.add_row(name, _size(size), *([_size(known[key])] if known else []))
+        for part, seconds in self.seconds_by_part.items():
+            measured = [_time(known["seconds_by_part"][part])] if known else []
+            table.add_row(f"  {part.replace('_', '-')}", _time(seconds), *measured, style="dim")
+        table.add_row("time", _time(self.seconds), *([_time(known["seconds"])] if known else []))
         return table
 
 
-def predict(training: "Training") -> Prediction:
-    """Cost of a run that is set up: its target and draft are there to be counted."""
+def predict(training: "Training", begin: float | None = None) -> Prediction:
+    """Cost of a run that is set up: its target and draft are there to be counted. `begin`: when the
+    command began, by `time.perf_counter`."""
     recipe, parts, stream, draft = training.recipe, training.parts, training.stream, training.draft
-    target_bytes = sum(p.nbytes for p in _target_weights(training)) + _kept_states(training)
+    target_bytes = sum(p.nbytes for p in target_weights(training)) + _kept_states(training)
     trained = sum(p.numel() for p in parts.parameters)
     frozen = sum(p.numel() for p in draft.parameters()) - trained
     depths = parts.objective.depths
@@ -83,28 +94,29 @@ def predict(training: "Training") -> Prediction:
     states = tokens_per_step * state_width * width * recipe.training.accumulate
     chunk = 4 * (1 << 26) * 4  # the head's chunk of logits, probabilities and gradients
     head_grad = config.draft_vocab_size * config.hidden_size * 4
-    disk = (recipe.checkpoint.keep + 1) * (4 * (trained + frozen) + 8 * trained)
+    saved = 4 * (trained + frozen) + 8 * trained
+    to_come = _seconds(training, trained, saved)
+    now = time.perf_counter()
+    start_up_s = 0.0 if begin is None else now - begin - training.data_s
     return Prediction(
         target_bytes=target_bytes,
         draft_bytes=16 * trained + 4 * frozen,
         step_bytes=int(layer_bytes + 2 * states + chunk + head_grad),
-        disk_bytes=disk,
-        seconds=_seconds(training, tokens),
+        disk_bytes=(recipe.checkpoint.keep + 1) * saved,
+        seconds_by_part={"start_up": start_up_s, "data": training.data_s, **to_come},
         tokens=tokens,
     )
 
 
-def _target_weights(training: "Training") -> list[nn.Parameter]:
-    """Cost of a target in this process; others run elsewhere."""
-    module = training.parts.target.info().module
-    return [] if module is None else list(module.parameters())
-
-
 def _kept_states(training: "Training") -> int:
+    return min(_kept_at_most(training), _wanted_states(training))
+
+
+def _wanted_states(training: "Training") -> int:
     config = training.draft.config
     per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * 4
-    wanted: int = int(training.stream.rows.lengths.sum()) * per_token
-    return min(_kept_at_most(training), wanted)
+    tokens = int(training.stream.rows.lengths.sum())
+    return tokens * int(per_token)
 
 
 def _kept_at_most(training: "Training") -> int:
@@ -112,30 +124,40 @@ def _kept_at_most(training: "Training") -> int:
     return kind_of(section).kept_bytes(section)
 
 
-def _seconds(training: "Training", tokens: int) -> float:
-    kind = training.parts.device.type
-    rate = _RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
-    per_rank = _operations(training, tokens) / training.parts.world.size
-    return per_rank / rate + training.stream.steps * _STEP_SECONDS[kind]
+def _seconds(training: "Training", trained: int, saved: int) -> dict[str, float]:
+    """What is still to do, from the newest checkpoint on."""
+    recipe, stream, world = training.recipe, training.stream, training.parts.world.size
+    pace, device = pace_of(training), training.parts.device.type
+    begun, total = newest_step(training.directory), stream.steps
+    # packs are padded, and padding costs next to nothing
+    packs = stream.packs_per_step // world * max(0, total - begun)
+    tokens = packs * stream.tokens * (1 - stream.padding_share)
+    held_out = sum(int(batch.attention_mask.sum()) for batch in training.held_out) / world
+    measured = _times(begun, total, recipe.evaluation.every_steps) if training.held_out else set()
+    saves = _times(begun, total, recipe.checkpoint.every_steps) | measured  # each may be the best
+    asked, asked_held_out = tokens, held_out * len(measured)
+    if _keeps_all(training):  # the target is asked about each row once
+        asked, asked_held_out = min(tokens, float(stream.rows.lengths.sum())), held_out
+    update = _STEP_SECONDS[device] + 36 * trained / _UPDATE_BYTES[device]
+    return {
+        "steps": asked * pace.target_s + tokens * pace.step_s + max(0, total - begun) * update,
+        "evaluations": asked_held_out * pace.target_s
+        + held_out * (len(measured) * pace.replay_s + pace.picks_s),
+        "checkpoints": len(saves - {0}) * saved / _SAVE_BYTES,
+    }
 
 
-def _operations(training: "Training", tokens: int) -> float:
-    """Multiply-adds counted twice: the target's forward, the draft's rollout with its backward."""
-    parts, config = training.parts, training.draft.config
-    target = sum(p.numel() for p in _target_weights(training) if p.ndim == 2)
-    section = training.recipe.training
-    reused = section.epochs if section.steps is None and _kept_at_most(training) else 1
-    weights = training.draft.named_parameters()
-    layer = sum(p.numel() for name, p in weights if name.startswith("layers.") and p.ndim == 2)
-    head = config.draft_vocab_size * config.hidden_size
-    depths = parts.objective.depths
-    supervised = 0.8  # a usual share; what is not supervised pays almost nothing
-    draft = (
-        6 * supervised * depths * (layer + head)
-        + 6 * config.num_aux_hidden_states * config.hidden_size**2
-    )
-    operations: float = tokens * (2.0 * target / reused + draft)
-    return operations
+def _times(begun: int, total: int, every: int) -> set[int]:
+    """The steps at which something is done that is done every so many, at the end, and, if that is
+    still to come, before the first."""
+    if begun >= total:
+        return set()
+    due = {*range(begun + every - begun % every, total, every), total}
+    return due | {0} if begun == 0 else due
+
+
+def _keeps_all(training: "Training") -> bool:
+    return 0 < _wanted_states(training) <= _kept_at_most(training)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

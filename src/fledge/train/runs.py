@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput
-from fledge.draft.files import CONFIG_NAME
+from fledge.draft.config import trained_depths
+from fledge.draft.files import CONFIG_NAME, read_draft_config
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.train.checkpoint import STATE_NAME, read_state
 
+_DRAFT_TOKENS = 5  # where neither a run nor the config says how many it was trained for
 _HELD_OUT_BEFORE = 512  # the default of `data.valid_rows` in recipes that runs wrote down
 
 
@@ -39,6 +41,15 @@ def recipe_of(path: Path) -> Recipe | None:
     """The recipe of the run that a draft belongs to, if any."""
     run = run_directory(path)
     return None if run is None else load_recipe(run / RESOLVED_NAME)
+
+
+def trained_tokens(draft: Path, config: Any = None) -> int:
+    """How many tokens a draft proposes per round unless told otherwise: as many as it was trained
+    for, by its run or its config. Every verb asks here."""
+    recipe = recipe_of(draft)
+    if recipe is not None:
+        return recipe.objective.depths
+    return trained_depths(config or read_draft_config(draft)) or _DRAFT_TOKENS
 
 
 def as_begun(recipe: Recipe) -> Recipe:

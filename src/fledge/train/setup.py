@@ -5,6 +5,7 @@ in a collective while one of them tokenizes for an hour.
 """
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from fledge.target.kinds import kind_of, model_name, target_tokenizer
 from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
-from fledge.train.optimizer import StepGuard, make_optimizer
+from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
 from fledge.train.runs import as_begun, keeps_its_rows
 from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
@@ -57,6 +58,7 @@ class OpenRun:
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change between a run and its resumption
     warnings: list[str]  # what is allowed, and hardly meant
+    data_s: float  # spent on preparing the data
 
 
 @dataclass
@@ -66,13 +68,22 @@ class Training(OpenRun):
     parts: Parts
     stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
+    # told what is going on (training, evaluating, saving), at which step, and how far inside it
+    watch: Callable[[str, int, str], None] = lambda what, step, far: None
 
-    @property
-    def warmup(self) -> int:
-        training = self.recipe.training
-        if training.warmup_steps is not None:
-            return training.warmup_steps
-        return math.ceil(training.warmup_share * self.stream.steps)
+    def lr(self, step: int, *, schedule_from: int = 0) -> float:
+        """The learning rate of a step; the schedule runs from the step at which the run was begun,
+        or lengthened, to its end."""
+        training, total = self.recipe.training, self.stream.steps - schedule_from
+        warmup = training.warmup_steps
+        return learning_rate(
+            step - schedule_from,
+            total,
+            peak=training.lr,
+            warmup=math.ceil(training.warmup_share * total) if warmup is None else warmup,
+            schedule=training.schedule,
+            final_share=training.final_lr_share,
+        )
 
 
 def prepare_data(
@@ -151,7 +162,7 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     recipe = opened.recipe
     with ExitStack() as undo:
         undo.enter_context(opened.parts.target)
-        parts, stream = _parts(recipe, opened.parts), _stream(opened)
+        parts, stream = _parts(recipe, opened.parts), make_stream(opened, recipe)
         undo.pop_all()
     return Training(**{**vars(opened), "parts": parts, "stream": stream})
 
@@ -160,7 +171,9 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
     """The rows and the models of a run; its target is let go of when something is missing."""
     recipe = as_begun(recipe).settled()
     device = pick_device(recipe.training.device)
+    begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
+    data_s = time.perf_counter() - begin
     world = join_world(device)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
@@ -183,6 +196,7 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
             train=train,
             held_out=_held_out_batches(held_out, recipe, pad_id),
             warnings=_few_rows(len(train), len(held_out)),
+            data_s=data_s,
             pad_id=pad_id,
             draft=draft,
             vocabulary=vocabulary,
@@ -216,8 +230,9 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
     )
 
 
-def _stream(opened: OpenRun) -> PackStream:
-    packing, training = opened.recipe.packing, opened.recipe.training
+def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
+    """The rows of a run in the order in which a recipe takes them."""
+    packing, training = recipe.packing, recipe.training
     return PackStream(
         opened.train,
         tokens=packing.tokens,

@@ -1,0 +1,104 @@
+"""Verbs draft as many tokens as a draft was trained for, and refuse before they load a model."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.cli import chat as chat_verb
+from fledge.cli import eval as eval_verb
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.export.source import read_source
+from fledge.train.fit import fit
+from fledge.train.runs import trained_tokens
+from fledge.train.setup import set_up
+from train.tiny import Notes, make_chats, make_target, recipe_for
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run of depth 3, and its draft alone: with its config's word, and as older ones are."""
+    root = tmp_path_factory.mktemp("trained")
+    target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
+    fit(set_up(recipe_for(target, chats, root / "run", "training.steps=4")), Notes())
+    for name in ("alone", "older"):
+        (root / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (root / name / file).write_bytes((root / "run" / "best" / file).read_bytes())
+    config = json.loads((root / "older" / "config.json").read_text())
+    assert config.pop("ttt_steps") == 3
+    (root / "older" / "config.json").write_text(json.dumps(config))
+    (root / "asked.jsonl").write_text('{"prompt": "count to 5"}\n{"prompt": "count to 9"}\n')
+    return root
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+
+
+DEPTHS = {"run": 3, "alone": 3, "older": 5}
+
+
+def test_the_run_the_config_then_five(place):
+    drafts = {"run": place / "run" / "best", "alone": place / "alone", "older": place / "older"}
+    assert {name: trained_tokens(path) for name, path in drafts.items()} == DEPTHS
+    sources = {name: read_source(path).num_draft_tokens for name, path in drafts.items()}
+    assert sources == DEPTHS
+
+
+def fledge(*arguments, text=None):
+    result = CliRunner().invoke(app, [str(word) for word in arguments], input=text)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_eval_drafts_with_each_as_it_was_trained(place):
+    words = ["--target", place / "target", "--prompts", place / "asked.jsonl", "--json"]
+    words += ["--max-new-tokens", 8, "--live", 1, "--aux-layers", "0,1,2", "--device", "cpu"]
+    drafts = [place / name for name in DEPTHS]
+    found = json.loads(fledge("eval", *drafts, *words).stdout)["drafts"]
+    assert [len(one["joint"]) for one in found] == list(DEPTHS.values())
+    [told] = json.loads(fledge("eval", drafts[0], "--draft-tokens", 2, *words).stdout)["drafts"]
+    assert len(told["joint"]) == 2
+
+
+def test_chat_drafts_as_trained(place, monkeypatch):
+    talk, given = chat_verb._Talk, []
+
+    def noticed(*arguments):
+        given.append(arguments[4]["num_draft_tokens"])
+        return talk(*arguments)
+
+    monkeypatch.setattr(chat_verb, "_Talk", noticed)
+    for more in ([], ["--draft-tokens", 2]):
+        words = ["--max-new-tokens", 4, "--device", "cpu", "--json", *more]
+        fledge("chat", place / "run", *words, text="count to 5\n")
+    assert given == [3, 2]
+
+
+def test_report_measures_as_told_and_says_what_takes_time(place):
+    words = ["--measure", "--prompts", place / "asked.jsonl", "--live", 1, "--limit", 1]
+    words += ["--max-new-tokens", 6, "--samples", 1, "--device", "cpu"]
+    result = fledge("report", place / "run", *words)
+    kept = json.loads((place / "run" / "eval.json").read_text())
+    assert kept["answers"] == kept["drafts"][0]["live"]["texts"] == 1
+    assert kept["answer_tokens"] <= 6
+    assert len(kept["drafts"][0]["joint"]) == 3
+    said = " ".join(result.stderr.split())
+    assert "the target answers 1 prompts with up to 6 tokens each" in said
+    for option in ("--limit", "--max-new-tokens", "--live"):
+        assert option in said
+
+
+@pytest.mark.parametrize("verb", ["eval", "chat"])
+def test_a_way_of_drafting_is_refused_before_the_target_is_loaded(place, monkeypatch, verb):
+    def load(*_, **__):
+        raise AssertionError("the target was loaded")
+
+    for module in (eval_verb, chat_verb):
+        monkeypatch.setattr(module, "load_target", load)
+    result = CliRunner().invoke(app, [verb, str(place / "run"), "--method", "parallel"], input="x")
+    assert isinstance(result.exception, BadInput)
+    assert "not trained for parallel drafting" in str(result.exception)

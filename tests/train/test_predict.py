@@ -1,0 +1,137 @@
+"""The predicted time holds all that a run does, and a prediction leaves the run as it was."""
+
+import json
+
+import pytest
+import torch
+
+from fledge.cli.console import out
+from fledge.cli.plan import plan
+from fledge.cli.train import run_recipe
+from fledge.train import pace as pace_module
+from fledge.train import predict as predict_module
+from fledge.train.fit import fit
+from fledge.train.pace import Pace, pace_of
+from fledge.train.predict import PARTS, predict
+from fledge.train.setup import set_up
+from train.test_fit import comparable, differing, final_weights
+from train.tiny import Notes
+
+PACE = Pace(target_s=1e-3, step_s=1e-2, replay_s=1e-4, picks_s=1e-5)
+
+
+@pytest.fixture
+def paced(monkeypatch):
+    """A machine whose speed is known, and whose steps and disks cost nothing besides."""
+    monkeypatch.setattr(predict_module, "pace_of", lambda _: PACE)
+    monkeypatch.setattr(predict_module, "_STEP_SECONDS", {"cpu": 0.0})
+    monkeypatch.setattr(predict_module, "_UPDATE_BYTES", {"cpu": 1e18})
+
+
+def counted(training):
+    """(steps, evaluations, checkpoints) that a run really does, from now on."""
+    told = []
+    training.watch = lambda *what: told.append(what)
+    fit(training, Notes())
+    evaluated = {step for what, step, _ in told if what == "evaluating"}
+    return len([1 for what, *_ in told if what == "training"]), len(evaluated)
+
+
+def test_every_part_is_counted(recipe, paced):
+    training = set_up(recipe("training.steps=11", "checkpoint.every_steps=3"))
+    found = predict(training, begin=None).seconds_by_part
+    assert tuple(found) == PARTS
+    held_out = sum(int(batch.attention_mask.sum()) for batch in training.held_out)
+    stream = training.stream
+    tokens = stream.packs_per_step * stream.tokens * (1 - stream.padding_share)
+    steps, evaluations = counted(training)
+    assert (steps, evaluations) == (11, 4)  # before, 4, 8, 11
+    assert found["steps"] == pytest.approx(steps * tokens * (PACE.target_s + PACE.step_s))
+    assert found["evaluations"] == pytest.approx(
+        held_out * (evaluations * (PACE.target_s + PACE.replay_s) + PACE.picks_s)
+    )
+    weights = sum(p.numel() for p in training.draft.parameters())
+    saved = 4 * weights + 8 * sum(p.numel() for p in training.parts.parameters)
+    saves = 6  # 3, 4 (may be the best), 6, 8, 9, 11
+    assert found["checkpoints"] == pytest.approx(saves * saved / predict_module._SAVE_BYTES)
+    assert found["data"] == training.data_s > 0
+
+
+def test_a_run_that_goes_on_is_predicted_from_where_it_is(recipe, paced):
+    fit(set_up(recipe("training.steps=5")), Notes())
+    more = recipe("training.steps=11", "training.extend=true")
+    left = predict(set_up(more)).seconds_by_part
+    whole = predict(set_up(recipe("training.steps=11", run="other"))).seconds_by_part
+    assert left["steps"] == pytest.approx(6 / 11 * whole["steps"])
+    assert 0 < left["evaluations"] < whole["evaluations"]
+
+
+def test_states_that_are_kept_are_asked_for_once(recipe, paced):
+    kept, asked = (
+        predict(set_up(recipe("training.epochs=9", f"target.keep_states_gb={size}", run=str(size))))
+        for size in (1, 0)
+    )
+    rows = int(set_up(recipe()).stream.rows.lengths.sum())
+    saved = asked.seconds_by_part["steps"] - kept.seconds_by_part["steps"]
+    assert saved == pytest.approx(8 * rows * PACE.target_s, rel=0.05)
+    assert kept.seconds_by_part["evaluations"] < asked.seconds_by_part["evaluations"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_a_trial_changes_nothing(recipe, tmp_path, kind):
+    """Neither weights nor gradients nor the generator nor what the target remembers."""
+    options = (f"objective.kind={kind}", "target.keep_states_gb=1", "training.steps=3")
+    options += ("evaluation.every_steps=100", "data.valid_rows=2")
+    fit(set_up(recipe(*options, run="plain")), Notes())
+    training = set_up(recipe(*options, run="tried"))
+    state = torch.get_rng_state()
+    pace = pace_of(training)
+    assert min(vars(pace).values()) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in training.draft.parameters())
+    assert training.parts.target._known == {}
+    fit(training, Notes())
+    assert differing(final_weights(tmp_path / "plain"), final_weights(tmp_path / "tried")) == []
+    assert comparable(tmp_path / "plain") == comparable(tmp_path / "tried")
+
+
+def test_a_machine_that_is_twice_as_slow_is_predicted_so(recipe, monkeypatch):
+    """The rate is this machine's, now: not a constant of the one it was written on."""
+    training, real = set_up(recipe()), pace_module._try
+    slow = []
+
+    def trying(*given):
+        pace = real(*given)
+        slow.append(Pace(*(2 * seconds for seconds in vars(pace).values())))
+        return slow[-1]
+
+    monkeypatch.setattr(pace_module, "_try", trying)
+    assert pace_of(training) == slow[-1]
+    assert len(slow) == 2  # the first passes of a process do not count
+
+
+def test_a_target_that_is_broken_is_left_to_the_run(recipe, monkeypatch):
+    training = set_up(recipe())
+    module = training.parts.target.info().module
+    with torch.no_grad():
+        module.lm_head.weight.fill_(float("nan"))
+    assert pace_of(training) == pace_module._by_rate(training)
+
+
+def test_plan_and_train_show_the_parts(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(out, "_width", 200)
+    (tmp_path / "recipe.yaml").write_text(recipe("training.steps=4").to_yaml())
+    plan([str(tmp_path / "recipe.yaml")], as_json=True)
+    planned = json.loads(capsys.readouterr().out)
+    assert set(planned["seconds_by_part"]) == set(PARTS)
+    assert planned["seconds"] == pytest.approx(sum(planned["seconds_by_part"].values()))
+    plan([str(tmp_path / "recipe.yaml")])
+    shown = capsys.readouterr().out
+    assert all(part.replace("_", "-") in shown for part in PARTS)
+    assert run_recipe(recipe("training.steps=4"), as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    for side in ("predicted", "measured"):
+        parts = found[side]["seconds_by_part"]
+        assert set(parts) == set(PARTS)
+        assert found[side]["seconds"] == pytest.approx(sum(parts.values()))
+        assert min(parts.values()) > 0
