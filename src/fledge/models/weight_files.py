@@ -43,7 +43,9 @@ def read_tensors(
         open_regular(path).close()
         try:
             tensors |= _tensors_of(path, wanted)
-        except broken as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # torch's reader of pickles raises whatever it stumbles over
             raise BadInput(f"cannot be read ({first_line(error)})", where=str(path)) from None
     return tensors
 
