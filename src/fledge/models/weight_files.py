@@ -4,7 +4,6 @@ Reading two tables of a target must not cost loading the target: safetensors are
 what is wanted is read.
 """
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fledge.core.errors import BadInput, broken_files, first_line
+from fledge.core.errors import BadInput, first_line
 from fledge.core.reading import open_regular
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -36,16 +35,13 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """The tensors whose names are wanted, by name."""
     tensors: dict[str, Tensor] = {}
-    broken: tuple[type[Exception], ...] = (
-        *broken_files(), EOFError, pickle.UnpicklingError, AssertionError,  # torch's reader asserts
-    )  # fmt: skip
     for path in weight_files(directory):
         open_regular(path).close()
         try:
             tensors |= _tensors_of(path, wanted)
         except MemoryError:
             raise
-        except Exception as error:  # torch's reader of pickles raises whatever it stumbles over
+        except Exception as error:  # noqa: BLE001  (torch's reader raises what it stumbles over)
             raise BadInput(f"cannot be read ({first_line(error)})", where=str(path)) from None
     return tensors
 
