@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.target.cache.manifest import copied_files, is_copied
+from fledge.target.cache.copied import copied_files, is_copied
 
 TRAVEL = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),

@@ -17,6 +17,7 @@ from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.target.cache.automodel import their_manifest
+from fledge.target.cache.copied import copied_files
 from fledge.target.cache.format import (
     FORMAT,
     OVER_A_VOCABULARY,
@@ -28,7 +29,6 @@ from fledge.target.cache.format import (
 )
 from fledge.target.cache.manifest import (
     TARGET_FILES,
-    copied_files,
     dtype_name,
     ensure_free,
     ensure_resumable,

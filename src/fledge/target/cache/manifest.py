@@ -34,6 +34,7 @@ from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
 from fledge.target.base import InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
+from fledge.target.cache.copied import kept_files
 from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape, shard_name
 from fledge.target.layers import FinalNorm
 
@@ -78,18 +79,6 @@ _MANIFEST = Table(
 _MANIFEST_ALONE = Table({**_MANIFEST.fields, "target": Table()})
 LATE = "target"  # the one field that is known only when the target is loaded
 _SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
-# What a config and a tokenizer consist of, of every kind that transformers knows. A list, not a
-# pattern: a directory may hold `hf_token.txt` too. No code: a cache or a server carries data only.
-_COPIED = frozenset({
-    "config.json", "generation_config.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json",
-    "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "encoder.json", "bpe.codes", "dict.txt",
-    "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "tokenizer.model.v11",
-    "tekken.json", "tiktoken.model", "qwen.tiktoken", "spiece.model", "spm.model",
-    "spm_char.model", "sentencepiece.model", "sentencepiece.bpe.model", "prophetnet.tokenizer",
-    "byte_maps.json", "emoji.json", "entity_vocab.json",
-})  # fmt: skip
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -254,40 +243,6 @@ def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def copied_files(model_dir: Path) -> list[Path]:
-    """A model's config and tokenizer: what training reads of it besides the cache."""
-    files = (path for path in sorted(model_dir.iterdir()) if is_copied(path.name))
-    return [path for path in files if path.is_file() and _lies_in(model_dir, path)]
-
-
-def is_copied(name: str) -> bool:
-    """Whether a file of this name belongs to a config or a tokenizer; never a path."""
-    return name in _COPIED
-
-
-def _lies_in(model_dir: Path, path: Path) -> bool:
-    """Whether the file itself is in the directory. A link leads elsewhere, with one exception: the
-    hub's cache keeps REPOSITORY/snapshots/REVISION/name as a link to REPOSITORY/blobs/DIGEST."""
-    if not path.is_symlink():
-        return True
-    snapshots = model_dir.resolve().parent
-    return snapshots.name == "snapshots" and path.resolve().parent == snapshots.parent / "blobs"
-
-
-def code_files(model_dir: Path) -> list[Path]:
-    """The Python files of a model that brings code of its own. A cache keeps them beside config and
-    tokenizer, which cannot be read without them; they run only where the user trusts them."""
-    for name in ("config.json", "tokenizer_config.json"):
-        path = model_dir / name
-        if path.is_file() and '"auto_map"' in path.read_text(errors="replace"):
-            return sorted(model_dir.glob("*.py"))
-    return []
-
-
-def _kept_files(model_dir: Path | None) -> list[Path]:
-    return [] if model_dir is None else sorted({*copied_files(model_dir), *code_files(model_dir)})
-
-
 def target_files(directory: Path) -> str:
     """The name of the model whose config and tokenizer a cache is read with: its own copy of them,
     or, of AutoModel's caches, which have none, the target that they name."""
@@ -300,7 +255,7 @@ def write_head(
 ) -> None:
     """All of a cache but its shards; the manifest last."""
     directory.mkdir(parents=True, exist_ok=True)
-    for path in _kept_files(model_dir):
+    for path in kept_files(model_dir):
         with atomic_file(directory / TARGET_FILES / path.name) as handle:
             handle.write(path.read_bytes())
     with atomic_file(directory / TARGET) as handle:
@@ -310,7 +265,7 @@ def write_head(
 
 def has_head(directory: Path, model_dir: Path | None) -> bool:
     """Whether all files of `write_head` are there; what they hold is checked when they are read."""
-    kept = (directory / TARGET_FILES / path.name for path in _kept_files(model_dir))
+    kept = (directory / TARGET_FILES / path.name for path in kept_files(model_dir))
     places = [directory / TARGET, *kept]
     return all(place.is_file() for place in places)
 

@@ -118,7 +118,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
     def fetch_files(self, directory: Path) -> None:
         """Write the target's config and tokenizer files into `directory`."""
         from fledge.core.files import atomic_file
-        from fledge.target.cache.manifest import is_copied
+        from fledge.target.cache.copied import is_copied
 
         self._check_open()
         for name, content in self._get("/v1/files", 1 << 28).items():

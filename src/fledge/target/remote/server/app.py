@@ -18,7 +18,8 @@ from starlette.routing import Route
 from fledge import __version__
 from fledge.core.errors import first_line
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.manifest import copied_files, target_facts, target_tensors
+from fledge.target.cache.copied import copied_files
+from fledge.target.cache.manifest import target_facts, target_tensors
 from fledge.target.finite import NotFinite
 from fledge.target.remote.client import boot_id
 from fledge.target.remote.http import check_token
