@@ -16,8 +16,6 @@ def drafts(target):
         "random": make_draft(target, width=25, fc_norm=True),
         "trained": make_draft(target, width=32, fit=40),
         "deep": make_draft(target, layers=2, norm_output=True, fc_norm=True, fit=40),
-        "normed": make_draft(target, layers=2, width=32, qk_norm=True, fit=40),
-        "biased": make_draft(target, layers=2, attention_bias=True, mlp_bias=True, fit=40),
         "parallel": make_draft(target, layers=2, width=36, parallel=True, fit=40),
     }
 
