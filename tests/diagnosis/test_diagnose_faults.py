@@ -235,7 +235,10 @@ FAULTS = {
     "rotary buffers and the target's head": Fault(
         "unexpected", junk, repaired=True, severity="warning"
     ),
-    "biases": Fault("unexpected", biased),
+    "one bias of four": Fault("missing", biased),
+    "a scale": Fault(
+        "unexpected", lambda c, t: t.update({"layers.0.mlp.up_proj.scale": torch.ones(1)})
+    ),
     "EAGLE-1": Fault("algorithm", eagle_one),
     "no draft at all": Fault(
         "algorithm", lambda c, t: [t.clear(), t.update(weight=torch.ones(2))]
