@@ -132,6 +132,7 @@ def junk(config, tensors):
 
 
 def biased(config, tensors):
+    config["attention_bias"] = True
     tensors["layers.0.self_attn.q_proj.bias"] = torch.randn(32)
 
 
