@@ -14,3 +14,12 @@ def eagle1(place):
 
     make_eagle1(place / "target").save_pretrained(place / "eagle1")
     return place / "eagle1"
+
+
+@pytest.fixture
+def look(place, answering):
+    """Diagnose a draft of the target that all of them are for."""
+    from fledge.diagnosis.diagnose import diagnose
+
+    target = str(place / "target")
+    return lambda path, **options: diagnose(path, target, answering=answering, **options)

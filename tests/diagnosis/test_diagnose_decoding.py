@@ -17,18 +17,11 @@ from export.drafts import (
 )
 from export.layouts import write_as
 from fledge.diagnosis.checks import probe
-from fledge.diagnosis.diagnose import diagnose, write_repaired
+from fledge.diagnosis.diagnose import write_repaired
 from fledge.draft.rotary import Rotary
 from fledge.measure.figures import Sample, every_slot_length
 from fledge.measure.replay import Text, replay
 from fledge.target.hf.model import HFEagle3TargetModel
-
-
-@pytest.fixture
-def look(place, answering):
-    return lambda path, **options: diagnose(
-        path, str(place / "target"), answering=answering, **options
-    )
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle"])

@@ -27,14 +27,6 @@ from fledge.diagnosis.checks.probe import swapped_halves
 from fledge.diagnosis.diagnose import diagnose, write_repaired
 from fledge.export.export import export_draft
 
-
-@pytest.fixture
-def look(place, answering):
-    return lambda path, **options: diagnose(
-        path, str(place / "target"), answering=answering, **options
-    )
-
-
 # --- healthy -------------------------------------------------------------------------------------
 
 

@@ -168,8 +168,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.room(product_size(operator, left, right))
         return self.made(super().call_binop(context, operator, left, right))
 
+    # N805: Jinja's own odd names, because keyword arguments of a template may have any name
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Jinja's own odd names: keyword arguments of a template may have any name."""
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, _PLAIN):
             judge = METHODS.get(name := __obj.__name__)
@@ -211,6 +211,8 @@ class _Meter(NodeTransformer):
         return _paid(self.generic_visit(node))
 
     visit_List = visit_Tuple = visit_Dict = _literal
+
+    # N802: Jinja finds a visitor by the name of the node's class
 
     def visit_Getitem(self, node: nodes.Getitem) -> Any:  # noqa: N802
         self.generic_visit(node)
@@ -262,8 +264,10 @@ class _Generation(jinja2.ext.Extension):
         return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     def _note(self, caller: Callable[[], str]) -> str:
-        text, start = caller(), self.environment.written  # type: ignore[attr-defined]
-        self.environment.said.append((start, start + len(text)))  # type: ignore[attr-defined]
+        environment = self.environment
+        assert isinstance(environment, _Environment)
+        text, start = caller(), environment.written
+        environment.said.append((start, start + len(text)))
         return text
 
 

@@ -41,8 +41,8 @@ def read_tensors(
             tensors |= _tensors_of(path, wanted)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  (torch's reader raises what it stumbles over)
-            raise BadInput(f"cannot be read ({first_line(error)})", where=str(path)) from None
+        except Exception as error:  # torch's reader raises whatever it stumbles over
+            raise BadInput(f"cannot be read ({first_line(error)})", where=str(path)) from error
     return tensors
 
 
