@@ -259,8 +259,9 @@ class _Generate(_Route):
         if name != "" and await asyncio.to_thread(write_segment, name, message):
             facts = {"request_id": question.request_id, "segment_bytes": str(size)}
             message, way = Message({}, facts), "shared_memory"
-        await _send_message(send, message, queue)
+        # Counted before it is sent: whoever has the answer finds it in the counters.
         self._server.metrics.count("reply_bytes_total", size, way=way)
+        await _send_message(send, message, queue)
 
 
 def _declared_length(scope: Scope) -> int | None:
