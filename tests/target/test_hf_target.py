@@ -35,6 +35,16 @@ def test_aux_and_logits_equal_transformers_bitwise(architecture: str) -> None:
     assert torch.equal(batch.logits, shifted(expected.logits))
 
 
+@pytest.mark.parametrize(
+    "rows", [padded_rows(), packed_rows(some_documents(), 13)], ids=["padded", "packed"]
+)
+def test_one_past_the_last_layer_is_the_last_hidden_state(rows: tuple[Any, ...]) -> None:
+    model = tiny_model("llama")
+    batch = HFEagle3TargetModel(model, supervision="hidden", num_aux_layers=1).generate_batch(*rows)
+    assert batch.last_hidden_states is not None
+    assert torch.equal(shift_left(batch.aux_hidden_states), batch.last_hidden_states)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_three_encodings_agree(architecture: str) -> None:
     model = tiny_model(architecture)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.target.cache.copied import copied_files, is_copied
+from fledge.target.cache.copied import code_files, copied_files, is_copied
 
 TRAVEL = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -63,6 +63,17 @@ def test_only_regular_files_in_the_directory_itself(tmp_path):
     (model / "chat_template.json").symlink_to(model / "nowhere")
     os.mkfifo(model / "tokenizer.model")
     assert names(model) == ["config.json", "vocab.txt"]
+
+
+def test_code_travels_where_a_config_names_it_and_never_through_a_link(tmp_path):
+    model, secret = tmp_path / "model", tmp_path / "secret.py"
+    fill(model, ["modeling_x.py"])
+    secret.write_text("secret")
+    (model / "linked.py").symlink_to(secret)
+    (model / "config.json").write_text("{}")
+    assert code_files(model) == []
+    (model / "config.json").write_text('{"auto_map": {"AutoConfig": "modeling_x.C"}}')
+    assert code_files(model) == [model / "modeling_x.py"]
 
 
 def hub_snapshot(hub):
