@@ -111,8 +111,20 @@ def in_words(count: int) -> str:
 def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else the valid names."""
     import difflib
+    import os
 
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean '{close[0]}'?"
+    def bare(text: str) -> str:
+        """EAGLE-3, eagle_3 and eagle3 are one name."""
+        return "".join(letter for letter in text.casefold() if letter.isalnum())
+
+    def closeness(candidate: str) -> tuple[bool, float, int]:
+        """Of names equally close (eagle2: eagle3, peagle) the one that begins like it."""
+        ratio = difflib.SequenceMatcher(None, candidate, name).ratio()
+        begins = len(os.path.commonprefix([bare(candidate), bare(name)]))
+        return bare(candidate) == bare(name), ratio, begins
+
+    closest = max(valid, key=closeness, default="")
+    same, ratio, _ = closeness(closest)
+    if closest and (same or ratio >= 0.5):
+        return f"did you mean '{closest}'?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"
