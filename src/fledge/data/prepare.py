@@ -25,7 +25,7 @@ from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 
-ROWS_FORMAT = 1  # raise when the meaning of the files changes
+ROWS_FORMAT = 2  # raise when the meaning of the files changes
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput, first_line
+from fledge.data.conversation import looks_like_conversation
 from fledge.data.drops import BadRow
 
 ROWS_PER_PART = 2000
@@ -184,7 +185,8 @@ def _load_json(path: Path) -> list[Any]:
         ) from None
     if isinstance(value, dict):  # {"data": [...]} and the like
         lists = [item for item in value.values() if isinstance(item, list)]
-        value = lists[0] if len(lists) == 1 and "messages" not in value else [value]
+        is_row = looks_like_conversation(value) or isinstance(value.get("text"), str)
+        value = lists[0] if len(lists) == 1 and not is_row else [value]
     if not isinstance(value, list):
         raise BadInput("not a list of rows", where=str(path), fix="expected [{...}, ...]")
     return value
