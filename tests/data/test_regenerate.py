@@ -330,6 +330,18 @@ def test_rows_that_cannot_be_asked(row, reason):
         Dialogue(row)
 
 
+def test_pairs_and_early_answers_are_asked_again_too():
+    alpaca = {"id": 7, "instruction": "Translate.", "input": "Tag", "output": "old"}
+    early = {"messages": [{"role": "assistant", "content": "Hi!"}, *chat("q")["messages"]]}
+    for row, asked in ((alpaca, "Translate.\n\nTag"), (early, "q")):
+        dialogue = Dialogue(row)
+        assert dialogue.question == [{"role": "user", "content": asked}]
+        dialogue.hear(Reply("new", "stop", 1))
+        new = dialogue.new_row(row)
+        assert [m["content"] for m in new["messages"]] == [asked, "new"]
+        assert set(new) - {"id"} == {"messages", "finish", "tokens"}
+
+
 def test_an_empty_answer_is_no_answer():
     dialogue = Dialogue(chat("q"))
     with pytest.raises(BadRow, match="empty answer"):

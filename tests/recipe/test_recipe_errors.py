@@ -29,7 +29,10 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
         ("objective.kind=eagle", "did you mean 'eagle3'?"),
         ("objective.kind=EAGLE-3", "did you mean 'eagle3'?"),
         ("objective.kind=P-EAGLE", "did you mean 'peagle'?"),
-        ("training.max_steps=9", "unknown key 'training.max_steps'; did you mean 'training.steps'?"),
+        (
+            "training.max_steps=9",
+            "key 'training.max_steps'; did you mean 'training.steps'?",
+        ),
         ("learning_rate=1e-4", "unknown section 'learning_rate'; did you mean 'training.lr'?"),
         ("training.batch_size=8", "did you mean 'training.micro_batch'?"),
         ("per_device_train_batch_size=8", "did you mean 'training.micro_batch'?"),

@@ -71,9 +71,9 @@ def _options(
 
 def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
     from fledge.data.prepare import Progress, prepare_rows
-    from fledge.models.resolve import local_model
+    from fledge.models.resolve import tokenizer_directory
 
-    directory = local_model(model, weights=False)
+    directory = tokenizer_directory(model)
     start = time.perf_counter()
     with progress_bar("tokenising", "parts") as update:
 
@@ -146,12 +146,12 @@ def preview(
     from fledge.core.files import check_place, write_text
     from fledge.data import preview as view
     from fledge.data.tokenise import Encoder
-    from fledge.models.resolve import local_model
+    from fledge.models.resolve import tokenizer_directory
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     if html is not None:
         check_place(html, read=data)
-    directory = local_model(model, weights=False)
+    directory = tokenizer_directory(model)
     encoder = Encoder.load(directory, options, trust_remote_code=trust_remote_code)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
@@ -197,12 +197,13 @@ def stats(
 ) -> None:
     """Lengths, supervised share, padding after packing, drop reasons, vocabulary coverage."""
     from fledge.data.stats import data_stats
-    from fledge.models.resolve import load_config
+    from fledge.models.resolve import load_config, tokenizer_directory
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     more = {"workers": workers, "max_drop_share": max_drop_share}
     rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **more)
-    config = load_config(model, trust_remote_code=trust_remote_code)
+    directory = str(tokenizer_directory(model))
+    config = load_config(directory, trust_remote_code=trust_remote_code)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
     figures = data_stats(rows, vocab_size, pack)
     if as_json:

@@ -105,8 +105,11 @@ def without_unasked(messages: list[Message]) -> list[Message]:
     asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
     if asked is None or messages[start]["role"] == "user":
         return messages
-    return [*messages[:start], *(m for m in messages[start:asked] if m["role"] == "system"),
-            *messages[asked:]]
+    return [
+        *messages[:start],
+        *(m for m in messages[start:asked] if m["role"] == "system"),
+        *messages[asked:],
+    ]
 
 
 def parse_conversation(row: Any) -> Conversation:

