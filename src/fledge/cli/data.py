@@ -7,15 +7,19 @@ from typing import Annotated, Any
 import yaml
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Option, Typer
+from typer import Argument, Option
 
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar
+from fledge.cli.help import Verbs
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
 from fledge.core.terminal import marked
 from fledge.core.text import counted
 
-app = Typer(help="Prepare conversations for training, and look at them.", no_args_is_help=True)
+app = Verbs(
+    help="Prepare conversations for training, and look at them.",
+    epilog="Example: fledge data preview chats.jsonl --model smollm2-135m",
+)
 
 Sources = Annotated[
     list[str],

@@ -41,7 +41,7 @@ def evaluate(
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
     output: Annotated[
-        Path | None, Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json.")
+        Path | None, Option(*opt.OUT, help="Keep the figures, for `fledge report`: RUN/eval.json.")
     ] = None,
     samples: Annotated[int, Option(min=0, help="Answers kept token by token with --out.")] = 6,
     as_json: opt.AsJson = False,

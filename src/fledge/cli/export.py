@@ -26,7 +26,7 @@ def export(
     ] = "",
     target: opt.TargetOption = "",
     destination: Annotated[
-        Path | None, Option("--out", help="Directory; default: exports/ENGINE in the run.")
+        Path | None, Option(*opt.OUT, help="Directory; default: exports/ENGINE in the run.")
     ] = None,
     dtype: Annotated[str, Option(help="bfloat16, ...; default: as stored.")] = "",
     draft_tokens: opt.TrainedTokens = 0,

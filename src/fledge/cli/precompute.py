@@ -15,13 +15,13 @@ from fledge.core.files import check_place
 
 EXAMPLE = (
     "Example: fledge precompute recipes/smollm2_gpu.yaml data.train=chats.jsonl "
-    "--output-dir cache --encoding hidden-fp8"
+    "--out cache --encoding hidden-fp8"
 )
 
 
 def precompute(
     arguments: opt.RecipeWords,
-    output_dir: Annotated[Path, Option("--output-dir", "-o", help="Where the cache goes.")],
+    output_dir: Annotated[Path, Option(*opt.OUT, help="Where the cache goes.")],
     encoding: opt.EncodingOption = "hidden",
     dtype: opt.CacheDtype = "auto",
     target_dtype: opt.TargetDtype = "",

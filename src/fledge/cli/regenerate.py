@@ -13,8 +13,8 @@ from fledge.cli.console import err, out, print_json, progress_bar, quiet_librari
 from fledge.core.errors import BadInput
 
 EXAMPLE = (
-    "Examples: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
-    "fledge regenerate chats.jsonl --out answers.jsonl --url http://localhost:8000"
+    "Example: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
+    "Example: fledge regenerate chats.jsonl --out answers.jsonl --url http://localhost:8000"
 )
 
 
@@ -22,7 +22,7 @@ def regenerate(
     sources: Annotated[
         list[str], Argument(metavar="DATA...", help="Files, directories, data set ids.")
     ],
-    output: Annotated[Path, Option("--out", help="The new data set (.jsonl).")],
+    output: Annotated[Path, Option(*opt.OUT, help="The new data set (.jsonl).")],
     target: Annotated[str, Option(help="Run this model here.")] = "",
     url: Annotated[
         list[str] | None,

@@ -111,7 +111,7 @@ def in_words(count: int) -> str:
 def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else the valid names."""
     import difflib
-    import os
+    import itertools
 
     def bare(text: str) -> str:
         """EAGLE-3, eagle_3 and eagle3 are one name."""
@@ -120,7 +120,8 @@ def nearest(name: str, valid: list[str]) -> str:
     def closeness(candidate: str) -> tuple[bool, float, int]:
         """Of names equally close (eagle2: eagle3, peagle) the one that begins like it."""
         ratio = difflib.SequenceMatcher(None, candidate, name).ratio()
-        begins = len(os.path.commonprefix([bare(candidate), bare(name)]))
+        pairs = zip(bare(candidate), bare(name), strict=False)
+        begins = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         return bare(candidate) == bare(name), ratio, begins
 
     closest = max(valid, key=closeness, default="")

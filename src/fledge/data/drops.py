@@ -75,7 +75,8 @@ class DropReport:
         if self.share > max_share:
             raise BadInput(
                 f"of {counted(self.dropped + self.kept, 'row')} {self.dropped:,} "
-                f"({self.share:.1%}) cannot be used, more than the allowed {max_share:.1%}: {self._summary()}",
+                f"({self.share:.1%}) cannot be used, more than the allowed {max_share:.1%}: "
+                f"{self._summary()}",
                 fix="mend the data, or raise max_drop_share",
             )
 
