@@ -11,7 +11,13 @@ from huggingface_hub import errors
 from tiny_gguf import tiny_llama, write_gguf
 
 from fledge.core.errors import BadInput
-from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
+from fledge.models.resolve import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    local_model,
+    public_name,
+)
 
 
 @pytest.fixture
@@ -161,3 +167,19 @@ def test_offline_what_was_fetched_works_and_the_rest_is_refused(
     assert found == pinned == str(repository / "snapshots" / revision)
     assert "'org/other': it is not on the disk, and the hub cannot be reached" in refused
     assert "unset HF_HUB_OFFLINE" in refused
+
+
+def test_public_names_hold_no_place_of_this_machine(tmp_path: Path) -> None:
+    assert public_name("org/model@main") == "org/model@main"
+    assert public_name("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    (tmp_path / "mine").mkdir()
+    assert public_name(str(tmp_path / "mine")) == "mine"
+    assert public_name(str(tmp_path / "gone" / "model")) == "model"
+    plain, told = tmp_path / "tiny-Q4.gguf", tmp_path / "told.gguf"
+    write_gguf(plain, tiny_llama())
+    write_gguf(told, tiny_llama(), source="https://huggingface.co/org/tiny-llama")
+    assert public_name(str(plain)) == "tiny-Q4"
+    assert public_name(str(told)) == "org/tiny-llama"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    assert public_name(str(snapshot)) == "org/name"

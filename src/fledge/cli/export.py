@@ -25,9 +25,13 @@ def export(
         str, Option(help="For example 0.5.9; default: the newest tested one.")
     ] = "",
     target: opt.TargetOption = "",
+    target_name: Annotated[
+        str, Option(help="What card and config call it; default: its public name.")
+    ] = "",
     destination: Annotated[
         Path | None, Option(*opt.OUT, help="Directory; default: exports/ENGINE in the run.")
     ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an export.")] = False,
     dtype: Annotated[str, Option(help="bfloat16, ...; default: as stored.")] = "",
     draft_tokens: opt.TrainedTokens = 0,
     target_embeddings: Annotated[
@@ -66,7 +70,8 @@ def export(
             engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,
             dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
             target_embeddings=target_embeddings, without_target=without_target, check=check,
-            watch=watch, trust_remote_code=trust_remote_code,
+            watch=watch, trust_remote_code=trust_remote_code, target_name=target_name,
+            overwrite=overwrite,
         )  # fmt: skip
     record = read_export_record(written)
     if as_json:
@@ -87,6 +92,7 @@ def _show(written: Path, record: dict[str, Any]) -> None:
     import shlex
 
     from fledge.export.commands import serve_command
+    from fledge.export.here import target_here
 
     check = record["self_check"]
     out.say(
@@ -108,6 +114,6 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         out.print(lengths)
     for note in check["notes"]:
         out.say(note, style="yellow")
-    target = record["target"]["served_as"] or "TARGET"
-    command = serve_command(record, str(written), target=target)
+    target = target_here(written, record) or "TARGET"
+    command = serve_command(record, str(written.resolve()), target=target)
     out.say(f"serve it: {shlex.join(command)}")

@@ -118,7 +118,7 @@ def nearest(name: str, valid: list[str]) -> str:
         return "".join(letter for letter in text.casefold() if letter.isalnum())
 
     def closeness(candidate: str) -> tuple[bool, float, int]:
-        """Of names equally close (eagle2: eagle3, peagle) the one that begins like it."""
+        """Of names equally close the one that begins like it."""
         ratio = difflib.SequenceMatcher(None, candidate, name).ratio()
         pairs = zip(bare(candidate), bare(name), strict=False)
         begins = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

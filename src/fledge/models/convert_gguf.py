@@ -105,6 +105,20 @@ def tokenizer_directory(path: Path) -> Path:
     return stored(f"gguf-v2-tokenizer-{sha256}", make, source=source)
 
 
+def public_name(path: Path) -> str:
+    """The hub repository that the file says it was made from, or else its own name."""
+    with _readable(path):
+        facts = _read(path)
+    places = (
+        "general.source.huggingface.repository",
+        "general.source.repo_url",
+        "general.base_model.0.repo_url",
+    )
+    urls = (str(facts.get(place) or "") for place in places)
+    ids = ("/".join(url.rstrip("/").split("/")[-2:]) for url in urls)
+    return next((name for name in ids if name.count("/") == 1), path.stem)
+
+
 def _check(path: Path) -> None:
     if not path.is_file():
         fix = "check the path; relative paths start at the current directory"
