@@ -231,7 +231,7 @@ def test_truncated_answers_end_their_conversation(tmp_path):
         [row] = lines(tmp_path / "new.jsonl")
         assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
         assert parse_conversation(row).truncated
-        with pytest.raises(BadInput, match="1 truncated answers in it"):
+        with pytest.raises(BadInput, match="1 truncated answer in it"):
             ask(data, tmp_path / "new.jsonl", url, HASTY, exclude_truncated=True)
 
 

@@ -11,6 +11,7 @@ from fledge.cli.help import Verbs
 from fledge.cli.precompute import cache_options, run_job
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
+from fledge.core.text import counted
 
 app = Verbs(
     help="Look at an offline cache, check it, convert it.",
@@ -98,7 +99,7 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
         for name in not_finite:
             out.say(f"not finite (NaN or infinity): {name}", style="red")
         found = f"{len(damaged):,} damaged, {len(not_finite):,} not finite"
-        out.print(f"{len(store):,} rows read, {found}")
+        out.print(f"{counted(len(store), 'row')} read, {found}")
     if damaged or not_finite:
         raise Exit(1)
 

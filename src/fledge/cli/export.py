@@ -9,6 +9,7 @@ from fledge.cli import options as opt
 from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import parse_dtype
 from fledge.core.terminal import marked
+from fledge.core.text import counted
 
 EXAMPLE = (
     "Example: fledge export runs/my_draft --engine vllm\n\n"
@@ -97,8 +98,8 @@ def _show(written: Path, record: dict[str, Any]) -> None:
     check = record["self_check"]
     out.say(
         f"{written}: {record['kind']} for {record['engine_title']} {record['engine_version']} "
-        f"({record['format']}, {record['dtype']}); {check['tensors']} tensors read back, bit for "
-        "bit"
+        f"({record['format']}, {record['dtype']}); {counted(check['tensors'], 'tensor')} read "
+        "back, bit for bit"
     )
     lengths = plain_table("acceptance length", "")
     if check["estimate"] is not None:
@@ -107,7 +108,7 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         lengths.add_row("the same rows, from these files", f"{check['same_rows']:.3f}")
     if decoded := check["decoded"]:
         same = ", as from the checkpoint" if decoded["same_as_checkpoint"] else ""
-        what = f"{decoded['prompts']} held-out prompts decoded"
+        what = f"{counted(decoded['prompts'], 'held-out prompt')} decoded"
         lengths.add_row(f"{what}, from every slot", f"{decoded['every_slot_length']:.3f}")
         lengths.add_row(f"{what}{same}", marked("[bold]{:.3f}[/]", decoded["acceptance_length"]))
     if lengths.row_count:

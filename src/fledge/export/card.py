@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from fledge.core.text import counted
 from fledge.export.commands import serve_command
 from fledge.models.resolve import is_hub_id
 from fledge.recipe.schema import Recipe
@@ -80,7 +81,7 @@ def _acceptance(check: Mapping[str, Any]) -> str:
         rows.append(("measured again on the same rows, from these files", check["same_rows"]))
     decoded = check["decoded"]
     if decoded is not None:
-        what = f"on the target's answers to {decoded['prompts']} held-out prompts"
+        what = f"on the target's answers to {counted(decoded['prompts'], 'held-out prompt')}"
         rows.append((f"{what}, from every position", decoded["every_slot_length"]))
         rows.append((f"{what}, tokens per round", decoded["acceptance_length"]))
     if not rows:

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fledge.core.errors import BadInput
+from fledge.core.text import counted
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, own code
 _WEIGHTS = ["*.safetensors"]
@@ -80,5 +81,6 @@ def _check(directory: Path, name: str, *, weights: bool) -> None:
         needed = [file.name for file in directory.glob("*.safetensors")] or ["model.safetensors"]
     missing = [file for file in needed if not (directory / file).is_file()]
     if missing:
-        reason = f"{len(missing)} weight file(s) are missing, the first is {missing[0]}"
+        files = counted(len(missing), "weight file is", "weight files are")
+        reason = f"{files} missing, the first is {missing[0]}"
         raise _offline(name, reason)
