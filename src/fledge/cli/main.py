@@ -141,7 +141,11 @@ def run(argv: list[str] | None = None) -> None:
                 raise KeyboardInterrupt
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
         except _UsageError as error:
-            _fail(error.format_message(), 2)  # type: ignore[attr-defined]  # see _UsageError
+            text = error.format_message()  # type: ignore[attr-defined]  # see _UsageError
+            if type(error).__name__ == "NoArgsIsHelpError":  # the text is the page
+                Terminal().plain(text)
+                sys.exit(2)
+            _fail(text, 2)
         except (KeyboardInterrupt, typer.Abort) as error:
             if isinstance(error.__cause__, EOFError) and not stopped:  # so Typer reads it
                 _fail(f"a file ended too early ({first_line(error.__cause__)})", 2)
