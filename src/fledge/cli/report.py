@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fledge.cli.console import err, out, print_json
-from fledge.cli.options import TrustRemoteCode
+from fledge.cli.options import OUT, TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json, write_text
 
@@ -15,9 +15,7 @@ EXAMPLE = "Example: fledge report runs/my_draft --measure"
 
 def report(
     run: Annotated[Path, Argument(metavar="RUN", help="The directory of a run.")],
-    output: Annotated[
-        Path | None, Option("--out", help="The page; default: RUN/report.html.")
-    ] = None,
+    output: Annotated[Path | None, Option(*OUT, help="The page; default: RUN/report.html.")] = None,
     evaluation: Annotated[
         Path | None, Option("--eval", help="Figures to show; default: RUN/eval.json if any.")
     ] = None,

@@ -200,10 +200,10 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
 
 def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str) -> Table:
     """Held-out acceptance before and after training, per drafted token."""
-    tokens = [f"token {depth + 1}" for depth in range(len(after["joint"]))]
-    shown = plain_table("", "length", *tokens, title=f"held-out acceptance, greedy {drafted}")
-    shown.columns[0].no_wrap = True
-    for name, values in (("before training", before), ("after training", after)):
+    tokens = ["token 1", *(f"{k}" for k in range(2, len(after["joint"]) + 1))]
+    title = f"held-out acceptance before and after training, greedy {drafted}"
+    shown = plain_table("", "length", *tokens, title=title, no_wrap=True)
+    for name, values in (("before", before), ("after", after)):
         rates = [f"{rate:.1%}" for rate in values["joint"]]
         shown.add_row(name, marked("[bold]{:.2f}[/]", values["acceptance_length"]), *rates)
     shown.caption = (

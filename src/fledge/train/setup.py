@@ -26,7 +26,7 @@ from fledge.data.vocab import DraftVocabulary, special_token_ids
 from fledge.draft.base import DraftModel
 from fledge.measure.packed import Ints
 from fledge.methods.base import TrainerInputs
-from fledge.models.resolve import local_model
+from fledge.models.resolve import tokenizer_directory
 from fledge.objective.base import Objective
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
@@ -36,7 +36,7 @@ from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
-from fledge.train.runs import as_begun, keeps_its_rows
+from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
 
@@ -148,11 +148,11 @@ def tokenised(
     names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
 ) -> TokenRows:
     """The rows of some sources under the recipe's options."""
-    data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
+    data, model = recipe.data, tokenizer_directory(model_name(recipe.target))
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
         max_drop_share=data.max_drop_share, on_progress=on_progress,
-        trust_remote_code=recipe.target.trust_remote_code,
+        trust_remote_code=recipe.target.trust_remote_code, begun=rows_begun_with(recipe),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fledge.core.text import counted
 from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, warning
 from fledge.diagnosis.checks.sizes import expected_shapes, fits, required_names, sizes_of
 from fledge.diagnosis.foreign import DraftFiles, own_name
@@ -77,8 +78,8 @@ def names(subject: Subject) -> Iterator[Finding]:
         first = {name: view.names[own_name(name)] for name in view.clashes}
         same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in first.items())
         yield error(
-            f"{len(first)} tensors are there twice, such as {view.clashes[0]} and "
-            f"{first[view.clashes[0]]}",
+            f"{counted(len(first), 'tensor is', 'tensors are')} there twice, such as "
+            f"{view.clashes[0]} and {first[view.clashes[0]]}",
             fix="keep one name: midlayer.* or layers.0.*",
             repair=partial(drop_tensors, doomed=view.clashes) if same else None,
         )
@@ -136,8 +137,8 @@ def missing(subject: Subject) -> Iterator[Finding]:
         yield note("no embed_tokens: engines share the target's")
     if lost:
         yield error(
-            f"{len(lost)} tensors are missing: {_some(lost)}; engines load the rest without a "
-            "word and leave these random",
+            f"{counted(len(lost), 'tensor is', 'tensors are')} missing: {_some(lost)}; engines "
+            "load the rest without a word and leave these random",
             fix="export again from the trainer's own checkpoint",
         )
 
@@ -147,7 +148,8 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     if view.junk:
         yield warning(
-            f"{len(view.junk)} tensors are not the draft's: {_some(view.junk)}; vLLM refuses them",
+            f"{counted(len(view.junk), 'tensor is', 'tensors are')} not the draft's: "
+            f"{_some(view.junk)}; vLLM refuses them",
             fix="leave them out",
             repair=partial(drop_tensors, doomed=view.junk),
         )
@@ -155,8 +157,8 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
         kind = "EAGLE-1" if view.merges else "EAGLE-3"
         usual = "is it another kind of draft, or one with biases?"
         yield error(
-            f"{len(extra)} tensors that no {kind} draft has: {_some(extra)}; vLLM refuses them, "
-            "SGLang skips them",
+            f"{counted(len(extra), 'tensor')} that no {kind} draft has: {_some(extra)}; vLLM "
+            "refuses them, SGLang skips them",
             fix=_WHY_EXTRA.get(own_name(extra[0]), usual),
         )
     if view.merges and (head := view.names.get("lm_head.weight")):
