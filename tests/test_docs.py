@@ -76,7 +76,7 @@ def shown():
         yield from ((named(path), line) for line in lines)
 
     def examples(command, verb):
-        for line in re.findall(r"(?:^|: )(fledge [a-z].*)", command.epilog or "", flags=re.M):
+        for line in re.findall(rf"^Example: {COMMAND}", command.epilog or "", flags=re.M):
             yield f"{verb} --help", line
         for name, sub in getattr(command, "commands", {}).items():
             yield from examples(sub, f"{verb} {name}")

@@ -53,7 +53,7 @@ def test_verbs_stand_in_the_order_of_work():
     assert set(listed) == set(typer.main.get_command(app).commands)
     work = ["data", "precompute", "plan", "train", "eval", "report", "chat", "export", "serve"]
     assert [verb for verb in listed if verb in work] == work
-    assert "Check an EAGLE-3 or P-EAGLE draft of any trainer against its target." in " ".join(
+    assert "Check an EAGLE or P-EAGLE draft of any trainer against its target." in " ".join(
         shown(()).split()
     )
 

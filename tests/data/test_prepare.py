@@ -261,11 +261,11 @@ def test_masks_that_cannot_be_right_are_refused(smollm2, tmp_path):
 
 
 UNASKED_CHAT = {"messages": [{"role": "assistant", "content": "Hi!"}, *chat(3)["messages"]]}
-READ_SINCE_0_1 = [UNASKED_CHAT, {"prompt": "Say 3", "response": "3!"}, {"text": "Once upon a time"}]
+READ_SINCE = [UNASKED_CHAT, {"prompt": "Say 3", "response": "3!"}, {"text": "Once upon a time"}]
 
 
-def key_of_0_1(data, model_dir):
-    """The fingerprint of rows, as version 0.1 wrote it into checkpoints."""
+def key_of_then(data, model_dir):
+    """The fingerprint of rows, as earlier versions wrote it into checkpoints."""
     fields = {
         "format": 1,
         "data": sources.fingerprint([str(data)]),
@@ -279,13 +279,13 @@ def key_of_0_1(data, model_dir):
 
 def test_data_that_means_what_it_meant_keeps_its_fingerprint(prepare, smollm2, tmp_path):
     data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"source": "neither now"}])
-    assert prepare(data).fingerprint == key_of_0_1(data, smollm2)
+    assert prepare(data).fingerprint == key_of_then(data, smollm2)
 
 
-@pytest.mark.parametrize("row", READ_SINCE_0_1)
+@pytest.mark.parametrize("row", READ_SINCE)
 def test_rows_that_are_read_now_are_left_to_runs_begun_before(prepare, smollm2, tmp_path, row):
     data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), row])
-    then = key_of_0_1(data, smollm2)
+    then = key_of_then(data, smollm2)
     now, begun = prepare(data), prepare(data, begun=[then])
     assert (len(now), len(begun)) == (41, 40)
     assert now.fingerprint != then == begun.fingerprint
@@ -296,7 +296,7 @@ def test_rows_that_are_read_now_are_left_to_runs_begun_before(prepare, smollm2, 
     assert prepare(data, begun=[now.fingerprint]).fingerprint == now.fingerprint
 
 
-def test_rows_that_0_1_prepared_are_used(prepare, smollm2, tmp_path):
+def test_rows_that_were_prepared_before_are_used(prepare, smollm2, tmp_path):
     """Where it dropped nothing that is read now, they need not be made again."""
     data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"messages": []}])
     made = prepare(data)

@@ -173,13 +173,13 @@ class Everything:
 
 
 def test_a_run_begun_on_fewer_rows_goes_on_with_them(little, tmp_path, monkeypatch):
-    """Version 0.1 dropped chats that the assistant begins; they are read now, by new runs."""
+    """Earlier versions dropped chats that the assistant begins; they are read now, by new runs."""
     chats = make_chats(tmp_path / "chats-60.jsonl", 60)
     row = json.loads(chats.read_text().splitlines()[0])
     row["messages"].insert(0, {"role": "assistant", "content": "Hello!"})
     chats.write_text(f"{json.dumps(row)}\n{chats.read_text()}")
     words = ("training.steps=4", "checkpoint.every_steps=2", "checkpoint.keep=9")
-    with monkeypatch.context() as before:  # as 0.1 began it
+    with monkeypatch.context() as before:  # as they began it
         before.setattr("fledge.train.setup.rows_begun_with", lambda recipe: Everything())
         begun = set_up(little(60, *words))
         assert len(begun.train) == 54

@@ -14,6 +14,7 @@ from fledge.core.errors import BadInput
 from fledge.core.files import check_place
 from fledge.core.machine import is_main_rank
 from fledge.core.terminal import marked
+from fledge.core.text import counted
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
 
@@ -98,7 +99,7 @@ def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None
         predicted = predict(training, begin)
         watcher = _Watcher(update, quiet=not is_main)
         watcher.note(
-            f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "
+            f"{counted(len(stream.rows), 'row')} in {counted(stream.steps, 'step')}, padding "
             f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
             f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
         )

@@ -25,8 +25,8 @@ NO_IMAGES = "images beside the messages were left out"
 PAIR = "a question and its answer, read as a chat of one turn"
 PLAIN_TEXT = "plain text, without a template: all but its first token is supervised"
 
-# Version 0.1 dropped such rows, for these reasons ("tool first": of an unasked one, too). All that
-# it kept is read as it was then, so that a run begun with it can go on with its rows.
+# Earlier versions dropped such rows, for these reasons ("tool first": an unasked one, too). All
+# that they kept is read as it was then, so that a run begun with it can go on with its rows.
 READ_SINCE = {UNASKED: "assistant first", PAIR: "no messages", PLAIN_TEXT: "no messages"}
 DROPPED_THEN = {*READ_SINCE.values(), "tool first"}
 

@@ -74,7 +74,7 @@ def prepare_rows(
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenised at most once.
 
-    Of data in which version 0.1 would have dropped nothing that is read now, the fingerprint is
+    Of data in which earlier versions dropped nothing that is read now, the fingerprint is
     the one that it had then. Of other data it is a new one, unless the old one is among those that
     a run was `begun` with: then the rows are those of then.
     """

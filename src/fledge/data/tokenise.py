@@ -43,7 +43,7 @@ class Encoder:
     def __init__(
         self, tokenizer: Any, options: TokeniseOptions, *, as_before: bool = False
     ) -> None:
-        """`as_before` drops what version 0.1 dropped."""
+        """`as_before` drops what earlier versions dropped."""
         from tokenizers import Tokenizer
 
         if not getattr(tokenizer, "is_fast", False):

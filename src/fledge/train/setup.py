@@ -17,6 +17,7 @@ import torch
 from fledge.core.distributed import join_world, pick_device
 from fledge.core.errors import BadInput, in_words
 from fledge.core.rows import TokenBatch
+from fledge.core.text import counted
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.rows import Rows, RowView, split_rows
@@ -134,8 +135,9 @@ def _not_empty(train: RowView) -> RowView:
 def _few_rows(train: int, held_out: int) -> list[str]:
     if train >= FEW_ROWS:
         return []
-    held = f" ({held_out} are held out)" if held_out else ", none is held out"
-    few = f"only {train} row{'' if train == 1 else 's'} to train on{held}"
+    out = counted(held_out, "is held out", "are held out")
+    held = f" ({out})" if held_out else ", none is held out"
+    few = f"only {counted(train, 'row')} to train on{held}"
     return [f"{few}: too few for a draft to learn from; see data.train"]
 
 

@@ -88,13 +88,15 @@ def names(subject: Subject) -> Iterator[Finding]:
     wrapped = [name for own, name in view.names.items() if name not in _spellings(own, prefix)]
     if wrapped:
         yield error(
-            f"{len(wrapped)} names carry a wrapper that no engine strips, such as {wrapped[0]}",
+            f"{counted(len(wrapped), 'name carries', 'names carry')} a wrapper that no engine "
+            f"strips, such as {wrapped[0]}",
             fix=f"rename to {own_name(wrapped[0])}",
             repair=_unwrap,
         )
     elif prefix:
         count = sum(name.startswith(prefix) for name in subject.files.tensors)
-        evidence = f"{count} names begin with '{prefix}': SGLang takes them, vLLM refuses to load"
+        named = counted(count, "name begins", "names begin")
+        evidence = f"{named} with '{prefix}': SGLang takes them, vLLM refuses to load"
         fix = "for vLLM: fledge import, then fledge export --engine vllm"
         yield subject.only_for("vllm", error(evidence, fix, _unwrap))
 
@@ -239,7 +241,8 @@ def random_weights(subject: Subject) -> Iterator[Finding]:
     ]
     if fresh:
         yield warning(
-            f"{len(fresh)} matrices look randomly initialised: {_some(fresh)}",
+            f"{counted(len(fresh), 'matrix looks', 'matrices look')} randomly initialised: "
+            f"{_some(fresh)}",
             fix="were they trained, or did an exporter build them anew?",
         )
 
