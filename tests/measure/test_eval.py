@@ -360,7 +360,13 @@ def test_misses_are_said_of_the_tokens_they_are(capsys):
     """A draft drafts nothing outside its vocabulary: it is the target that says such tokens."""
     misses = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
     report = SimpleNamespace(
-        name="d", misses=misses, every_slot=None, other_picks=1, live=None, replay_s=None
+        name="d",
+        misses=misses,
+        every_slot=None,
+        other_picks=1,
+        live=None,
+        speed=None,
+        replay_s=None,
     )
     eval_verb._remarks(report)
     said = " ".join(capsys.readouterr().out.split())

@@ -275,8 +275,11 @@ def _remarks(report: Any) -> None:
         )
     if report.speed is not None:
         speed = report.speed
-        steps = f"{speed.live.rounds:,} rounds and {speed.plain.rounds:,} plain steps"
-        lines.append(f"timed on {speed.texts} text{'s'[: speed.texts != 1]}: {steps}")
+        rounds, steps = (
+            counted(speed.live.rounds, "round"),
+            counted(speed.plain.rounds, "plain step"),
+        )
+        lines.append(f"timed on {counted(speed.texts, 'text')}: {rounds} and {steps}")
     if report.replay_s is not None:
         lines.append(f"replayed in {report.replay_s:.1f} s")
     out.print(f"{report.name}: {'; '.join(lines)}.")
