@@ -76,7 +76,7 @@ def shown():
         yield from ((named(path), line) for line in lines)
 
     def examples(command, verb):
-        for line in re.findall(r"(?:^|: )(fledge [a-z].*)", command.epilog or "", flags=re.M):
+        for line in re.findall(rf"^Example: {COMMAND}", command.epilog or "", flags=re.M):
             yield f"{verb} --help", line
         for name, sub in getattr(command, "commands", {}).items():
             yield from examples(sub, f"{verb} {name}")
@@ -107,3 +107,18 @@ def test_command_lines_are_understood(where, line):
         path, overrides = split_arguments(parsed["arguments"])
         shipped = path is not None and str(path).startswith("recipes/")
         load_recipe(ROOT / path if shipped else None, overrides)
+
+
+def test_recipes_promise_what_the_readme_says():
+    """One figure, measured once: the headers of the recipes and the README agree on it."""
+    readme = (ROOT / "README.md").read_text()
+    headers = {path.stem: path.read_text() for path in RECIPES}
+    [demo] = re.findall(r"^ after +([\d.]+) ", readme, flags=re.M)
+    [minutes] = re.findall(r"laptop CPU, in (about \w+ minutes)", readme)
+    assert f"# acceptance  length {demo} " in headers["smollm2_cpu"]
+    assert f"# time        {minutes} " in headers["smollm2_cpu"]
+    said = r"acceptance length ([\d.]+) on held-out chats after (\d+ seconds of training)"
+    [(length, time)] = re.findall(said, readme)
+    assert f"# acceptance  length {length} " in headers["smollm2_gpu"]
+    assert f"# time        {time} " in headers["smollm2_gpu"]
+    assert f"against EAGLE-3's {length} " in headers["smollm2_peagle_gpu"]

@@ -87,7 +87,7 @@ def test_report_measures_as_told_and_says_what_takes_time(place):
     assert kept["answer_tokens"] <= 6
     assert len(kept["drafts"][0]["joint"]) == 3
     said = " ".join(result.stderr.split())
-    assert "the target answers 1 prompts with up to 6 tokens each" in said
+    assert "the target answers 1 prompt with up to 6 tokens each" in said
     for option in ("--limit", "--max-new-tokens", "--live"):
         assert option in said
 

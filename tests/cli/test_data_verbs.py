@@ -47,6 +47,27 @@ def test_preview_shows_supervised_and_dropped(fledge, chats, smollm2):
     assert "<b>wren</b>" in text
 
 
+def test_a_pipe_shows_supervision_without_colors_and_what_was_left_out(fledge, tmp_path, smollm2):
+    rows = [
+        {"messages": [{"role": "assistant", "content": "Hello!"}, *CHATS[0]["messages"]]},
+        {"text": "Once upon a time."},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = fledge("data", "preview", path, "--model", smollm2).stdout
+    assert "⟦A <b>wren</b>.<|im_end|>⟧" in text
+    assert "Once⟦ upon a time.⟧" in text
+    assert "an answer before any question was left out" in " ".join(text.split())
+    assert "what is in ⟦⟧ is supervised" in " ".join(text.split())
+    prepared = fledge("data", "prepare", path, "--model", smollm2).stdout
+    assert prepared.startswith("2 rows, ")
+    assert "0 answers without an end" in " ".join(prepared.split())
+    assert "plain text, without a template" in " ".join(prepared.split())
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps(CHATS[0]) + "\n")
+    assert fledge("data", "prepare", one, "--model", smollm2).stdout.startswith("1 row, ")
+
+
 def test_a_very_long_row_is_shown_without_its_middle():
     pieces = tuple((f"<{i}>", i % 3 == 0) for i in range(8003))
     text = to_terminal(PreviewRow("x:1", pieces)).plain

@@ -84,7 +84,7 @@ def test_check_prints_one_line_per_file_and_stops_at_the_first_bad_one(
 def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
     code, out, _ = fledge(capsys, *verb, "--help")
     assert code == 0
-    assert f"fledge {verb[0]}" in out.split("Example: ")[1]
+    assert f"fledge {verb[0]}" in out.partition("Example:")[2]
 
 
 def test_recipes_and_help_import_no_torch() -> None:

@@ -1,16 +1,20 @@
 """`fledge plan` and `fledge train` as a user runs them."""
 
 import importlib.util
+import io
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from fledge.cli.eval import positions
 from fledge.cli.train import acceptance_table, run_recipe
+from fledge.core.terminal import Terminal
 from fledge.methods.registry import METHODS
 from train.tiny import make_chats, make_target, recipe_for
 
@@ -73,6 +77,23 @@ def test_the_table_says_how_tokens_were_drafted():
     }
     assert titles["eagle3"].endswith("greedy chain")
     assert "tokens in parallel" in titles["peagle"]
+
+
+def test_tables_of_eight_tokens_fit_into_80_columns():
+    """P-EAGLE drafts eight: every heading and every figure is whole."""
+    rates = [0.812, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1, 1.0]
+    figures = {"acceptance_length": 2.345, "joint": rates}
+    acceptance = SimpleNamespace(length=2.345, joint=rates, conditional=rates)
+    report = SimpleNamespace(name="runs/a_long_name/best", method="parallel", acceptance=acceptance)
+    drafted = METHODS["peagle"].strategies["parallel"].drafted
+    for table in (acceptance_table(figures, figures, drafted), positions([report])):
+        terminal = Terminal(width=80, file=io.StringIO())
+        terminal.print(table)
+        lines = terminal.file.getvalue().splitlines()
+        [heading] = [line for line in lines if "length" in line and "token 1" in line]
+        assert heading.split()[-10:] == ["length", "token", *"12345678"]
+        shown = [line.split()[-8:] for line in lines if "81.2%" in line]
+        assert shown == [[f"{rate:.1%}" for rate in rates]] * 2
 
 
 def test_a_signal_leaves_a_resumable_run(place):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fledge.core.terminal import Terminal, marked
-from fledge.core.text import VisibleFormatter, json_text, visible
+from fledge.core.text import VisibleFormatter, counted, json_text, visible
 
 HOSTILE = (
     "\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "over\rwritten", "\u202eltr", "\x08\x08", "\x7f",
@@ -90,3 +90,14 @@ def test_values_of_marked_text_are_not_markup():
 def test_logs_are_visible():
     record = logging.LogRecord("x", 30, "", 0, "it said %s", ("\x1b[2J",), None)
     assert VisibleFormatter().format(record) == "it said \\x1b[2J"
+
+
+def test_one_of_a_thing_is_not_several():
+    assert [counted(n, "row") for n in (0, 1, 2, 2000)] == [
+        "0 rows",
+        "1 row",
+        "2 rows",
+        "2,000 rows",
+    ]
+    assert counted(1, "tensor is", "tensors are") == "1 tensor is"
+    assert counted(2, "tensor is", "tensors are") == "2 tensors are"

@@ -2,7 +2,13 @@
 
 import pytest
 
-from fledge.data.conversation import parse_conversation
+from fledge.data.conversation import (
+    NO_IMAGES,
+    UNASKED,
+    parse_conversation,
+    parse_messages,
+    plain_text,
+)
 from fledge.data.drops import BadRow
 
 USER = {"role": "user", "content": "Q"}
@@ -18,6 +24,14 @@ ANSWER = {"role": "assistant", "content": "A"}
         {"messages": [{"role": "User", "content": "Q"}, {"role": "model", "content": "A"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, ANSWER]},
         {"messages": [USER, ANSWER, {"role": "user", "content": "never answered"}]},
+        {"prompt": "Q", "response": "A"},
+        {"prompt": "Q", "completion": "A"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"instruction": "Q", "input": "", "output": "A", "text": "### Q ### A"},
+        {"question": "Q", "answer": "A"},
+        {"input": "Q", "output": "A"},
+        {"messages": None, "prompt": "Q", "response": "A"},
+        {"messages": [USER, ANSWER], "prompt": "another"},
     ],
 )
 def test_shapes_that_mean_the_same(row):
@@ -27,6 +41,52 @@ def test_shapes_that_mean_the_same(row):
 def test_system_prompt_beside_the_turns():
     messages = parse_conversation({"system": "S", "conversations": [USER, ANSWER]}).messages
     assert messages[0] == {"role": "system", "content": "S"}
+
+
+def test_the_other_spelling_of_a_system_prompt_belongs_to_pairs():
+    """Beside messages it was never read: rows that were used are used as they were."""
+    row = {"prompt": "Q", "response": "A", "system_prompt": "S"}
+    assert parse_conversation(row).messages[0] == {"role": "system", "content": "S"}
+    row = {"messages": [USER, ANSWER], "system_prompt": "S"}
+    assert parse_conversation(row).messages == (USER, ANSWER)
+
+
+def test_alpacas_input_belongs_to_its_instruction():
+    row = {"instruction": "Translate.", "input": "Guten Tag", "output": "Hello", "system": "S"}
+    system, question, answer = parse_conversation(row).messages
+    assert system["content"] == "S"
+    assert question == {"role": "user", "content": "Translate.\n\nGuten Tag"}
+    assert answer == {"role": "assistant", "content": "Hello"}
+
+
+def test_a_question_alone_has_messages_and_no_answer():
+    assert parse_messages({"prompt": "Q"}) == [USER]
+    with pytest.raises(BadRow, match="no assistant turn"):
+        parse_conversation({"prompt": "Q"})
+
+
+@pytest.mark.parametrize("before", [[ANSWER], [ANSWER, {"role": "tool", "content": "t"}, ANSWER]])
+def test_an_answer_before_any_question_is_lost_and_not_its_row(before):
+    system = {"role": "system", "content": "S"}
+    for begin in ([], [system]):
+        parsed = parse_conversation({"messages": [*begin, *before, USER, ANSWER]})
+        assert parsed.messages == (*begin, USER, ANSWER)
+        assert parsed.notes == (UNASKED,)
+    assert parse_conversation({"messages": [USER, ANSWER]}).notes == ()
+
+
+def test_images_beside_the_messages_are_said():
+    row = {"messages": [USER, ANSWER], "images": ["bird.png"]}
+    assert parse_conversation(row).notes == (NO_IMAGES,)
+    assert parse_conversation({**row, "images": []}).notes == ()
+
+
+def test_plain_text_is_a_row_without_a_conversation():
+    assert plain_text({"text": "Once upon a time", "source": "x"}) == "Once upon a time"
+    for row in ({"text": "x", "messages": [USER]}, {"text": "x", "prompt": "Q"}, {"text": 3}, "x"):
+        assert plain_text(row) is None
+    with pytest.raises(BadRow, match="empty text"):
+        plain_text({"text": " "})
 
 
 def test_tools_calls_and_reasoning_are_carried():
@@ -74,7 +134,10 @@ def test_sharegpt_function_calls():
         ({"messages": "x"}, "messages is not a list"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [USER]}, "no assistant turn"),
-        ({"messages": [ANSWER, USER, ANSWER]}, "assistant first"),
+        ({"messages": [ANSWER]}, "assistant first"),
+        ({"messages": [ANSWER, USER]}, "assistant first"),
+        ({"prompt": "Q", "response": " "}, "empty answer"),
+        ({"prompt": "Q", "response": 3}, "content is not text"),
         ({"messages": [USER, "x"]}, "message is not an object"),
         ({"messages": [{"content": "x"}, ANSWER]}, "message without a role"),
         ({"messages": [{"role": "narrator", "content": "x"}, ANSWER]}, "unknown role"),

@@ -1,6 +1,7 @@
 """Tokenise once: sources, drops, interrupts, damage; the fuzzed file of 10,000 rows."""
 
 import gzip
+import hashlib
 import json
 import random
 import shutil
@@ -16,7 +17,7 @@ import pytest
 
 from fledge.core.errors import BadInput
 from fledge.data import sources
-from fledge.data.prepare import prepare_rows
+from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
 from fledge.data.store import TokenRows, part_path
 from fledge.data.tokenise import TokeniseOptions
 
@@ -259,6 +260,59 @@ def test_masks_that_cannot_be_right_are_refused(smollm2, tmp_path):
         prepare_rows([str(path)], model, workers=1, cache=tmp_path / "cache")
 
 
+UNASKED_CHAT = {"messages": [{"role": "assistant", "content": "Hi!"}, *chat(3)["messages"]]}
+READ_SINCE = [UNASKED_CHAT, {"prompt": "Say 3", "response": "3!"}, {"text": "Once upon a time"}]
+
+
+def key_of_then(data, model_dir):
+    """The fingerprint of rows, as earlier versions wrote it into checkpoints."""
+    fields = {
+        "format": 1,
+        "data": sources.fingerprint([str(data)]),
+        "tokenizer": tokenizer_files_fingerprint(model_dir),
+        "options": TokeniseOptions().fingerprint(),
+        "rows_per_part": sources.ROWS_PER_PART,
+        "most_parts": sources.MOST_PARTS,
+    }
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
+
+
+def test_data_that_means_what_it_meant_keeps_its_fingerprint(prepare, smollm2, tmp_path):
+    data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"source": "neither now"}])
+    assert prepare(data).fingerprint == key_of_then(data, smollm2)
+
+
+@pytest.mark.parametrize("row", READ_SINCE)
+def test_rows_that_are_read_now_are_left_to_runs_begun_before(prepare, smollm2, tmp_path, row):
+    data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), row])
+    then = key_of_then(data, smollm2)
+    now, begun = prepare(data), prepare(data, begun=[then])
+    assert (len(now), len(begun)) == (41, 40)
+    assert now.fingerprint != then == begun.fingerprint
+    for old, new in zip(begun, now, strict=False):
+        assert (old.place, old.input_ids.tolist()) == (new.place, new.input_ids.tolist())
+        assert old.loss_mask.tolist() == new.loss_mask.tolist()
+    assert prepare(data).fingerprint == now.fingerprint  # whatever lies in the cache
+    assert prepare(data, begun=[now.fingerprint]).fingerprint == now.fingerprint
+
+
+def test_rows_that_were_prepared_before_are_used(prepare, smollm2, tmp_path):
+    """Where it dropped nothing that is read now, they need not be made again."""
+    data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"messages": []}])
+    made = prepare(data)
+    place = made.directory.with_name(made.fingerprint[:24])
+    shutil.copytree(made.directory, place)
+    for file in [*place.glob("part-*.json"), place / "manifest.json"]:  # it knew of no notes
+        record = json.loads(file.read_text())
+        del record["drops"]["notes"], record["drops"]["noted"]
+        file.write_text(json.dumps(record))
+    shutil.rmtree(made.directory)
+    told = []
+    again = prepare(data, on_progress=told.append)
+    assert (again.directory, again.fingerprint) == (place, made.fingerprint)
+    assert told[0].reused == told[0].parts == 1
+
+
 def _broken(rng, i):
     """A dozen ways to break a row: (line, reason)."""
     good = chat(i)
@@ -268,11 +322,11 @@ def _broken(rng, i):
         (text[: rng.randrange(5, len(text) - 3)].encode(), "broken or truncated JSON"),
         (b'{"messages": [\xff\xfe]}', "broken UTF-8"),
         (b"42", "row is not an object"),
-        ({"prompt": "x"}, "no messages"),
+        ({"source": "x"}, "no messages"),
         ({"messages": []}, "messages is empty"),
         ({"messages": {"role": "user"}}, "messages is not a list"),
         ({"messages": [user]}, "no assistant turn"),
-        ({"messages": [answer, user, answer]}, "assistant first"),
+        ({"messages": [answer, user]}, "assistant first"),
         ({"messages": [{"role": "wizard", "content": "x"}, answer]}, "unknown role"),
         ({"messages": [{"role": "user", "content": {"x": 1}}, answer]}, "content is not text"),
         ({"messages": [user, {"role": "assistant", "content": ""}]}, "empty answer"),

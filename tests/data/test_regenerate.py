@@ -231,7 +231,7 @@ def test_truncated_answers_end_their_conversation(tmp_path):
         [row] = lines(tmp_path / "new.jsonl")
         assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
         assert parse_conversation(row).truncated
-        with pytest.raises(BadInput, match="1 truncated answers in it"):
+        with pytest.raises(BadInput, match="1 truncated answer in it"):
             ask(data, tmp_path / "new.jsonl", url, HASTY, exclude_truncated=True)
 
 
@@ -328,6 +328,18 @@ def test_reasoning_inside_the_text_is_parted(text, cut, words, thought):
 def test_rows_that_cannot_be_asked(row, reason):
     with pytest.raises(BadRow, match=reason):
         Dialogue(row)
+
+
+def test_pairs_and_early_answers_are_asked_again_too():
+    alpaca = {"id": 7, "instruction": "Translate.", "input": "Tag", "output": "old"}
+    early = {"messages": [{"role": "assistant", "content": "Hi!"}, *chat("q")["messages"]]}
+    for row, asked in ((alpaca, "Translate.\n\nTag"), (early, "q")):
+        dialogue = Dialogue(row)
+        assert dialogue.question == [{"role": "user", "content": asked}]
+        dialogue.hear(Reply("new", "stop", 1))
+        new = dialogue.new_row(row)
+        assert [m["content"] for m in new["messages"]] == [asked, "new"]
+        assert set(new) - {"id"} == {"messages", "finish", "tokens"}
 
 
 def test_an_empty_answer_is_no_answer():

@@ -1,5 +1,6 @@
 """From masked text to tokens, with the real SmolLM2 tokenizer."""
 
+import copy
 import json
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fledge.data.drops import BadRow
-from fledge.data.mask import MaskedText
-from fledge.data.tokenise import Encoder, TokeniseOptions
+from fledge.core.errors import BadInput
+from fledge.data.conversation import PAIR, PLAIN_TEXT, UNASKED
+from fledge.data.drops import BadRow, DropReport
+from fledge.data.mask import NO_REASONING, MaskedText
+from fledge.data.sources import make_parts
+from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +117,58 @@ def test_options_have_a_stable_fingerprint():
     assert json.loads(TokeniseOptions().fingerprint())["max_length"] is None
     assert TokeniseOptions().fingerprint() == TokeniseOptions().fingerprint()
     assert TokeniseOptions(max_length=5).fingerprint() != TokeniseOptions().fingerprint()
+
+
+def test_a_plain_text_is_supervised_from_its_second_token_on(encoder, smollm2_tokenizer):
+    text, row = one_row(encoder, {"text": "The wren is small.\n\nIt sings."})
+    ids = smollm2_tokenizer("The wren is small.\n\nIt sings.")["input_ids"]
+    assert row.input_ids.tolist() == ids  # as the tokenizer itself writes it
+    assert row.loss_mask.tolist() == [0] + [1] * (len(ids) - 1)
+    assert text.notes == (PLAIN_TEXT,)
+
+
+def test_a_plain_text_begins_as_the_tokenizer_begins_texts(smollm2_tokenizer):
+    """With its bos token, once; and a model without a template takes it, but no chat."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(smollm2_tokenizer)
+    bos, tokenizer.chat_template = tokenizer.bos_token, None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    bare = Encoder(tokenizer, TokeniseOptions())
+    ids = tokenizer("A wren.")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    for text in ("A wren.", f"{bos}A wren."):
+        _, row = one_row(bare, {"text": text})
+        assert row.input_ids.tolist() == ids
+        assert row.loss_mask.tolist() == [0] + [1] * (len(ids) - 1)
+    with pytest.raises(BadInput, match="no chat template"):
+        bare.texts(chat("Q", "A"))
+
+
+def test_reasoning_that_the_template_leaves_out_is_said(encoder):
+    row = chat("Q", "A")
+    row["messages"][1]["reasoning"] = "Because.\nOf that."
+    assert encoder.texts(row)[0].notes == (NO_REASONING,)
+    row["messages"][1]["content"] = "Of that. A"  # as if shown
+    assert encoder.texts(row)[0].notes == ()
+
+
+def test_what_was_left_out_of_kept_rows_is_counted(encoder, tmp_path):
+    good, unasked, text = chat("Q", "A"), chat("Q", "A"), {"text": "Once upon a time."}
+    unasked["messages"].insert(0, {"role": "assistant", "content": "Hello!"})
+    path = tmp_path / "rows.jsonl"
+    pair = {"prompt": "Q", "response": "A"}
+    rows = [good, unasked, text, unasked, {}, pair]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [part] = make_parts([str(path)])
+    made = tokenise_part(part, encoder)
+    assert made.drops.kept == len(made.rows) == 5
+    assert made.drops.notes == {UNASKED: 2, PLAIN_TEXT: 1, PAIR: 1}
+    assert made.drops.noted[UNASKED] == [f"{path}:2", f"{path}:4"]
+    assert made.drops.counts == {"no messages": 1}
+    assert made.rows[1].input_ids.tolist() == made.rows[0].input_ids.tolist()
+    twice = DropReport.merged([made.drops, DropReport.from_json(made.drops.to_json())])
+    assert (twice.kept, twice.notes) == (10, {UNASKED: 4, PLAIN_TEXT: 2, PAIR: 2})
+    assert twice.noted[UNASKED] == [f"{path}:2", f"{path}:4", f"{path}:2"]

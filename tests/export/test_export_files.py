@@ -171,7 +171,7 @@ def test_speculators_config(exports, tiny_target):
         }
     ]  # fmt: skip
     assert values["speculators_config"]["verifier"] == {
-        "name_or_path": str(tiny_target), "architectures": ["LlamaForCausalLM"],
+        "name_or_path": tiny_target.name, "architectures": ["LlamaForCausalLM"],
     }  # fmt: skip
     assert values["norm_before_residual"] is False  # eagle3's default is true
     assert config_of(exports["eagle3", "speculators"])["norm_before_residual"] is False
@@ -363,7 +363,10 @@ def test_somebody_elses_directory_is_not_replaced(tmp_path, drafts, tiny_target)
     assert (out / "thesis.txt").read_text() == "four years"
     (out / "thesis.txt").unlink()
     export_draft(drafts["eagle3"], out, **common)
-    export_draft(drafts["peagle"], out, **common)  # an export is replaced by the next
+    with pytest.raises(BadInput, match="an export is here already; give --overwrite"):
+        export_draft(drafts["peagle"], out, **common)
+    assert read_export_record(out)["kind"] == "EAGLE-3"
+    export_draft(drafts["peagle"], out, overwrite=True, **common)
     assert read_export_record(out)["kind"] == "P-EAGLE"
 
 

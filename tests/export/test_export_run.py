@@ -14,7 +14,7 @@ from fledge.cli.main import app
 from fledge.cli.main import run as main
 from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round
-from fledge.decode.speculative import Generation
+from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.export import export as export_module
 from fledge.export.export import read_export_record
 from fledge.export.self_check import CheckOptions, DecodingCheck, SelfCheck
@@ -67,6 +67,50 @@ def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
     assert "chats.jsonl. Checkpoint at step" in card
     assert "--speculative-config" in card
     assert record["target"]["tokenizer_fingerprint"] in card
+
+
+def test_an_export_names_no_place_of_this_machine(run, tiny_target, tmp_path, monkeypatch):
+    recipe = (run / "recipe.yaml").read_text()
+    assert str(tiny_target) in recipe
+    options = {"engine": "speculators", "without_target": True}
+    made = export_draft(run, tmp_path / "out", **options)
+    texts = [path.read_text() for path in made.glob("*") if path.suffix in {".md", ".json"}]
+    assert len(texts) == 3
+    assert not [text for text in texts if "/tmp" in text or str(tmp_path.parent) in text]
+    config = json.loads((made / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target.name
+    card = (made / "README.md").read_text()
+    assert f"vllm serve path/to/{tiny_target.name} --speculative-config" in card
+    assert f"model: {tiny_target.name}" in card
+    assert "Data: chats.jsonl." in card
+    # whoever serves it here is given the place all the same
+    monkeypatch.chdir(tmp_path)
+    words = json.loads(CliRunner().invoke(app, ["serve", "out", "--json"]).stdout)
+    assert words[2] == str(tiny_target)
+    assert json.loads(words[4])["model"] == str(tmp_path / "out")
+    moved = made.rename(tmp_path / "elsewhere")
+    refused = CliRunner().invoke(app, ["serve", str(moved)]).exception
+    assert f"where its target {tiny_target.name} lies is not known here" in str(refused)
+    # and the user may know a better name
+    named = export_draft(run, tmp_path / "named", target_name="org/model", **options)
+    config = json.loads((named / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/model"
+    assert "base_model: org/model\n" in (named / "README.md").read_text()
+
+
+def test_answers_are_made_once_for_all_engines(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    generate, alone = SpeculativeDecoder.generate, []
+
+    def watched(self, *arguments, **options):
+        alone.extend([] if self.strategy else [self])  # the target without a draft
+        return generate(self, *arguments, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
+    first = read_export_record(export_draft(run, tmp_path / "a", engine="vllm", check=CHECK))
+    second = read_export_record(export_draft(run, tmp_path / "b", engine="sglang", check=CHECK))
+    assert second["self_check"]["decoded"] == first["self_check"]["decoded"]
+    assert len(alone) == 1
 
 
 def test_a_peagle_run(tiny_target, place, tmp_path):

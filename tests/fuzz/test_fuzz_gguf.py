@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from fledge.models.convert_gguf import convert
+from fledge.models.resolve import public_name
 from fuzz.mutate import NUMBERS, mutated_bytes
 from fuzz.survive import Case
 from models.tiny_gguf import tiny_llama, write_gguf
@@ -40,7 +41,8 @@ class Header(Case):
         out = self.root / "converted"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        convert(self.place / "tiny.gguf", out, name="tiny.gguf")
+        assert "/" not in public_name(str(self.place / "tiny.gguf"))  # it names no repository
+        convert(self.place / "tiny.gguf", out, name="tiny.gguf", dtype="bfloat16")
 
 
 CASES = (Header,)

@@ -26,6 +26,9 @@ ROWS = (
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     },
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    {"instruction": "count", "input": "to 3", "output": "1 2 3", "system_prompt": "be brief"},
+    {"prompt": [{"role": "user", "content": "hi"}], "completion": "ho", "images": ["bird.png"]},
+    {"text": "Once upon a time there was a wren."},
 )
 
 

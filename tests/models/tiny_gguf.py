@@ -52,11 +52,18 @@ def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 
 
 def write_gguf(
-    path: Path, model: LlamaForCausalLM, *, pre: str = "smollm", add_bos: bool = False
+    path: Path,
+    model: LlamaForCausalLM,
+    *,
+    pre: str = "smollm",
+    add_bos: bool = False,
+    source: str = "",
 ) -> Path:
     config = model.config
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
+    if source:
+        writer.add_source_repo_url(source)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

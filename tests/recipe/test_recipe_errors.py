@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from fledge.core.errors import BadInput
-from fledge.recipe.schema import load_recipe
+from fledge.recipe.aliases import ALIASES
+from fledge.recipe.schema import load_recipe, recipe_shapes
 
 
 def refusal(*overrides: str, path: Path | None = None) -> str:
@@ -24,7 +25,34 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
         ("lr=1", "did you mean 'training.lr'?"),
         ("training.ttt_steps=3", "did you mean 'objective.ttt_steps'?"),
         ("target.backend=remot", "unknown backend 'remot'; did you mean 'remote'?"),
-        ("objective.kind=eagle9", "unknown kind 'eagle9'; did you mean"),
+        (
+            "objective.kind=eagle9",
+            "unknown kind 'eagle9'; did you mean 'eagle1' or 'eagle2' or 'eagle3'?",
+        ),
+        ("objective.kind=EAGLE", "did you mean 'eagle1' or 'eagle2' or 'eagle3'?"),
+        ("objective.kind=eagle-2", "did you mean 'eagle2'?"),
+        ("objective.kind=EAGLE-3", "did you mean 'eagle3'?"),
+        ("objective.kind=P-EAGLE", "did you mean 'peagle'?"),
+        (
+            "training.max_steps=9",
+            "key 'training.max_steps'; did you mean 'training.steps'?",
+        ),
+        ("learning_rate=1e-4", "unknown section 'learning_rate'; did you mean 'training.lr'?"),
+        ("training.batch_size=8", "did you mean 'training.micro_batch'?"),
+        ("per_device_train_batch_size=8", "did you mean 'training.micro_batch'?"),
+        ("training.num_train_epochs=3", "did you mean 'training.epochs'?"),
+        ("training.gradient-accumulation-steps=4", "did you mean 'training.accumulate'?"),
+        ("training.max_length=512", "did you mean 'data.max_length'?"),
+        ("data.max_seq_len=512", "did you mean 'data.max_length'?"),
+        ("training.warmup_ratio=0.1", "did you mean 'training.warmup_share'?"),
+        ("training.ttt_length=7", "did you mean 'objective.ttt_steps' or 'objective.num_depths'?"),
+        ("objective.ttt_length=7", "did you mean 'objective.ttt_steps'?"),
+        ("training.num_steps=7", "did you mean 'training.steps'?"),
+        ("num_steps=7", "did you mean 'training.steps' or 'objective.ttt_steps'?"),
+        ("draft_model_path=d", "did you mean 'draft.init_from'?"),
+        ("target.target_model_path=t", "did you mean 'target.model'?"),
+        ("data.train_data_path=t", "did you mean 'data.train'?"),
+        ("output_dir=o", "did you mean 'run.output_dir'?"),
         ("target.urls=http://a", "belongs to target.backend=remote, but target.backend is hf"),
         (
             "objective.num_depths=3",
@@ -134,6 +162,19 @@ def test_overrides_that_make_up_one_value_are_named_together() -> None:
 
 def test_several_faults_are_counted() -> None:
     assert refusal("training.lr=-1", "training.epochs=0", "run.name=[]").endswith("(and 2 more)")
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+    shapes = recipe_shapes()
+    for name, places in ALIASES.items():
+        for section, key in (place.split(".") for place in places):
+            assert key in shapes[section].all_keys(), f"{section}.{key}"
+            assert name not in shapes[section].all_keys(), f"{name} is a key of ours"
+
+
+def test_the_kind_decides_what_another_name_means() -> None:
+    line = refusal("objective.kind=peagle", "objective.ttt_length=7")
+    assert line.endswith("did you mean 'objective.num_depths'?")
 
 
 def test_long_values_are_cut() -> None:

@@ -11,6 +11,7 @@ from fledge.objective.losses.hard import HardCrossEntropy
 from fledge.objective.losses.kl import KLDivergence
 from fledge.objective.losses.lk_alpha import LkAlpha
 from fledge.objective.losses.lk_lambda import LkLambda
+from fledge.objective.losses.registry import LOSSES
 from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes, split_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -294,3 +295,18 @@ def test_the_reference_page_is_that_of_the_schema() -> None:
     page = (ROOT / "docs/recipes.md").read_text()
     hint = "run: fledge recipe schema --markdown, and paste it below the last heading"
     assert markdown() in page, hint
+
+
+def test_the_reference_lists_what_every_key_takes() -> None:
+    """No key is without its values; a few of each kind as they are shown."""
+    from fledge.recipe.reference import markdown
+
+    rows = [line.split(" | ") for line in markdown().splitlines() if line.startswith("| `")]
+    values = {row[0].strip("| `"): row[1] for row in rows}
+    assert all(text.strip(" |") for key, text in values.items() if key not in LOSSES)
+    assert values["schedule"] == "`cosine`, `linear`, `constant`"
+    assert values["trackers"] == "list of: `tensorboard`, `wandb`, `trackio`"
+    assert values["clip"] == "number above 0, or `null`"
+    assert values["device"] == "`auto`, `cpu`, `mps`, `cuda`, `cuda:N`"
+    assert values["betas"] == "list of 2: number from 0 below 1"
+    assert all(f"`{name}`" in values["loss"] for name in LOSSES)

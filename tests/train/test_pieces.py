@@ -1,6 +1,7 @@
 """The loop's parts on their own: order of the data, schedule, guard, memory of a target."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.core.distributed import World
+from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.rows import split_rows
+from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream
+from fledge.train.checkpoint import Checkpoint
+from fledge.train.fit import _check_same_run
 from fledge.train.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
 
 
@@ -201,3 +206,15 @@ def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats
     small = RememberingTarget(plain, 0)
     small.answer(batch)
     assert len(calls) == first + 1
+
+
+@pytest.mark.parametrize(("model", "says"), [("m.gguf", "FLEDGE_GGUF_DTYPE=float32"), ("m", "")])
+def test_another_target_is_refused_and_a_gguf_file_may_be_the_same(tmp_path, model, says):
+    """Its weights were once stored in float32; bfloat16 ones have another fingerprint."""
+    recipe = load_recipe(None, [f"target.model={model}"])
+    training = SimpleNamespace(recipe=recipe, fingerprints={"target": "now"})
+    checkpoint = Checkpoint(tmp_path, {"fingerprints": {"target": "then"}})
+    with pytest.raises(BadInput, match="the target is not what this run was") as caught:
+        _check_same_run(training, checkpoint)
+    assert says in str(caught.value)
+    assert ("float32" in str(caught.value)) == bool(says)

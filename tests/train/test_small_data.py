@@ -1,6 +1,7 @@
 """Little data: most of it is trained on, too little is said, and nobody's split changes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_what_is_asked_for_is_held_out_or_refused(count, asked):
     left = count - asked
     known = KnownRows(Rows(count), 0, "")
     if asked and left < max(1, count // 10):
-        line = rf"data\.valid_rows: {asked} rows are to be held out, and there are {count}: "
+        line = rf"data\.valid_rows: {asked} rows? (is|are) to be held out, and there are {count}: "
         for split in (lambda: split_rows(Rows(count), asked),
                       lambda: known.split(asked, drop_truncated=False)):  # fmt: skip
             with pytest.raises(BadInput, match=line + rf"{max(0, left)} would be left"):
@@ -164,3 +165,31 @@ def test_plan_says_so_too(little, tmp_path, capfd):
         out = capfd.readouterr().out
         said = json.loads(out)["warnings"][0] if words else " ".join(out.split())
         assert "only 18 rows to train on" in said
+
+
+class Everything:
+    def __contains__(self, what):
+        return True
+
+
+def test_a_run_begun_on_fewer_rows_goes_on_with_them(little, tmp_path, monkeypatch):
+    """Earlier versions dropped chats that the assistant begins; they are read now, by new runs."""
+    chats = make_chats(tmp_path / "chats-60.jsonl", 60)
+    row = json.loads(chats.read_text().splitlines()[0])
+    row["messages"].insert(0, {"role": "assistant", "content": "Hello!"})
+    chats.write_text(f"{json.dumps(row)}\n{chats.read_text()}")
+    words = ("training.steps=4", "checkpoint.every_steps=2", "checkpoint.keep=9")
+    with monkeypatch.context() as before:  # as they began it
+        before.setattr("fledge.train.setup.rows_begun_with", lambda recipe: Everything())
+        begun = set_up(little(60, *words))
+        assert len(begun.train) == 54
+        assert fit(begun, Notes()).finished
+    last = tmp_path / "run" / "checkpoints" / "step-00000004"
+    ended = (last / "model.safetensors").read_bytes()
+    shutil.rmtree(last)
+
+    notes, resumed = Notes(), set_up(little(60, *words))
+    assert fit(resumed, notes).finished
+    assert "resuming at step 2 of 4" in notes.notes
+    assert (last / "model.safetensors").read_bytes() == ended
+    assert counts(little(60, run="new")) == (55, 6)

@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-import typer.core
-from typer import Option, Typer
+from typer import Option
 
 from fledge.cli import bench_server
 from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.help import VerbGroup, Verbs
 from fledge.cli.options import AsJson
 from fledge.core.errors import BadInput, nearest
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from fledge.train.step import Parts
 
 
-class _ServerByDefault(typer.core.TyperGroup):
+class _ServerByDefault(VerbGroup):
     """`fledge bench URL` is short for `fledge bench server URL`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -25,16 +24,16 @@ class _ServerByDefault(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = Typer(
+app = Verbs(
     cls=_ServerByDefault,
-    no_args_is_help=True,
+    epilog="Example: fledge bench http://localhost:8000",
     help="Measure speed: of a training step (train), or of a server (server URL, or just URL).",
 )
 app.command(name="server", epilog=bench_server.EXAMPLE)(bench_server.bench)
 
 TRAIN_EXAMPLE = (
-    "Example: fledge bench train --shape 8b --seq 2048 --batch 4  "
-    "(or --shape 135m --seq 16384 --documents 250 --profile)"
+    "Example: fledge bench train --shape 8b --seq 2048 --batch 4\n\n"
+    "Example: fledge bench train --shape 135m --seq 16384 --documents 250 --profile"
 )
 
 

@@ -3,15 +3,20 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Exit, Option, Typer
+from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.help import Verbs
 from fledge.cli.precompute import cache_options, run_job
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
+from fledge.core.text import counted
 
-app = Typer(help="Look at an offline cache, check it, convert it.", no_args_is_help=True)
+app = Verbs(
+    help="Look at an offline cache, check it, convert it.",
+    epilog="Example: fledge cache info cache",
+)
 Directory = Annotated[Path, Argument(help="Directory of the cache.", show_default=False)]
 
 
@@ -94,18 +99,21 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
         for name in not_finite:
             out.say(f"not finite (NaN or infinity): {name}", style="red")
         found = f"{len(damaged):,} damaged, {len(not_finite):,} not finite"
-        out.print(f"{len(store):,} rows read, {found}")
+        out.print(f"{counted(len(store), 'row')} read, {found}")
     if damaged or not_finite:
         raise Exit(1)
 
 
 @app.command(
-    epilog="Example: fledge cache convert cache small --encoding hidden-fp8\n\n"
-    "Example: fledge cache convert cache theirs --layout automodel --draft-vocab-size 8192"
+    epilog="Example: fledge cache convert cache --out small --encoding hidden-fp8\n\n"
+    "Example: fledge cache convert cache --out theirs --layout automodel --draft-vocab-size 8192"
 )
 def convert(
     source: Directory,
-    output_dir: Annotated[Path, Argument(help="The new cache.", show_default=False)],
+    new: Annotated[
+        Path | None, Argument(metavar="NEW", help="As --out.", show_default=False)
+    ] = None,
+    output_dir: Annotated[Path | None, Option(*opt.OUT, help="The new cache.")] = None,
     encoding: Annotated[
         str,
         Option(
@@ -140,7 +148,10 @@ def convert(
         hint = nearest(layout, ["fledge", "automodel"])
         raise BadInput(f"{layout!r} is not a layout", where="--layout", fix=hint)
     quiet_libraries()
-    output_dir = output_dir.expanduser()
+    given = [path for path in (new, output_dir) if path is not None]
+    if len(given) != 1:
+        raise BadInput("one new cache is wanted", where="--out", fix="give a new directory")
+    output_dir = given[0].expanduser()
     check_place(output_dir, directory=True)
     device = pick_device("auto")
     target = CachedEagle3TargetModel(

@@ -7,14 +7,19 @@ from typing import Annotated, Any
 import yaml
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Option, Typer
+from typer import Argument, Option
 
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar
+from fledge.cli.help import Verbs
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
 from fledge.core.terminal import marked
+from fledge.core.text import counted
 
-app = Typer(help="Prepare conversations for training, and look at them.", no_args_is_help=True)
+app = Verbs(
+    help="Prepare conversations for training, and look at them.",
+    epilog="Example: fledge data preview chats.jsonl --model smollm2-135m",
+)
 
 Sources = Annotated[
     list[str],
@@ -70,9 +75,9 @@ def _options(
 
 def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
     from fledge.data.prepare import Progress, prepare_rows
-    from fledge.models.resolve import local_model
+    from fledge.models.resolve import tokenizer_directory
 
-    directory = local_model(model, weights=False)
+    directory = tokenizer_directory(model)
     start = time.perf_counter()
     with progress_bar("tokenising", "parts") as update:
 
@@ -117,9 +122,9 @@ def prepare(
         print_json(facts)
         return
     share = rows.supervised / rows.tokens
-    line = "[bold]{:,}[/] rows, [bold]{:,}[/] tokens, [green]{:.1%} supervised[/], {:,} answers "
-    line += "without their end"
-    out.print(marked(line, len(rows), rows.tokens, share, rows.truncated))
+    line = "[bold]{}[/], [bold]{}[/], [green]{:.1%} supervised[/], {} without an end"
+    figures = (counted(len(rows), "row"), counted(rows.tokens, "token"), share)
+    out.print(marked(line, *figures, counted(rows.truncated, "answer")))
     _print_drops(rows.drops)
     out.say(f"kept in {rows.directory}", style="dim")
 
@@ -138,16 +143,19 @@ def preview(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which tokens are supervised, in colour, and which rows would be dropped and why."""
+    """Show which tokens are supervised, and which rows would be dropped and why.
+
+    In color on a terminal; elsewhere what is supervised stands between marks.
+    """
     from fledge.core.files import check_place, write_text
     from fledge.data import preview as view
     from fledge.data.tokenise import Encoder
-    from fledge.models.resolve import local_model
+    from fledge.models.resolve import tokenizer_directory
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     if html is not None:
         check_place(html, read=data)
-    directory = local_model(model, weights=False)
+    directory = tokenizer_directory(model)
     encoder = Encoder.load(directory, options, trust_remote_code=trust_remote_code)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
@@ -160,17 +168,20 @@ def preview(
                     "place": row.place,
                     "dropped": row.dropped or None,
                     "truncated": row.truncated,
+                    "notes": list(row.notes),
                     "tokens": [{"text": text, "supervised": flag} for text, flag in row.pieces],
                 }
                 for row in rows
             ]
         )
     elif html is None:
+        colors = out.color_system is not None and not out.no_color
         for row in rows:
-            out.print(view.to_terminal(row))
+            out.print(view.to_terminal(row, colors=colors))
             out.print()
-        legend = "template of {}; [black on pale_green1]green[/] tokens are supervised"
-        out.print(marked(legend, model), style="dim")
+        legend = "[black on pale_green1]green[/] tokens are" if colors else "what is in {} is"
+        text = "template of {}; " + legend + " supervised"
+        out.print(marked(text, *([model] if colors else [model, view.MARKS])), style="dim")
 
 
 @app.command(epilog="Example: fledge data stats chats.jsonl --pack 4096 --json")
@@ -190,12 +201,13 @@ def stats(
 ) -> None:
     """Lengths, supervised share, padding after packing, drop reasons, vocabulary coverage."""
     from fledge.data.stats import data_stats
-    from fledge.models.resolve import load_config
+    from fledge.models.resolve import load_config, tokenizer_directory
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     more = {"workers": workers, "max_drop_share": max_drop_share}
     rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **more)
-    config = load_config(model, trust_remote_code=trust_remote_code)
+    directory = str(tokenizer_directory(model))
+    config = load_config(directory, trust_remote_code=trust_remote_code)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
     figures = data_stats(rows, vocab_size, pack)
     if as_json:
@@ -205,9 +217,9 @@ def stats(
 
 
 def _print_stats(figures: Any, rows: Any) -> None:
-    packing = f"{figures.packs:,} packs of {figures.pack_tokens:,}, "
+    packing = f"{counted(figures.packs, 'pack')} of {figures.pack_tokens:,}, "
     packing += f"{figures.padding_share:.2%} padding"
-    packing += f", {figures.overlong:,} rows cut" if figures.overlong else ""
+    packing += f", {counted(figures.overlong, 'row')} cut" if figures.overlong else ""
     facts = {
         "rows": f"{figures.rows:,}",
         "tokens": f"{figures.tokens:,}",
@@ -233,14 +245,21 @@ def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
 
 
 def _print_drops(drops: Any) -> None:
-    if not drops.counts:
+    if drops.counts:
+        share = f"{counted(drops.dropped, 'row')} dropped ({drops.share:.2%})"
+        out.print(_reasons(share, "reason", drops.counts, drops.examples))
+    else:
         out.print("no row dropped")
-        return
-    share = f"{drops.dropped:,} rows dropped ({drops.share:.2%})"
-    table = Table(title=share, title_justify="left", box=None, header_style="bold")
+    if drops.notes:
+        title = "kept, and to be known about them"
+        out.print(_reasons(title, "note", drops.notes, drops.noted))
+
+
+def _reasons(title: str, what: str, counts: dict[str, int], seen: dict[str, list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
     table.add_column("rows", justify="right")
-    table.add_column("reason")
+    table.add_column(what)
     table.add_column("first seen at", overflow="fold")
-    for reason, count in sorted(drops.counts.items(), key=lambda item: -item[1]):
-        table.add_row(f"{count:,}", reason, "\n".join(drops.examples[reason]))
-    out.print(table)
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        table.add_row(f"{count:,}", reason, "\n".join(seen[reason]))
+    return table

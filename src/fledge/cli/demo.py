@@ -10,6 +10,7 @@ from typer import Exit, Option
 
 from fledge.cli.chat import SHADES, coloured
 from fledge.cli.console import err, out, print_json, shown_on_stderr
+from fledge.cli.options import OUT
 from fledge.core.files import write_json, write_text
 from fledge.core.terminal import marked
 
@@ -23,7 +24,7 @@ _KINDS = {"Write": ("stories", 4), "Give": ("tips", 2), "Explain": ("explanation
 
 def demo(
     directory: Annotated[
-        Path, Option("--out", help="Where the run is kept; a second start continues it.")
+        Path, Option(*OUT, help="Where the run is kept; a second start continues it.")
     ] = Path("demo_out"),
     rows: Annotated[int, Option(min=0, help="Chats to train on; 0: the demo's own number.")] = 0,
     as_json: Annotated[

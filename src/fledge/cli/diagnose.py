@@ -11,6 +11,7 @@ from fledge.cli.loading import parse_dtype
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
 from fledge.core.machine import find_device
+from fledge.core.text import counted
 
 EXAMPLE = (
     "Example: fledge diagnose runs/my_draft\n\n"
@@ -103,7 +104,7 @@ def _places(draft: str, target: str) -> tuple[Path, str]:
 def _show(found: Any) -> None:
     files = found.files
     out.say(
-        f"{files.directory}: {found.layout} layout, {len(files.tensors)} tensors, for "
+        f"{files.directory}: {found.layout} layout, {counted(len(files.tensors), 'tensor')}, for "
         f"{found.target}"
     )
     for finding in found.findings:
@@ -116,7 +117,11 @@ def _show(found: Any) -> None:
     for reason in found.skipped:
         out.say(f"skipped  {reason}", style="yellow")
     errors, warnings = len(found.of("error")), len(found.of("warning"))
-    verdict = "healthy" if found.healthy else f"{errors} errors, {warnings} warnings"
+    verdict = (
+        "healthy"
+        if found.healthy
+        else f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+    )
     out.print(verdict, style="bold green" if found.healthy else "bold")
 
 

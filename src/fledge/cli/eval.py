@@ -13,6 +13,7 @@ from fledge.cli.console import err, out, plain_table, print_json, quiet_librarie
 from fledge.cli.loading import check_method, load_draft_beside, load_target, numbers
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
+from fledge.core.text import counted
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
 
@@ -39,7 +40,7 @@ def evaluate(
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
     output: Annotated[
-        Path | None, Option("--out", help="Keep the figures, for `fledge report`: RUN/eval.json.")
+        Path | None, Option(*opt.OUT, help="Keep the figures, for `fledge report`: RUN/eval.json.")
     ] = None,
     samples: Annotated[int, Option(min=0, help="Answers kept token by token with --out.")] = 6,
     as_json: opt.AsJson = False,
@@ -171,8 +172,9 @@ def show_tables(reports: Any, answers: Any) -> None:
     cut = sum(turn.finish == "length" for turn in answers.turns)
     source = "from the cache" if answers.from_cache else f"kept in {answers.path}"
     out.say(
-        f"{len(answers.turns)} answers of the target, {tokens:,} tokens, {cut} cut at the limit, "
-        f"{answers.skipped} prompts skipped as too long; {source}"
+        f"{counted(len(answers.turns), 'answer')} of the target, {counted(tokens, 'token')}, "
+        f"{cut:,} cut at the limit, {counted(answers.skipped, 'prompt')} skipped as too long; "
+        f"{source}"
     )
     tables = {
         "acceptance": positions(reports),
@@ -194,18 +196,21 @@ def show_tables(reports: Any, answers: Any) -> None:
 
 
 def positions(reports: Any) -> Table:
-    shown = plain_table("draft", "method", "length", words=2)
-    shown.add_column("")
-    for k in range(max(len(report.acceptance.joint) for report in reports)):
-        shown.add_column(f"{k + 1}", justify="right")
+    """Two lines a draft, so that eight tokens fit into 80 columns."""
+    depth = max(len(report.acceptance.joint) for report in reports)
+    tokens = ["token 1", *(f"{k}" for k in range(2, depth + 1))]
+    shown = plain_table("draft", "length", *tokens, no_wrap=True)
+    shown.columns[0].no_wrap, shown.columns[0].overflow = False, "fold"
     for report in reports:
         acceptance = report.acceptance
         length = Text(f"{acceptance.length:.3f}", style="bold")
         joint, conditional = (
             [f"{x:.1%}" for x in xs] for xs in (acceptance.joint, acceptance.conditional)
         )
-        shown.add_row(report.name, report.method, length, "all up to k", *joint)
-        shown.add_row("", "", "", "k, given those before", *conditional)
+        shown.add_row(report.name, length, *joint)
+        shown.add_row(f"  {report.method}", "", *conditional)
+    shown.caption = "first line: all up to k accepted; second line: k, given those before"
+    shown.caption_justify = "left"
     return shown
 
 
@@ -253,13 +258,14 @@ def _remarks(report: Any) -> None:
 
     misses = report.misses.to_json()
     lines = [
-        f"{misses['token_share']:.2%} of the drafted tokens are outside the draft vocabulary; they "
-        f"ended {misses['ended_round_share']:.1%} of the rounds"
+        f"{misses['token_share']:.2%} of the target's tokens are outside the draft vocabulary; "
+        f"they ended {misses['ended_round_share']:.1%} of the rounds"
     ]
     if report.every_slot is not None:
         lines.append(f"from every slot (what training estimates): {report.every_slot:.3f}")
     if report.other_picks:
-        lines.append(f"{report.other_picks} tokens the target would not pick again (near ties)")
+        others = counted(report.other_picks, "token")
+        lines.append(f"{others} the target would not pick again (near ties)")
     if report.live is not None:
         live = report.live
         lines.append(
@@ -269,8 +275,11 @@ def _remarks(report: Any) -> None:
         )
     if report.speed is not None:
         speed = report.speed
-        steps = f"{speed.live.rounds:,} rounds and {speed.plain.rounds:,} plain steps"
-        lines.append(f"timed on {speed.texts} text{'s'[: speed.texts != 1]}: {steps}")
+        rounds, steps = (
+            counted(speed.live.rounds, "round"),
+            counted(speed.plain.rounds, "plain step"),
+        )
+        lines.append(f"timed on {counted(speed.texts, 'text')}: {rounds} and {steps}")
     if report.replay_s is not None:
         lines.append(f"replayed in {report.replay_s:.1f} s")
     out.print(f"{report.name}: {'; '.join(lines)}.")

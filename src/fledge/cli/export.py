@@ -9,6 +9,7 @@ from fledge.cli import options as opt
 from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import parse_dtype
 from fledge.core.terminal import marked
+from fledge.core.text import counted
 
 EXAMPLE = (
     "Example: fledge export runs/my_draft --engine vllm\n\n"
@@ -25,9 +26,13 @@ def export(
         str, Option(help="For example 0.5.9; default: the newest tested one.")
     ] = "",
     target: opt.TargetOption = "",
+    target_name: Annotated[
+        str, Option(help="What card and config call it; default: its public name.")
+    ] = "",
     destination: Annotated[
-        Path | None, Option("--out", help="Directory; default: exports/ENGINE in the run.")
+        Path | None, Option(*opt.OUT, help="Directory; default: exports/ENGINE in the run.")
     ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an export.")] = False,
     dtype: Annotated[str, Option(help="bfloat16, ...; default: as stored.")] = "",
     draft_tokens: opt.TrainedTokens = 0,
     target_embeddings: Annotated[
@@ -66,7 +71,8 @@ def export(
             engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,
             dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
             target_embeddings=target_embeddings, without_target=without_target, check=check,
-            watch=watch, trust_remote_code=trust_remote_code,
+            watch=watch, trust_remote_code=trust_remote_code, target_name=target_name,
+            overwrite=overwrite,
         )  # fmt: skip
     record = read_export_record(written)
     if as_json:
@@ -87,12 +93,13 @@ def _show(written: Path, record: dict[str, Any]) -> None:
     import shlex
 
     from fledge.export.commands import serve_command
+    from fledge.export.here import target_here
 
     check = record["self_check"]
     out.say(
         f"{written}: {record['kind']} for {record['engine_title']} {record['engine_version']} "
-        f"({record['format']}, {record['dtype']}); {check['tensors']} tensors read back, bit for "
-        "bit"
+        f"({record['format']}, {record['dtype']}); {counted(check['tensors'], 'tensor')} read "
+        "back, bit for bit"
     )
     lengths = plain_table("acceptance length", "")
     if check["estimate"] is not None:
@@ -101,13 +108,13 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         lengths.add_row("the same rows, from these files", f"{check['same_rows']:.3f}")
     if decoded := check["decoded"]:
         same = ", as from the checkpoint" if decoded["same_as_checkpoint"] else ""
-        what = f"{decoded['prompts']} held-out prompts decoded"
+        what = f"{counted(decoded['prompts'], 'held-out prompt')} decoded"
         lengths.add_row(f"{what}, from every slot", f"{decoded['every_slot_length']:.3f}")
         lengths.add_row(f"{what}{same}", marked("[bold]{:.3f}[/]", decoded["acceptance_length"]))
     if lengths.row_count:
         out.print(lengths)
     for note in check["notes"]:
         out.say(note, style="yellow")
-    target = record["target"]["served_as"] or "TARGET"
-    command = serve_command(record, str(written), target=target)
+    target = target_here(written, record) or "TARGET"
+    command = serve_command(record, str(written.resolve()), target=target)
     out.say(f"serve it: {shlex.join(command)}")

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from fledge.cli.console import out, print_json, quiet_libraries
-from fledge.cli.options import AsJson, TrustRemoteCode
+from fledge.cli.options import OUT, AsJson, TrustRemoteCode
 from fledge.core.files import check_place
 
 EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m --out drafts/mine"
@@ -17,7 +17,7 @@ def import_draft(
         str, Argument(metavar="FOREIGN", help="A directory or hub id, in any layout.")
     ],
     target: Annotated[str, Option(help="The target it was trained for.")],
-    destination: Annotated[Path, Option("--out", help="Directory to write.")],
+    destination: Annotated[Path, Option(*OUT, help="Directory to write.")],
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:

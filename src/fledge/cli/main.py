@@ -21,6 +21,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import typer
 
 from fledge import __version__
+from fledge.cli.help import VerbGroup, Verbs
+from fledge.cli.launched import said_by_another
 from fledge.core.errors import explain, first_line
 from fledge.core.terminal import Terminal
 from fledge.core.text import VisibleFormatter, visible
@@ -28,12 +30,27 @@ from fledge.core.text import VisibleFormatter, visible
 # Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-app = typer.Typer(
+
+class _InOrder(VerbGroup):
+    """Typer lists groups after verbs; here they stand in the order of work."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_ORDER)
+
+
+_ORDER = (
+    *("demo", "doctor"),
+    *("data", "regenerate", "serve-target", "precompute", "cache", "recipe", "plan", "train"),
+    *("eval", "report", "chat", "export", "serve", "bench"),
+    *("diagnose", "import"),
+)
+
+app = Verbs(
     name="fledge",
+    cls=_InOrder,
     help="Train draft models for speculative decoding, and measure honestly what they gain.",
-    no_args_is_help=True,
+    epilog="Example: fledge demo",
     add_completion=False,
-    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -119,12 +136,16 @@ def run(argv: list[str] | None = None) -> None:
     _show_what_libraries_say()
     with _signals() as stopped:
         try:
-            code = app(args=argv, standalone_mode=False)
+            code = app(args=argv, prog_name="fledge", standalone_mode=False)
             if code == 130:  # Typer turns an interrupt into this code without a word
                 raise KeyboardInterrupt
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
         except _UsageError as error:
-            _fail(error.format_message(), 2)  # type: ignore[attr-defined]  # see _UsageError
+            text = error.format_message()  # type: ignore[attr-defined]  # see _UsageError
+            if type(error).__name__ == "NoArgsIsHelpError":  # the text is the page
+                Terminal().plain(text)
+                sys.exit(2)
+            _fail(text, 2)
         except (KeyboardInterrupt, typer.Abort) as error:
             if isinstance(error.__cause__, EOFError) and not stopped:  # so Typer reads it
                 _fail(f"a file ended too early ({first_line(error.__cause__)})", 2)
@@ -192,10 +213,11 @@ def _interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
 
 def _fail(text: str, code: int) -> NoReturn:
     """One line on stderr (none where help was shown instead), and the exit code."""
-    if text.strip():
+    line = " ".join(text.split())
+    if line and not said_by_another(line, stopped=code > 128):
         errors = Terminal(stderr=True, soft_wrap=True)
         errors.print("fledge: ", style="" if code > 128 else "bold red", end="")
-        errors.print(" ".join(text.split()))
+        errors.print(line)
     sys.exit(code)
 
 

@@ -5,8 +5,16 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+# Where results go is said in one way; the others are what other programs, and we once, called it.
+OUT = ("--out", "--output-dir", "-o")
+
 RecipeWords = Annotated[
-    list[str], Argument(metavar="RECIPE [section.key=value ...]", show_default=False)
+    list[str],
+    Argument(
+        metavar="RECIPE [section.key=value ...]",
+        help="A recipe file, then what is to be different from it.",
+        show_default=False,
+    ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 OutcomeAsJson = Annotated[bool, Option("--json", help="Print the outcome as JSON.")]

@@ -5,6 +5,7 @@ import time
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import recipe_of_words, show_set_up
 from fledge.cli.options import AsJson, RecipeWords
+from fledge.core.text import counted
 
 EXAMPLE = "Example: fledge plan recipes/smollm2_gpu.yaml data.train=chats.jsonl"
 
@@ -26,7 +27,8 @@ def plan(arguments: RecipeWords, as_json: AsJson = False) -> None:
         return
     stream = training.stream
     out.print(
-        f"{stream.steps:,} steps, {predicted.tokens:,} tokens, padding {stream.padding_share:.2%}"
+        f"{counted(stream.steps, 'step')}, {counted(predicted.tokens, 'token')}, padding "
+        f"{stream.padding_share:.2%}"
     )
     out.print(predicted.table())
     for line in training.warnings:

@@ -12,16 +12,17 @@ from fledge.cli.console import err, out, print_json, progress_bar, quiet_librari
 from fledge.cli.loading import recipe_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
+from fledge.core.text import counted
 
 EXAMPLE = (
     "Example: fledge precompute recipes/smollm2_gpu.yaml data.train=chats.jsonl "
-    "--output-dir cache --encoding hidden-fp8"
+    "--out cache --encoding hidden-fp8"
 )
 
 
 def precompute(
     arguments: opt.RecipeWords,
-    output_dir: Annotated[Path, Option("--output-dir", "-o", help="Where the cache goes.")],
+    output_dir: Annotated[Path, Option(*opt.OUT, help="Where the cache goes.")],
     encoding: opt.EncodingOption = "hidden",
     dtype: opt.CacheDtype = "auto",
     target_dtype: opt.TargetDtype = "",
@@ -119,7 +120,7 @@ def run_job(
         print_json(facts)
     elif done.complete:
         out.say(
-            f"{len(job.rows):,} rows in {job.directory}; train with target.backend=cache "
+            f"{counted(len(job.rows), 'row')} in {job.directory}; train with target.backend=cache "
             f"target.cached_target_path={job.directory}"
         )
     return done.code

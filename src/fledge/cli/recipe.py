@@ -4,15 +4,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, Typer
+from typer import Argument, Option
 
 from fledge.cli.console import out, print_json
+from fledge.cli.help import Verbs
 from fledge.cli.loading import recipe_of_words
 from fledge.core.errors import BadInput
 
-app = Typer(
+app = Verbs(
     help="Look at recipes: resolved values, the schema, a check of files.",
-    no_args_is_help=True,
     epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4",
 )
 

@@ -11,10 +11,11 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.core.errors import BadInput
+from fledge.core.text import counted
 
 EXAMPLE = (
-    "Examples: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
-    "fledge regenerate chats.jsonl --out answers.jsonl --url http://localhost:8000"
+    "Example: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
+    "Example: fledge regenerate chats.jsonl --out answers.jsonl --url http://localhost:8000"
 )
 
 
@@ -22,7 +23,7 @@ def regenerate(
     sources: Annotated[
         list[str], Argument(metavar="DATA...", help="Files, directories, data set ids.")
     ],
-    output: Annotated[Path, Option("--out", help="The new data set (.jsonl).")],
+    output: Annotated[Path, Option(*opt.OUT, help="The new data set (.jsonl).")],
     target: Annotated[str, Option(help="Run this model here.")] = "",
     url: Annotated[
         list[str] | None,
@@ -158,10 +159,10 @@ def _servers(
 
 
 def _show(summary: Any, output: Path) -> None:
-    done = f"{summary.written:,} of {summary.rows:,} rows in {output}"
-    cut = f"{summary.truncated:,} answers cut at the length limit"
+    done = f"{summary.written:,} of {counted(summary.rows, 'row')} in {output}"
+    cut = f"{counted(summary.truncated, 'answer')} cut at the length limit"
     cut += f", {summary.excluded:,} left out" if summary.excluded else ""
-    out.say(f"{done}; {summary.tokens:,} tokens; {cut}")
+    out.say(f"{done}; {counted(summary.tokens, 'token')}; {cut}")
     for reason, count in sorted(summary.failed.counts.items(), key=lambda item: -item[1]):
         first = summary.failed.examples[reason][0]
         out.say(f"  {count:,} failed: {reason} (first: {first})")

@@ -6,18 +6,17 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fledge.cli.console import err, out, print_json
-from fledge.cli.options import TrustRemoteCode
+from fledge.cli.options import OUT, TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json, write_text
+from fledge.core.text import counted
 
 EXAMPLE = "Example: fledge report runs/my_draft --measure"
 
 
 def report(
     run: Annotated[Path, Argument(metavar="RUN", help="The directory of a run.")],
-    output: Annotated[
-        Path | None, Option("--out", help="The page; default: RUN/report.html.")
-    ] = None,
+    output: Annotated[Path | None, Option(*OUT, help="The page; default: RUN/report.html.")] = None,
     evaluation: Annotated[
         Path | None, Option("--eval", help="Figures to show; default: RUN/eval.json if any.")
     ] = None,
@@ -81,9 +80,9 @@ def _say_what_takes_time(prompts: list[str], limit: int, options: Any) -> None:
 
     asked = len(read_prompts(prompts, limit=limit or None))
     err.say(
-        f"measuring: the target answers {asked} prompts with up to {options.max_new_tokens} tokens "
-        f"each (kept in the cache), the draft is replayed over them, {min(options.live, asked)} "
-        "are decoded live, both ways; the answers take the time: --limit, --max-new-tokens and "
-        "--live make it shorter",
+        f"measuring: the target answers {counted(asked, 'prompt')} with up to "
+        f"{options.max_new_tokens} tokens each (kept in the cache), the draft is replayed over "
+        f"them and decodes {min(options.live, asked)} live, both ways; the answers take the time: "
+        "--limit, --max-new-tokens and --live make it shorter",
         style="cyan",
     )

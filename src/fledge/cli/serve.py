@@ -40,14 +40,17 @@ def serve(
     """
     from fledge.export.commands import ENGINE_MODULES, serve_command
     from fledge.export.export import read_export_record
+    from fledge.export.here import target_here
 
     record = read_export_record(draft)
-    name = target or record["target"]["served_as"]
+    name = target or target_here(draft, record)
     if not name:
-        raise BadInput("the export does not name its target", fix="give --target MODEL")
+        called = record["target"]["name"]
+        what = f"where its target {called} lies is not known here" if called else "no target named"
+        raise BadInput(what, where=str(draft), fix="give --target MODEL")
     command = serve_command(
-        record, str(draft), target=name, num_draft_tokens=draft_tokens or None, host=host or None,
-        port=port or None,
+        record, str(draft.resolve()), target=_absolute(name), host=host or None,
+        port=port or None, num_draft_tokens=draft_tokens or None,
     )  # fmt: skip
     command += [*(["--trust-remote-code"] if trust_remote_code else []), *(more or [])]
     if not run:
@@ -59,6 +62,12 @@ def serve(
         raise BadInput(f"{module} is not installed here", fix=fix)
     words = _with_programs_here(command)
     os.execv(words[0], words)
+
+
+def _absolute(name: str) -> str:
+    """A directory as the engine finds it from anywhere; a hub id as it stands."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
 
 
 def _with_programs_here(command: list[str]) -> list[str]:

@@ -11,7 +11,8 @@ from fledge.core.errors import BadInput
 
 EXAMPLE = (
     "Example: FLEDGE_TOKEN=... fledge serve-target --target Qwen/Qwen3-8B --host 0.0.0.0 "
-    "--token-env FLEDGE_TOKEN; then: fledge train recipe.yaml target.backend=remote "
+    "--token-env FLEDGE_TOKEN\n\n"
+    "Example: fledge train recipe.yaml target.backend=remote "
     "target.urls=[http://gpu1:8700] target.token_env=FLEDGE_TOKEN"
 )
 

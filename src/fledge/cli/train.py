@@ -14,6 +14,7 @@ from fledge.core.errors import BadInput
 from fledge.core.files import check_place
 from fledge.core.machine import is_main_rank
 from fledge.core.terminal import marked
+from fledge.core.text import counted
 
 EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
 
@@ -98,7 +99,7 @@ def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None
         predicted = predict(training, begin)
         watcher = _Watcher(update, quiet=not is_main)
         watcher.note(
-            f"{len(stream.rows):,} rows in {stream.steps:,} steps, padding "
+            f"{counted(len(stream.rows), 'row')} in {counted(stream.steps, 'step')}, padding "
             f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
             f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
         )
@@ -200,10 +201,10 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
 
 def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str) -> Table:
     """Held-out acceptance before and after training, per drafted token."""
-    tokens = [f"token {depth + 1}" for depth in range(len(after["joint"]))]
-    shown = plain_table("", "length", *tokens, title=f"held-out acceptance, greedy {drafted}")
-    shown.columns[0].no_wrap = True
-    for name, values in (("before training", before), ("after training", after)):
+    tokens = ["token 1", *(f"{k}" for k in range(2, len(after["joint"]) + 1))]
+    title = f"held-out acceptance before and after training, greedy {drafted}"
+    shown = plain_table("", "length", *tokens, title=title, no_wrap=True)
+    for name, values in (("before", before), ("after", after)):
         rates = [f"{rate:.1%}" for rate in values["joint"]]
         shown.add_row(name, marked("[bold]{:.2f}[/]", values["acceptance_length"]), *rates)
     shown.caption = (

@@ -109,10 +109,25 @@ def in_words(count: int) -> str:
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """`did you mean 'x'?` for the valid name closest to a mistyped one, else the valid names."""
+    """`did you mean 'x'?` for the valid name closest to a mistyped one (all of them where several
+    are equally close), else the valid names."""
     import difflib
+    import itertools
 
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean '{close[0]}'?"
+    def bare(text: str) -> str:
+        """EAGLE-3, eagle_3 and eagle3 are one name."""
+        return "".join(letter for letter in text.casefold() if letter.isalnum())
+
+    def closeness(candidate: str) -> tuple[bool, float, int]:
+        """Of names equally close the one that begins like it."""
+        ratio = difflib.SequenceMatcher(None, candidate.casefold(), name.casefold()).ratio()
+        pairs = zip(bare(candidate), bare(name), strict=False)
+        begins = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return bare(candidate) == bare(name), ratio, begins
+
+    ranked = {candidate: closeness(candidate) for candidate in valid}
+    same, ratio, _ = closest = max(ranked.values(), default=(False, 0.0, 0))
+    if same or ratio >= 0.5:
+        equals = [f"'{candidate}'" for candidate in valid if ranked[candidate] == closest]
+        return f"did you mean {' or '.join(equals[:3])}?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"

@@ -58,9 +58,9 @@ def _listed(value: Any) -> Any:
 _Int = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | str)]
 Number = Annotated[float, BeforeValidator(_number, json_schema_input_type=float | str)]
 
-_MOST = 2**48  # of anything: sums and products of counts stay far within 64 bits
-Count = Annotated[_Int, Field(ge=0, le=_MOST)]
-PositiveCount = Annotated[_Int, Field(gt=0, le=_MOST)]
+MOST = 2**48  # of anything: sums and products of counts stay far within 64 bits
+Count = Annotated[_Int, Field(ge=0, le=MOST)]
+PositiveCount = Annotated[_Int, Field(gt=0, le=MOST)]
 Positive = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]

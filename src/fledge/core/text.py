@@ -29,6 +29,11 @@ def _written_out(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """A number with its noun: `1 row`, `2,000 rows`; `many` where it is not just one more s."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
 def json_text(value: Any, *, indent: int | None = None) -> str:
     """Readable JSON whose strings hold nothing that a terminal would obey, and mean the same."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)

@@ -1,6 +1,7 @@
 """One raw row -> one conversation in the shape chat templates expect, or the reason why not.
 
-Takes OpenAI `messages` and ShareGPT `conversations`, with `role/content` or `from/value`.
+Takes OpenAI `messages` and ShareGPT `conversations`, with `role/content` or `from/value`; pairs of
+a question and an answer (`prompt/response`, `instruction/input/output`, ...); and plain `text`.
 """
 
 import json
@@ -12,6 +13,22 @@ from fledge.data.drops import BadRow
 Message = dict[str, Any]
 
 MESSAGE_KEYS = ("messages", "conversations", "conversation")  # where rows keep them
+_QUESTIONS = ("instruction", "prompt", "question", "query", "input")  # what is asked, if not there
+_ANSWERS = ("output", "response", "completion", "answer")
+PAIR_KEYS = {*_QUESTIONS, *_ANSWERS}
+_SYSTEM_KEYS = ("system", "system_prompt")  # the latter beside pairs only
+_IMAGE_KEYS = ("images", "image")
+
+# What is said of a row that is kept: counted, so short and always the same words.
+UNASKED = "an answer before any question was left out"
+NO_IMAGES = "images beside the messages were left out"
+PAIR = "a question and its answer, read as a chat of one turn"
+PLAIN_TEXT = "plain text, without a template: all but its first token is supervised"
+
+# Earlier versions dropped such rows, for these reasons ("tool first": an unasked one, too). All
+# that they kept is read as it was then, so that a run begun with it can go on with its rows.
+READ_SINCE = {UNASKED: "assistant first", PAIR: "no messages", PLAIN_TEXT: "no messages"}
+DROPPED_THEN = {*READ_SINCE.values(), "tool first"}
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -31,13 +48,30 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     truncated: bool = False  # the last answer was cut by a length limit: it has no end
+    notes: tuple[str, ...] = ()  # how the row was read, and what was left out of it
+
+
+def plain_text(row: Any) -> str | None:
+    """The text of a row that is nothing but `text`; None: it may be a conversation."""
+    if not isinstance(row, dict) or looks_like_conversation(row):
+        return None
+    text = row.get("text")
+    if isinstance(text, str) and not text.strip():
+        raise BadRow("empty text")
+    return text if isinstance(text, str) else None
+
+
+def looks_like_conversation(row: dict[Any, Any]) -> bool:
+    """Whether there are messages, or at least a question."""
+    return any(row.get(key) is not None for key in (*MESSAGE_KEYS, *_QUESTIONS))
 
 
 def parse_messages(row: Any) -> list[Message]:
     """The row's messages, whoever speaks last. Raises BadRow like `parse_conversation`."""
     if not isinstance(row, dict):
         raise BadRow("row is not an object", type(row).__name__)
-    raw = next((row[key] for key in MESSAGE_KEYS if key in row), None)
+    paired = _is_pair(row)
+    raw = _pair(row) if paired else next(row[key] for key in MESSAGE_KEYS if key in row)
     if raw is None:
         raise BadRow("no messages", f"keys: {', '.join(map(str, row))[:80]}")
     if not isinstance(raw, list):
@@ -45,10 +79,48 @@ def parse_messages(row: Any) -> list[Message]:
     if not raw:
         raise BadRow("messages is empty")
     messages = [_parse_message(item) for item in raw]
-    system = row.get("system")  # ShareGPT files often keep it beside the turns
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    # ShareGPT files often keep it beside the turns
+    system = next((row[key] for key in _SYSTEM_KEYS[: 1 + paired] if row.get(key)), None)
+    if isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _is_pair(row: dict[Any, Any]) -> bool:
+    return next((row[key] for key in MESSAGE_KEYS if key in row), None) is None
+
+
+def _pair(row: dict[Any, Any]) -> list[Any] | None:
+    """A question and its answer as messages, the answer if there is one. Either may be a list of
+    messages itself. Alpaca's `input` is what its `instruction` is about."""
+    asked = next((key for key in _QUESTIONS if row.get(key) is not None), None)
+    if asked is None:
+        return None
+    question, about = row[asked], row.get("input")
+    if asked == "instruction" and isinstance(question, str) and isinstance(about, str) and about:
+        question = f"{question}\n\n{about}"
+    answer = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
+    messages = question if isinstance(question, list) else [_said("user", question)]
+    if answer is None:
+        return messages
+    return [*messages, *(answer if isinstance(answer, list) else [_said("assistant", answer)])]
+
+
+def _said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def without_unasked(messages: list[Message]) -> list[Message]:
+    """The messages without what an assistant (or its tools) said before the first question."""
+    start = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if asked is None or messages[start]["role"] == "user":
+        return messages
+    return [
+        *messages[:start],
+        *(m for m in messages[start:asked] if m["role"] == "system"),
+        *messages[asked:],
+    ]
 
 
 def parse_conversation(row: Any) -> Conversation:
@@ -59,11 +131,16 @@ def parse_conversation(row: Any) -> Conversation:
         messages.pop()
     if not messages:
         raise BadRow("no assistant turn")
-    _check_order(messages)
+    is_last = len(messages) == length  # the row's finish reason speaks of its last message
+    asked = without_unasked(messages)
+    _check_order(asked)
     finish = row.get("finish_reason", row.get("finish"))
     cut = (isinstance(finish, str) and finish in _CUT) or row.get("truncated") is True
-    is_last = len(messages) == length  # the row's finish reason speaks of its last message
-    return Conversation(tuple(messages), parse_tools(row.get("tools")), cut and is_last)
+    notes = [PAIR] if _is_pair(row) else []
+    notes += [UNASKED] if len(asked) < len(messages) else []
+    notes += [NO_IMAGES] if any(row.get(key) for key in _IMAGE_KEYS) else []
+    tools = parse_tools(row.get("tools"))
+    return Conversation(tuple(asked), tools, cut and is_last, tuple(notes))
 
 
 def _check_order(messages: list[Message]) -> None:

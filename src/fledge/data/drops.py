@@ -1,10 +1,13 @@
-"""What was dropped, why, and where: a bad row never stops a job and is always reported."""
+"""What was dropped, why, and where: a bad row never stops a job and is always reported.
+
+So is what was left out of rows that were kept: their notes."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fledge.core.errors import BadInput
+from fledge.core.text import counted
 
 EXAMPLES_PER_REASON = 3
 
@@ -24,6 +27,8 @@ class DropReport:
     kept: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)  # of kept rows, by what is said of them
+    noted: dict[str, list[str]] = field(default_factory=dict)  # where first
 
     @property
     def dropped(self) -> int:
@@ -35,19 +40,21 @@ class DropReport:
         return self.dropped / max(1, self.kept + self.dropped)
 
     def add(self, where: str, bad: BadRow) -> None:
-        self._count(bad.reason, 1, [f"{where}: {bad.detail}" if bad.detail else where])
+        where = f"{where}: {bad.detail}" if bad.detail else where
+        _count(self.counts, self.examples, bad.reason, 1, [where])
 
-    def _count(self, reason: str, count: int, examples: list[str]) -> None:
-        self.counts[reason] = self.counts.get(reason, 0) + count
-        shown = self.examples.setdefault(reason, [])
-        shown += examples[: EXAMPLES_PER_REASON - len(shown)]
+    def keep(self, where: str, notes: Iterable[str] = ()) -> None:
+        self.kept += 1
+        for note in notes:
+            _count(self.notes, self.noted, note, 1, [where])
 
     def to_json(self) -> dict[str, Any]:
-        return {"kept": self.kept, "counts": self.counts, "examples": self.examples}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DropReport":
-        return cls(value["kept"], dict(value["counts"]), dict(value["examples"]))
+        found = (value.get(name, {}) for name in ("counts", "examples", "notes", "noted"))
+        return cls(value["kept"], *map(dict, found))
 
     @classmethod
     def merged(cls, parts: Iterable["DropReport"]) -> "DropReport":
@@ -55,7 +62,9 @@ class DropReport:
         for part in parts:
             total.kept += part.kept
             for reason, count in part.counts.items():
-                total._count(reason, count, part.examples.get(reason, []))
+                _count(total.counts, total.examples, reason, count, part.examples.get(reason, []))
+            for note, count in part.notes.items():
+                _count(total.notes, total.noted, note, count, part.noted.get(note, []))
         return total
 
     def check(self, max_share: float) -> None:
@@ -66,8 +75,9 @@ class DropReport:
             )
         if self.share > max_share:
             raise BadInput(
-                f"{self.dropped} of {self.dropped + self.kept} rows ({self.share:.1%}) are "
-                f"unusable, more than the allowed {max_share:.1%}: {self._summary()}",
+                f"of {counted(self.dropped + self.kept, 'row')} {self.dropped:,} "
+                f"({self.share:.1%}) cannot be used, more than the allowed {max_share:.1%}: "
+                f"{self._summary()}",
                 fix="mend the data, or raise max_drop_share",
             )
 
@@ -77,3 +87,11 @@ class DropReport:
             for reason, count in sorted(self.counts.items(), key=lambda item: -item[1])[:3]
         ]
         return ", ".join(parts) or "the data is empty"
+
+
+def _count(
+    counts: dict[str, int], examples: dict[str, list[str]], what: str, more: int, seen: list[str]
+) -> None:
+    counts[what] = counts.get(what, 0) + more
+    shown = examples.setdefault(what, [])
+    shown += seen[: EXAMPLES_PER_REASON - len(shown)]

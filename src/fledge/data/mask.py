@@ -19,7 +19,7 @@ template has them, narrow the spans further (text inside a turn that the model d
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fledge.data.bounded_jinja import Span
 from fledge.data.bounded_values import weight
@@ -33,6 +33,7 @@ LONGEST_ROW = 1 << 23  # characters; a longer conversation is dropped before it 
 MOST_ANSWERS = 1000
 _MOST_RENDERED = 1 << 28  # characters, over all answers
 
+NO_REASONING = "reasoning was left out: the template does not show it"
 # Opening and closing marks of reasoning, as the templates in use write them.
 _REASONING = [
     ("<think>", "</think>"),
@@ -62,6 +63,7 @@ class MaskedText:
     text: str
     spans: tuple[Span, ...]
     truncated: bool = False
+    notes: tuple[str, ...] = ()  # what was left out of the row
 
     def supervised(self) -> list[str]:
         return [self.text[start:end] for start, end in self.spans]
@@ -76,6 +78,7 @@ class _Turn:
     end: int
     spans: tuple[Span, ...]  # inside [start, end): less where tags or reasoning say so
     closing: str  # its last part, the end token
+    unreasoned: bool  # it had reasoning that the template does not show
 
     @property
     def spoken_to(self) -> str:
@@ -96,9 +99,11 @@ def masked_texts(
         for i in at[:-1]:
             _render_turn(conversation, i, template, options)
         raise
+    unreasoned = last.unreasoned
     shared, turns = [], []  # the last turn's text carries every earlier turn it repeats unchanged
     for i in at[:-1]:
         turn = _render_turn(conversation, i, template, options)
+        unreasoned |= turn.unreasoned
         if last.full.startswith(turn.spoken_to):
             shared.append(turn.spans)  # and not its text: those of all turns would be quadratic
         else:
@@ -109,7 +114,8 @@ def masked_texts(
         shared = [turn.spans for turn in turns if row.full.startswith(turn.spoken_to)]
         turns = [turn for turn in turns if not row.full.startswith(turn.spoken_to)]
         rows.append(_assemble(row, shared, template, truncated=False))
-    return rows[::-1]
+    notes = conversation.notes + ((NO_REASONING,) if unreasoned else ())
+    return [replace(row, notes=notes) for row in rows[::-1]]
 
 
 def _check_size(conversation: Conversation, answers: int) -> None:
@@ -163,7 +169,9 @@ def _render_turn(
         spans = [(max(start, a), min(end, b)) for a, b in tags if a < end and b > start]
     if options.mask_reasoning:
         spans = _subtract(spans, _reasoning_spans(full, start, end))
-    return _Turn(full, start, end, _joined(spans), turn_end.closing)
+    reasons = messages[-1].get("reasoning_content", "").strip().splitlines()
+    unreasoned = bool(reasons) and reasons[-1].strip() not in full[start:end]
+    return _Turn(full, start, end, _joined(spans), turn_end.closing, unreasoned)
 
 
 def _start(

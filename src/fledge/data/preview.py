@@ -1,17 +1,21 @@
 """Conversations with their supervised tokens in color, for the terminal and as a page."""
 
 import html
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich.text import Text
 
-from fledge.core.text import visible
+from fledge.core.text import counted, visible
 from fledge.data.drops import BadRow
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder
 
 _BEGINNING, _END = 6000, 2000  # tokens of a row that the terminal shows
+MARKS = "⟦⟧"  # around what is supervised, where there are no colors
+
+_Piece = tuple[int, tuple[str, bool]]  # number, text, supervised
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class PreviewRow:
     pieces: tuple[tuple[str, bool], ...] = ()  # token text, supervised
     truncated: bool = False
     dropped: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def supervised(self) -> int:
@@ -31,7 +36,9 @@ class PreviewRow:
         if self.dropped:
             return f"{self.place}  dropped: {self.dropped}"
         cut = ", end missing" if self.truncated else ""
-        return f"{self.place}  {len(self.pieces)} tokens, {self.supervised} supervised{cut}"
+        said = "".join(f"; {note}" for note in self.notes)
+        tokens = counted(len(self.pieces), "token")
+        return f"{self.place}  {tokens}, {self.supervised:,} supervised{cut}{said}"
 
 
 def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[PreviewRow]:
@@ -49,33 +56,43 @@ def _preview(place: str, raw: object, encoder: Encoder) -> Iterator[PreviewRow]:
     try:
         for text in encoder.texts(raw):
             row, pieces = encoder.encode_to_show(text, place)
-            yield PreviewRow(place, tuple(pieces), row.truncated)
+            yield PreviewRow(place, tuple(pieces), row.truncated, notes=text.notes)
     except BadRow as bad:
         reason = f"{bad.reason} ({bad.detail})" if bad.detail else bad.reason
         yield PreviewRow(place, dropped=reason)
 
 
-def to_terminal(row: PreviewRow) -> Text:
-    """Supervised tokens in two greens (so that token borders show), the rest dim. The middle of a
-    very long row is left out: laying out a million colored tokens takes a minute."""
+def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
+    """Supervised tokens in two greens (so that token borders show), the rest dim; without colors,
+    what is supervised between marks. The middle of a very long row is left out: laying out a
+    million colored tokens takes a minute."""
+    shown = _coloured if colors else _marked
     text = Text()
     text.append(f"{visible(row.title())}\n", style="bold red" if row.dropped else "bold")
     pieces, left_out = list(enumerate(row.pieces)), len(row.pieces) - _BEGINNING - _END
     if left_out <= 0:
-        return _coloured(text, pieces)
-    _coloured(text, pieces[:_BEGINNING])
-    note = f"\n[{left_out:,} tokens not shown here: --html and --json have them]\n"
-    text.append(note, style="bold")
-    return _coloured(text, pieces[-_END:])
+        return shown(text, pieces)
+    shown(text, pieces[:_BEGINNING])
+    what = counted(left_out, "token")
+    text.append(f"\n[{what} not shown here: --html and --json have them]\n", style="bold")
+    return shown(text, pieces[-_END:])
 
 
-def _coloured(text: Text, pieces: Iterable[tuple[int, tuple[str, bool]]]) -> Text:
+def _coloured(text: Text, pieces: Iterable[_Piece]) -> Text:
     for index, (piece, supervised) in pieces:
         style = (
             ("black on green3" if index % 2 else "black on pale_green1") if supervised else "dim"
         )
         shown = visible(piece.replace("\n", "⏎\n") if supervised else piece)
         text.append(shown, style=style)
+    return text
+
+
+def _marked(text: Text, pieces: Iterable[_Piece]) -> Text:
+    """For pipes and terminals without colors."""
+    for supervised, group in itertools.groupby(pieces, key=lambda item: item[1][1]):
+        run = visible("".join(piece for _, (piece, _) in group))
+        text.append(f"{MARKS[0]}{run}{MARKS[1]}" if supervised else run)
     return text
 
 

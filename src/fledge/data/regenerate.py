@@ -27,6 +27,7 @@ from fledge.core.errors import BadInput
 from fledge.core.expected import Table, Text, Whole, shown
 from fledge.core.files import atomic_file, check_place, write_json
 from fledge.core.reading import read_json
+from fledge.core.text import counted
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.journal import Journal, json_line
 from fledge.data.regenerate_dialogue import Dialogue
@@ -275,7 +276,7 @@ class _Job:
         kept = {name: held["result"][name] for name in ("written", "truncated", "tokens")}
         if self._exclude and kept["truncated"]:
             raise BadInput(
-                f"finished, with {kept['truncated']} truncated answers in it",
+                f"finished, with {counted(kept['truncated'], 'truncated answer')} in it",
                 where=str(self.out),
                 fix="leave out the rows whose `finish` is `length`, or name another --out",
             )

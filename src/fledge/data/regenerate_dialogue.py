@@ -11,7 +11,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fledge.data.conversation import MESSAGE_KEYS, Message, parse_messages, parse_tools
+from fledge.data.conversation import (
+    MESSAGE_KEYS,
+    PAIR_KEYS,
+    Message,
+    parse_messages,
+    parse_tools,
+    without_unasked,
+)
 from fledge.data.drops import BadRow
 
 _REPLACED = {*MESSAGE_KEYS, "prompt", "system", "finish", "finish_reason", "truncated", "tokens"}
@@ -92,7 +99,8 @@ class Dialogue:
 
     def new_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row as it was, with its messages replaced and how the last answer ended."""
-        kept = {key: value for key, value in row.items() if key not in _REPLACED}
+        gone = _REPLACED if any(key in row for key in MESSAGE_KEYS) else _REPLACED | PAIR_KEYS
+        kept = {key: value for key, value in row.items() if key not in gone}
         finish = "length" if self.truncated else "stop"
         return {**kept, "messages": self.said, "finish": finish, "tokens": self.tokens}
 
@@ -101,7 +109,7 @@ def _script(row: Any) -> list[Message]:
     """The row's turns, the old answers still in place as marks of where new ones belong."""
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         row = {"messages": [{"role": "user", "content": row["prompt"]}]}
-    messages = parse_messages(row)
+    messages = without_unasked(parse_messages(row))
     if any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
         raise BadRow("tool calls", "what a tool answered belongs to the old call")
     spoken = [m for m in messages if m["role"] != "system"]

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
+from fledge.core.text import counted
 
 ONE_IN, MOST_HELD_OUT = 10, 512  # held out where nobody says how many
 
@@ -71,8 +72,8 @@ def _held_out(total: int, asked: int | None, *, begun: bool) -> int:
         return min(MOST_HELD_OUT, total // ONE_IN)
     if asked and not begun and total - asked < max(1, total // ONE_IN):
         raise BadInput(
-            f"{asked} rows are to be held out, and there are {total}: {max(0, total - asked)} "
-            "would be left to train on",
+            f"{counted(asked, 'row is', 'rows are')} to be held out, and there are {total:,}: "
+            f"{max(0, total - asked):,} would be left to train on",
             where="data.valid_rows",
             fix=f"leave it out: one row in {ONE_IN} is held out then",
         )

@@ -30,8 +30,10 @@ _SCHEMA = pa.schema(
     ]
 )
 
-_DROPS = Table(
-    {"kept": Whole(), "counts": MapOf(Whole()), "examples": MapOf(ListOf(Text(), least=1))}
+_COUNTS, _PLACES = MapOf(Whole()), MapOf(ListOf(Text(), least=1))
+DROPS = Table(
+    {"kept": Whole(), "counts": _COUNTS, "examples": _PLACES},
+    optional={"notes": _COUNTS, "noted": _PLACES},
 )
 _RECORD = Table(
     {
@@ -39,7 +41,7 @@ _RECORD = Table(
         "rows": Whole(),
         "tokens": Whole(),
         "supervised": Whole(),
-        "drops": _DROPS,
+        "drops": DROPS,
     }
 )
 

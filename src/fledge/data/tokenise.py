@@ -5,6 +5,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
-from fledge.data.conversation import parse_conversation
+from fledge.data.conversation import PLAIN_TEXT, READ_SINCE, parse_conversation, plain_text
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.mask import LONGEST_ROW, MaskedText, MaskOptions, masked_texts
 from fledge.data.sources import Part
@@ -39,7 +40,10 @@ class TokeniseOptions:
 class Encoder:
     """A tokenizer with its template: the one way from a conversation to token rows."""
 
-    def __init__(self, tokenizer: Any, options: TokeniseOptions) -> None:
+    def __init__(
+        self, tokenizer: Any, options: TokeniseOptions, *, as_before: bool = False
+    ) -> None:
+        """`as_before` drops what earlier versions dropped."""
         from tokenizers import Tokenizer
 
         if not getattr(tokenizer, "is_fast", False):
@@ -48,8 +52,7 @@ class Encoder:
                 where=str(tokenizer.name_or_path),
                 fix="add a tokenizer.json (tokenizers library) to the model",
             )
-        self.options = options
-        self.template = ChatTemplate.of(tokenizer, options.template_options)
+        self.options, self._tokenizer, self._as_before = options, tokenizer, as_before
         self._mask_options = MaskOptions(options.last_turn_only, options.mask_reasoning)
         # Offsets must cover each token's whole text: trimmed ones hide a leading space or newline,
         # and a boundary token would land on the wrong side. The ids are not affected.
@@ -60,18 +63,23 @@ class Encoder:
 
     @classmethod
     def load(
-        cls, model_dir: str | Path, options: TokeniseOptions, *, trust_remote_code: bool = False
+        cls,
+        model_dir: str | Path,
+        options: TokeniseOptions,
+        *,
+        trust_remote_code: bool = False,
+        as_before: bool = False,
     ) -> "Encoder":
         from fledge.models.resolve import load_tokenizer
 
         tokenizer = load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code)
-        return cls(tokenizer, options)
+        return cls(tokenizer, options, as_before=as_before)
 
     def texts(self, raw: Any) -> list[MaskedText]:
         """The masked texts of one raw row."""
         if isinstance(raw, BadRow):
             raise raw
-        texts = masked_texts(parse_conversation(raw), self.template, self._mask_options)
+        texts = self._masked(raw)
         for text in texts:
             if len(text.text) > LONGEST_ROW:
                 raise BadRow("row is too long", f"more than {LONGEST_ROW:,} characters")
@@ -80,6 +88,31 @@ class Encoder:
             except UnicodeEncodeError as error:  # a lone surrogate, in a tool's arguments perhaps
                 raise BadRow("broken UTF-8", repr(text.text[error.start :][:40])) from None
         return texts
+
+    def _masked(self, raw: Any) -> list[MaskedText]:
+        plain = plain_text(raw)
+        conversation = parse_conversation(raw) if plain is None else None
+        notes = (PLAIN_TEXT,) if conversation is None else conversation.notes
+        if self._as_before and (then := [READ_SINCE[note] for note in notes if note in READ_SINCE]):
+            raise BadRow(then[0], "as when the run was begun")
+        if conversation is not None:
+            return masked_texts(conversation, self.template, self._mask_options)
+        assert plain is not None
+        return [self._plain(plain)]
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Wanted by the first conversation: plain texts, and models for them, have none."""
+        return ChatTemplate.of(self._tokenizer, self.options.template_options)
+
+    def _plain(self, text: str) -> MaskedText:
+        """Everything in it is to be predicted. Not the first token, which nothing stands before:
+        the bos token where the tokenizer writes one."""
+        tokenizer = self._tokenizer
+        bos, first = tokenizer.bos_token, tokenizer("x")["input_ids"][0]
+        if bos and first == tokenizer.bos_token_id and not text.startswith(bos):
+            text = bos + text
+        return MaskedText(text, ((1, len(text)),), notes=(PLAIN_TEXT,))  # 1: inside the first token
 
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
         """Tokenise rows; a token is supervised when its whole text lies in a supervised span. Of a
@@ -196,6 +229,7 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
     drops = DropReport()
     rows: list[TokenRow] = []
     for texts, places in _batches(part, encoder, drops):
+        notes = {place: text.notes for text, place in zip(texts, places, strict=True)}
         for place, group in _by_place(encoder.encode(texts, places)):
             kept, last = [], None
             for row in group:
@@ -204,7 +238,7 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
                 except BadRow as bad:
                     last = bad
             if kept:
-                drops.kept += 1
+                drops.keep(place, notes[place])
                 rows += kept
             elif last is not None:
                 drops.add(place, last)

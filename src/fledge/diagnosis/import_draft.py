@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
+from fledge.core.text import counted
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.foreign import BIAS_KEYS, CONFIG_KEYS, read_files, tokens_marked
 from fledge.diagnosis.layouts import OWN_AUX_KEY
@@ -43,7 +44,7 @@ def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: boo
     findings = run_checks(subject, ("static",))
     if faults := [finding for finding in findings if finding.severity == "error"]:
         raise BadInput(
-            f"{len(faults)} faults, the first: {faults[0].evidence}",
+            f"{counted(len(faults), 'fault')}, the first: {faults[0].evidence}",
             where=str(source),
             fix=f"fledge diagnose {source} --target {target} --fix REPAIRED, and import that",
         )

@@ -1,14 +1,27 @@
-"""The model card: what the draft is, what it was trained on, what it reached, how to serve it."""
+"""The model card: what the draft is, what it was trained on, what it reached, how to serve it.
+
+It is read elsewhere: it names the target as others know it, and no place of this machine."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
+from fledge.core.text import counted
+from fledge.export.commands import serve_command
+from fledge.models.resolve import is_hub_id
 from fledge.recipe.schema import Recipe
+from fledge.recipe.yaml_text import dump_yaml
+
+_PRIVATE = {"urls", "token_env", "ca_file"}  # of a recipe's target: servers, and ways to them
 
 
-def model_card(record: Mapping[str, Any], command: Sequence[str], recipe: Recipe | None) -> str:
-    """README.md of an export."""
+def model_card(record: Mapping[str, Any], directory: str, recipe: Recipe | None) -> str:
+    """README.md of an export that will lie in `directory`."""
+    target = record["target"]["served_as"]
+    if not is_hub_id(target):
+        target = f"path/to/{target or 'TARGET'}"
+    command = serve_command(record, directory, target=target)
     parts = [
         _front_matter(record),
         f"# {record['kind']} draft for {record['target']['name'] or 'an unnamed target'}\n",
@@ -27,7 +40,7 @@ def model_card(record: Mapping[str, Any], command: Sequence[str], recipe: Recipe
 def _front_matter(record: Mapping[str, Any]) -> str:
     served_as = record["target"]["served_as"]
     lines = ["---", "library_name: fledge", "tags: [speculative-decoding, eagle3, draft]"]
-    if served_as.count("/") == 1 and not served_as.startswith("/"):  # a hub id
+    if is_hub_id(served_as):
         lines.insert(1, f"base_model: {served_as}")
     return "\n".join([*lines, "---", ""])
 
@@ -68,7 +81,7 @@ def _acceptance(check: Mapping[str, Any]) -> str:
         rows.append(("measured again on the same rows, from these files", check["same_rows"]))
     decoded = check["decoded"]
     if decoded is not None:
-        what = f"on the target's answers to {decoded['prompts']} held-out prompts"
+        what = f"on the target's answers to {counted(decoded['prompts'], 'held-out prompt')}"
         rows.append((f"{what}, from every position", decoded["every_slot_length"]))
         rows.append((f"{what}, tokens per round", decoded["acceptance_length"]))
     if not rows:
@@ -84,6 +97,21 @@ def _acceptance(check: Mapping[str, Any]) -> str:
 def _training(record: Mapping[str, Any], recipe: Recipe | None) -> str:
     if recipe is None:
         return "The recipe is not known.\n"
-    data = ", ".join(recipe.data.train) or "a cache of the target's states"
+    data = ", ".join(_portable(list(recipe.data.train))) or "a cache of the target's states"
     at = "" if record["step"] is None else f" Checkpoint at step {record['step']:,}."
-    return f"Data: {data}.{at}\n\n```yaml\n{recipe.to_yaml()}```\n"
+    values = _portable(recipe.model_dump())
+    values["target"] = {k: v for k, v in values["target"].items() if k not in _PRIVATE}
+    if values["target"].get("model"):
+        values["target"]["model"] = record["target"]["name"] or values["target"]["model"]
+    return f"Data: {data}.{at}\n\n```yaml\n{dump_yaml(values)}```\n"
+
+
+def _portable(value: Any) -> Any:
+    """The same with only the last part of every path that leads through this machine."""
+    if isinstance(value, dict):
+        return {key: _portable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_portable(inner) for inner in value)
+    if isinstance(value, str) and (value.startswith("~") or PurePath(value).is_absolute()):
+        return PurePath(value).name
+    return value

@@ -19,9 +19,9 @@ from fledge.core.reading import read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.export.card import model_card
-from fledge.export.commands import serve_command
 from fledge.export.engines import ENGINES
 from fledge.export.formats import CARD_NAME, FORMATS, RECORD_NAME, Feature
+from fledge.export.here import note_target
 from fledge.export.layout import (
     TargetFacts,
     check_representable,
@@ -42,8 +42,14 @@ from fledge.export.self_check import (
     same_embeddings,
     with_target_embeddings,
 )
-from fledge.export.source import facts_of_target, name_for_engines, read_source
+from fledge.export.source import (
+    facts_of_target,
+    name_for_engines,
+    named_target,
+    read_source,
+)
 from fledge.methods.registry import method_of
+from fledge.models.resolve import public_name
 
 _SHAPE = ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
 
@@ -63,6 +69,8 @@ def export_draft(
     check: CheckOptions | None = None,
     watch: ExportWatch | None = None,
     trust_remote_code: bool = False,  # run Python code that comes with the target
+    target_name: str = "",  # what the card and the config call it; "": its public name
+    overwrite: bool = False,  # replace an export that is there
 ) -> Path:
     """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
 
@@ -75,10 +83,13 @@ def export_draft(
         raise BadInput("the current directory", where=str(out), fix="name a new one for --out")
     if out.exists() and not (out / RECORD_NAME).is_file() and any(out.iterdir()):
         raise BadInput("not empty, and not an export", where=str(out), fix="give another --out")
+    if (out / RECORD_NAME).is_file() and not overwrite:
+        fix = "give --overwrite to replace it, or another --out"
+        raise BadInput("an export is here already", where=str(out), fix=fix)
     job = _Job(
         Path(source), engine, engine_version, target, dtype, num_draft_tokens, target_embeddings,
         without_target, device, check or CheckOptions(), watch or (lambda what, at, of: None),
-        trust_remote_code,
+        trust_remote_code, target_name,
     )  # fmt: skip
     try:
         return job.write(out)
@@ -112,6 +123,7 @@ class _Job:
     check: CheckOptions
     watch: ExportWatch
     trust_remote_code: bool
+    public_name: str
 
     def __post_init__(self) -> None:
         self.source = source = read_source(self.path)
@@ -120,6 +132,7 @@ class _Job:
             raise BadInput(f"no engine '{name}'", where="--engine", fix=fix)
         self.engine = ENGINES[name]
         self.version = self.engine.check_version(self.engine_version)
+        self.target_name = self.target_name or source.target_name
         self.target = self._target_facts()
         draft = source.draft(self.target)
         self.reordered = list(source.config.aux_layer_ids) != draft.aux_layer_ids
@@ -136,7 +149,7 @@ class _Job:
         self.in_use: TargetInUse | None = None
         if not self.without_target:
             self.in_use = open_target(
-                source, self.target.name, aux_layer_ids=draft.aux_layer_ids, device=self.device,
+                source, self.target_name, aux_layer_ids=draft.aux_layer_ids, device=self.device,
                 trust_remote_code=self.trust_remote_code,
             )  # fmt: skip
             fingerprint = self.in_use.target.info().tokenizer_fingerprint
@@ -146,24 +159,26 @@ class _Job:
         self.features = self._check(trained_embeddings=self.embeddings == "trained")
 
     def _target_facts(self) -> TargetFacts:
-        name = self.target_name or self.source.target_name
+        name, trust = self.target_name, self.trust_remote_code
+        public = self.public_name or (public_name(name) if name else "")
         if name and not self.without_target:
-            return facts_of_target(name, trust_remote_code=self.trust_remote_code)
+            return facts_of_target(name, public, trust_remote_code=trust)
         if not self.without_target:
             raise BadInput(
                 "which target?",
                 where=str(self.source.directory),
                 fix="give --target MODEL, or --without-target to skip decoding with the files",
             )
-        if self.engine.name == "speculators" and not name:
+        if self.engine.name == "speculators" and not public:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
         try:  # its configuration may be here although its weights are not
-            trust = self.trust_remote_code
-            return facts_of_target(name, trust_remote_code=trust) if name else TargetFacts()
+            if name:
+                return facts_of_target(name, public, trust_remote_code=trust)
         except UntrustedCode:
             raise
         except BadInput:
-            return TargetFacts(name, name_for_engines(name))
+            pass
+        return named_target(public)
 
     def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
         features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)
@@ -197,9 +212,10 @@ class _Job:
             save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
             write_json(directory / CONFIG_NAME, config_values(self.layout, facts, self.features))
             record = self._record(facts, self._self_check(directory), directory)
-            command = serve_command(record, out.name, target=self.target.served_as or "TARGET")
-            write_text(directory / CARD_NAME, model_card(record, command, self.source.recipe))
+            write_text(directory / CARD_NAME, model_card(record, out.name, self.source.recipe))
             write_json(directory / RECORD_NAME, record)
+        if self.target_name:
+            note_target(out, name_for_engines(self.target_name))
         return out
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from fledge.export.formats import FORMATS
 from fledge.export.layout import PlainDraft
 from fledge.export.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.export.source import DraftSource
+from fledge.measure.answers import cached_continuations
 from fledge.measure.evaluation import check_fits
 from fledge.measure.figures import Sample, acceptance, definition, every_slot_length
 from fledge.measure.prompts import encode_prompt, read_prompts
@@ -248,7 +249,7 @@ class DecodingCheck:
         ends = frozenset() if tokenizer is None else eos_token_ids(model, tokenizer)
         stops = Stops(self._options.max_new_tokens, ends)
         self._watch("the target answers", 0, 3)
-        answers = SpeculativeDecoder(model).generate(prompts, stops)
+        answers = cached_continuations(self._target, prompts, stops)
         self._watch("decoding from the files", 1, 3)
         live = self._live(files, prompts, stops)
         self._watch("decoding from the checkpoint", 2, 3)

@@ -94,14 +94,19 @@ def read_source(path: Path) -> DraftSource:
     return DraftSource(directory, config, tensors, run, recipe, checkpoint_state(directory))
 
 
-def facts_of_target(name: str, *, trust_remote_code: bool = False) -> TargetFacts:
+def facts_of_target(name: str, public: str, *, trust_remote_code: bool = False) -> TargetFacts:
     """What the target's configuration says; its weights stay where they are."""
     config = load_config(name, trust_remote_code=trust_remote_code)
-    architectures = list(config.architectures or [])
-    return TargetFacts(name, name_for_engines(name), architectures, target_depth(config))
+    return named_target(public, list(config.architectures or []), target_depth(config))
+
+
+def named_target(public: str, *more: Any) -> TargetFacts:
+    """Under its public name, and as engines take it: they want a revision as a flag."""
+    return TargetFacts(public, public.partition("@")[0], *more)
 
 
 def name_for_engines(name: str) -> str:
-    """A hub id as it stands (engines take revisions as a flag); whatever else as its directory."""
+    """What an engine on this machine is given: a hub id as it stands, whatever else as its
+    directory."""
     is_here = name in EMBEDDED or Path(name).expanduser().exists()
     return str(local_model(name, weights=False)) if is_here else name.partition("@")[0]

@@ -87,7 +87,8 @@ def cached_answers(
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
-    path = cache_dir() / "answers" / f"{_key(target, prompts, max_new_tokens)}.json"
+    asked = [asdict(prompt) for prompt in prompts]
+    path = cache_dir() / "answers" / f"{_key(target, asked, max_new_tokens)}.json"
     parts = path.with_suffix(".parts")
     if path.is_file():
         return _held(path, parts)
@@ -117,7 +118,32 @@ def _held(path: Path, parts: Path) -> Answers:
     return Answers(turns, held["skipped"], True, path)
 
 
-def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens: int) -> str:
+def cached_continuations(
+    target: HFEagle3TargetModel, prompts: list[list[int]], stops: Stops
+) -> list[Generation]:
+    """The target's greedy continuations of token ids, from the cache or made now and kept there:
+    drafts of one target, and exports for several engines, are checked on the same ones."""
+    path = cache_dir() / "answers" / f"{_key(target, prompts, stops.max_new_tokens)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if path.is_file():
+            return _held_continuations(path, prompts)
+        made = SpeculativeDecoder(target.model).generate(prompts, stops)
+        with atomic_file(path) as handle:
+            held = [{"token_ids": one.token_ids, "finish": one.finish} for one in made]
+            handle.write(json.dumps({"continuations": held}).encode())
+    return made
+
+
+def _held_continuations(path: Path, prompts: list[list[int]]) -> list[Generation]:
+    count, fix = len(prompts), "remove it: they are made again"
+    expected = Table({"continuations": ListOf(_ANSWER, least=count, most=count)})
+    held = read_json(path, expected, what="the file of answers", fix=fix, max_bytes=1 << 30)
+    found = zip(prompts, held["continuations"], strict=True)
+    return [Generation(ids, one["token_ids"], one["finish"]) for ids, one in found]
+
+
+def _key(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: int) -> str:
     """Everything that changes an answer. Not the batch: it changes rounding, as a machine does."""
     info = target.info()
     model: Any = target.model
@@ -128,11 +154,11 @@ def _key(target: HFEagle3TargetModel, prompts: Sequence[Prompt], max_new_tokens:
         "version": 3,
         "weights": info.weights_fingerprint,
         "config": config,  # angles, scales, how long a text may be
-        "ends": sorted(eos_token_ids(model, target.tokenizer)),
+        "ends": sorted(eos_token_ids(model, target.tokenizer)) if target.tokenizer else [],
         "tokenizer": info.tokenizer_fingerprint,
         "dtype": str(info.dtype),
         "max_new_tokens": max_new_tokens,
-        "prompts": [asdict(prompt) for prompt in prompts],
+        "prompts": list(prompts),
     }
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -1,79 +1,31 @@
-"""A GGUF file becomes a plain Hugging Face directory: float32 safetensors and a tokenizer.
+"""A GGUF file becomes a plain Hugging Face directory: bfloat16 safetensors and a tokenizer.
 
-transformers dequantizes the weights. The tokenizer is built here from the file's own tables: that
-conversion loses the pre-tokenizer (without SmolLM2's, 2 % of prompts tokenise differently) and the
-end-of-turn token (it reports the bos token as eos).
+transformers dequantizes the weights. `$FLEDGE_GGUF_DTYPE=float32` keeps what rounding to bfloat16
+would lose, in twice the space. Whoever only wants to tokenise gets the tokenizer and the
+configuration alone, from the file's metadata.
 """
 
 import contextlib
 import hashlib
-import io
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fledge.core.errors import BadInput, first_line
-from fledge.core.expected import Flag, ListOf, Table, Text, Whole
+from fledge.core.errors import BadInput, first_line, nearest
+from fledge.core.expected import Table, Text, Whole
 from fledge.core.files import write_json
 from fledge.core.reading import check, read_json
-from fledge.models.gguf_header import MAGIC, check_header
-from fledge.models.progress import phase
-from fledge.models.stored import models_root, need_free, stored
+from fledge.models.gguf_facts import Facts, read_facts
+from fledge.models.gguf_header import MAGIC
+from fledge.models.gguf_tokenizer import make_tokenizer
+from fledge.models.progress import Percentages, phase
+from fledge.models.stored import is_whole, models_root, need_free, stored
 
-_CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType, as stored in tokenizer.ggml.token_type
-
-# `tokenizer.ggml.pre` -> how text is cut before byte-pair merging. Names that share a rule share
-# a value. A name that is not here is refused: a wrong cut would go unnoticed until serving.
-_PRE_TOKENIZER = {
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), "gpt2"),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), "llama3"),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
-}
-_SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TOKENIZER = "tokenizer.ggml"
-_TOKEN_ID = Whole(0, 2**32)
-_MOST_TOKENS = 2**24
-# What is read of the metadata here.
-_FIELDS = Table(
-    {"general.architecture": Text(64)},
-    optional={
-        **dict.fromkeys((f"{_TOKENIZER}.model", f"{_TOKENIZER}.pre"), Text(64)),
-        f"{_TOKENIZER}.tokens": ListOf(Text(), most=_MOST_TOKENS),
-        f"{_TOKENIZER}.merges": ListOf(Text(), most=_MOST_TOKENS),
-        f"{_TOKENIZER}.token_type": ListOf(Whole(0, 2**31), most=_MOST_TOKENS),
-        f"{_TOKENIZER}.add_bos_token": Flag(),
-        "tokenizer.chat_template": Text(2**24),
-        **{
-            f"{_TOKENIZER}.{name}_token_id": _TOKEN_ID
-            for name in ("bos", "eos", "padding", "unknown")
-        },
-    },
-)
+DTYPE_VARIABLE = "FLEDGE_GGUF_DTYPE"
+_BYTES = {"bfloat16": 2, "float32": 4}  # of a weight, by the precision it is stored in
 _BLOAT = 2  # how many times larger than the file's tensors a model may be: tied tables are two
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """The file's metadata."""
-
-    fields: dict[str, Any]
-    n_parameters: int
-    blocks: int  # layers that have tensors
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.fields.get(key, default)
-
-    def token(self, key: str) -> str | None:
-        """The text of a special token that the file names by id."""
-        index = self.get(f"tokenizer.ggml.{key}_token_id")
-        tokens = self.get("tokenizer.ggml.tokens", [])
-        return tokens[index] if index is not None and index < len(tokens) else None
 
 
 def is_gguf(path: Path) -> bool:
@@ -83,41 +35,101 @@ def is_gguf(path: Path) -> bool:
         return handle.read(4) == MAGIC
 
 
-def directory_name(sha256: str) -> str:
+def directory_name(sha256: str, dtype: str = "float32") -> str:
     """v2 is this file's way of converting: raise it when the output changes."""
-    return f"gguf-v2-{sha256}"
+    return f"gguf-v2-{sha256}" + ("" if dtype == "float32" else f"-{dtype}")
 
 
 def converted_directory(path: Path) -> Path:
     """The converted directory of a GGUF file, made on first use and keyed by its contents."""
+    _check(path)
+    sha256 = _noted(path, "file", _sha256)
+    dtype = _asked_dtype()
+    if dtype is None:  # a conversion that is there already is good, and a run may depend on it
+        exact = is_whole(models_root() / directory_name(sha256))
+        dtype = "float32" if exact else "bfloat16"
+    source = {"name": path.name, "source": str(path.resolve()), "sha256": sha256}
+
+    def make(directory: Path) -> None:
+        convert(path, directory, name=path.name, dtype=dtype)
+
+    return stored(directory_name(sha256, dtype), make, source=source)
+
+
+def tokenizer_directory(path: Path) -> Path:
+    """Tokenizer and configuration of a GGUF file, in files equal to those of its conversion. Keyed
+    by its metadata: the weights are not even read."""
+    _check(path)
+    sha256 = _noted(path, "metadata", _metadata_sha256)
+    source = {"name": path.name, "source": str(path.resolve()), "metadata_sha256": sha256}
+
+    def make(directory: Path) -> None:
+        from transformers import AutoConfig
+
+        with phase(f"{path.name}: reading its tokenizer (once)") as tell, _quietly(path, tell):
+            facts = read_facts(path)
+            _check_sizes(path, facts)
+            make_tokenizer(path, facts).save_pretrained(directory)
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            config.save_pretrained(directory)
+            _make_portable(directory)
+
+    return stored(f"gguf-v2-tokenizer-{sha256}", make, source=source)
+
+
+def repositories(path: Path) -> list[str]:
+    """The repositories that the file says it was made from, likelier ones first, unchecked."""
+    with _readable(path):
+        facts = read_facts(path)
+    places = (
+        "general.source.huggingface.repository",
+        "general.source.repo_url",
+        "general.base_model.0.repo_url",
+    )
+    urls = (str(facts.get(place) or "") for place in places)
+    return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
+
+
+def _check(path: Path) -> None:
     if not path.is_file():
         fix = "check the path; relative paths start at the current directory"
         raise BadInput("no such file", where=str(path), fix=fix)
     if not is_gguf(path):
         raise BadInput("not a GGUF file (it does not start with GGUF)", where=str(path))
-    sha256 = _sha256_of(path)
-    source = {"name": path.name, "source": str(path.resolve()), "sha256": sha256}
-
-    def make(directory: Path) -> None:
-        convert(path, directory, name=path.name)
-
-    return stored(directory_name(sha256), make, source=source)
 
 
-def convert(path: Path, directory: Path, *, name: str) -> None:
+def _asked_dtype() -> str | None:
+    asked = os.environ.get(DTYPE_VARIABLE) or None
+    if asked is not None and asked not in _BYTES:
+        fix = nearest(asked, list(_BYTES))
+        raise BadInput(f"'{asked}' is not a precision", where=DTYPE_VARIABLE, fix=fix)
+    return asked
+
+
+def convert(path: Path, directory: Path, *, name: str, dtype: str) -> None:
     """Write `path` as a Hugging Face directory; the caller sees to it that it appears whole."""
-    with (
-        phase(f"{name}: converting to float32 safetensors (once)"),
-        _readable(path),
-        contextlib.redirect_stderr(io.StringIO()),  # the libraries' bars would cut through our line
-    ):
-        facts = _read(path)
+    with _readable(path):
+        facts = read_facts(path)
         _check_sizes(path, facts)
-        need_free(4 * facts.n_parameters, what=f"converting {name}")
-        tokenizer = _tokenizer(path, facts)
+    n_bytes = _BYTES[dtype] * facts.n_parameters
+    need_free(n_bytes, what=f"converting {name}")
+    sizes = f"{_size(path.stat().st_size)} to {_size(n_bytes)} of {dtype} safetensors"
+    with phase(f"{name}: converting {sizes} (once)") as tell, _quietly(path, tell):
+        tokenizer = make_tokenizer(path, facts)
         tokenizer.save_pretrained(directory)
-        _save_model(path, directory, tokenizer)
+        _save_model(path, directory, tokenizer, dtype)
         _make_portable(directory)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{max(1, round(n_bytes / 1e6))} MB"
+
+
+@contextlib.contextmanager
+def _quietly(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """The libraries' bars would cut through our line: it says how far they are."""
+    with _readable(path), contextlib.redirect_stderr(Percentages(tell)):
+        yield
 
 
 @contextlib.contextmanager
@@ -134,20 +146,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise BadInput(what, where=str(path), fix=fix) from error
 
 
-def _read(path: Path) -> _Facts:
-    from gguf import GGUFReader
-
-    check_header(path)
-    reader = GGUFReader(path)
-    wanted = (key for key in reader.fields if not key.startswith("GGUF."))
-    fields = {key: reader.fields[key].contents() for key in wanted}
-    check(fields, _FIELDS, where=str(path), what="its metadata")
-    named = (tensor.name.split(".") for tensor in reader.tensors)
-    blocks = {parts[1] for parts in named if parts[0] == "blk" and len(parts) > 1}
-    return _Facts(fields, sum(int(t.n_elements) for t in reader.tensors), len(blocks))
-
-
-def _check_sizes(path: Path, facts: _Facts) -> None:
+def _check_sizes(path: Path, facts: Facts) -> None:
     """Refuse metadata that describe a far larger model than the tensors make up, before memory is
     spent on it: the model is built of its shapes alone."""
     import torch
@@ -164,84 +163,6 @@ def _check_sizes(path: Path, facts: _Facts) -> None:
     if promised > _BLOAT * facts.n_parameters + 2**20:
         what = f"its metadata describe {promised:,} numbers, it holds {facts.n_parameters:,}"
         raise BadInput(what, where=str(path), fix="the file is damaged: fetch it again")
-
-
-def _tokenizer(path: Path, facts: _Facts) -> Any:
-    """A fast tokenizer with the special tokens and the chat template that the file names."""
-    from tokenizers import processors
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if facts.get("tokenizer.ggml.model") == "gpt2":
-        backend = _byte_level_bpe(path, facts)
-    else:  # SentencePiece families: transformers' conversion keeps their rules
-        backend = AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, trust_remote_code=False
-        ).backend_tokenizer
-    bos = facts.token("bos")
-    if facts.get("tokenizer.ggml.add_bos_token") and bos is not None:
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B:1",
-            special_tokens=[(bos, backend.token_to_id(bos))],
-        )
-    special = {
-        "bos_token": bos,
-        "eos_token": facts.token("eos"),
-        "pad_token": facts.token("padding") or facts.token("eos"),
-        "unk_token": facts.token("unknown"),
-    }
-    architecture = facts.get("general.architecture", "")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=facts.get("tokenizer.chat_template"),
-        model_max_length=facts.get(f"{architecture}.context_length", int(1e30)),
-        clean_up_tokenization_spaces=False,
-        **{key: token for key, token in special.items() if token is not None},
-    )
-
-
-def _byte_level_bpe(path: Path, facts: _Facts) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
-    from tokenizers.models import BPE
-
-    pre = facts.get("tokenizer.ggml.pre", "gpt-2")
-    rule = _PRE_TOKENIZER.get(pre)
-    if rule is None:
-        raise BadInput(
-            f"its pre-tokenizer '{pre}' is not known, and guessing would tokenise text wrongly",
-            where=str(path),
-            fix="use the model's Hugging Face directory or hub id instead",
-        )
-    tokens: list[str] = facts.get("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in facts.get("tokenizer.ggml.merges")]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule == "llama3"))
-    tokenizer.pre_tokenizer = _pre_tokenizer(rule)
-    tokenizer.decoder = decoders.ByteLevel()
-    if rule == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    kinds = facts.get("tokenizer.ggml.token_type", [])
-    named = list(zip(tokens, kinds, strict=False))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, k in named if k == _CONTROL]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False) for token, k in named if k == _USER_DEFINED]
-    )
-    return tokenizer
-
-
-def _pre_tokenizer(rule: str) -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    own = rule in ("gpt2", "digits")  # bytes are cut by GPT-2's own pattern
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)
-    if rule == "gpt2":
-        return bytes_
-    if rule == "digits":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
-    pattern = Regex(_SPLIT_PATTERN % ("{1,3}" if rule == "llama3" else ""))
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), bytes_])
 
 
 def _make_portable(directory: Path) -> None:
@@ -264,7 +185,7 @@ def _make_portable(directory: Path) -> None:
     write_json(file, config)
 
 
-def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
+def _save_model(path: Path, directory: Path, tokenizer: Any, dtype: str) -> None:
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -277,7 +198,11 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
     else:
         options["quantization_config"] = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False, **options
+        path.parent,
+        gguf_file=path.name,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=False,
+        **options,
     )
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
@@ -291,19 +216,31 @@ def _save_model(path: Path, directory: Path, tokenizer: Any) -> None:
     model.save_pretrained(directory)
 
 
-def _sha256_of(path: Path) -> str:
-    """The file's hash, remembered by path, size and time: large files are read only once."""
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _metadata_sha256(path: Path) -> str:
+    """All that stands before the weights."""
+    with _readable(path):
+        size = read_facts(path).data_offset
+    with path.open("rb") as handle:
+        return hashlib.sha256(handle.read(size)).hexdigest()
+
+
+def _noted(path: Path, what: str, digest: Callable[[Path], str]) -> str:
+    """A hash of the file, remembered by path, size and time: large files are read only once."""
     stat = path.stat()
     place = str(path.resolve())
     state = [place, stat.st_size, stat.st_mtime_ns, stat.st_ino]
     key = hashlib.sha256(place.encode()).hexdigest()[:24]
-    note = models_root() / "hashes" / f"{key}.json"
+    note = models_root() / "hashes" / (f"{key}.json" if what == "file" else f"{key}-{what}.json")
     with contextlib.suppress(BadInput):  # no note, or none that can be read
         noted = read_json(note, Table({"sha256": Text(64)}))
         if noted.get("state") == state:
             return str(noted["sha256"])
-    with path.open("rb") as handle:
-        sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
+    sha256 = digest(path)
     with contextlib.suppress(OSError):  # only a note: a real problem with the cache shows later
         write_json(note, {"state": state, "sha256": sha256})
     return sha256

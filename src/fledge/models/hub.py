@@ -7,6 +7,7 @@ from pathlib import Path
 from fledge.core.errors import BadInput
 from fledge.core.expected import FileName, MapOf, Table, Text
 from fledge.core.reading import read_json
+from fledge.core.text import counted
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, own code
 _WEIGHTS = ["*.safetensors"]
@@ -83,5 +84,6 @@ def _check(directory: Path, name: str, *, weights: bool) -> None:
         needed = [file.name for file in directory.glob("*.safetensors")] or ["model.safetensors"]
     missing = [file for file in needed if not (directory / file).is_file()]
     if missing:
-        reason = f"{len(missing)} weight file(s) are missing, the first is {missing[0]}"
+        files = counted(len(missing), "weight file is", "weight files are")
+        reason = f"{files} missing, the first is {missing[0]}"
         raise _offline(name, reason)

@@ -53,6 +53,34 @@ def local_model(name: str, *, weights: bool = True) -> Path:
     raise BadInput(f"no such model '{name}'", where="model", fix=_what_a_name_may_be(name))
 
 
+def is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def public_name(name: str) -> str:
+    """What others know a model by: a hub id, or else a name without this machine's directories."""
+    if name in embedded.MODELS:
+        return embedded.MODELS[name].public_name
+    path = Path(name).expanduser()
+    if path.is_file():
+        return next(filter(is_hub_id, convert_gguf.repositories(path)), path.stem)
+    if not path.exists():
+        return name if is_hub_id(name) else path.name
+    parts = path.resolve().parts
+    repository = next((part for part in parts if part.startswith("models--")), "")
+    if repository.count("--") == 2:  # a snapshot in the hub's cache: models--org--name
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.resolve().name
+
+
+def tokenizer_directory(name: str) -> Path:
+    """A directory with the model's tokenizer and configuration, for those who will not run it: a
+    GGUF file is not converted for them."""
+    path = Path(name).expanduser()
+    is_gguf = name not in embedded.MODELS and convert_gguf.is_gguf(path)
+    return convert_gguf.tokenizer_directory(path) if is_gguf else local_model(name, weights=False)
+
+
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """The model's transformers configuration."""
     from transformers import AutoConfig

@@ -27,12 +27,12 @@ def models_root() -> Path:
 def stored(name: str, make: Callable[[Path], None], *, source: dict[str, str]) -> Path:
     """The directory `name` under the model cache; `make` fills it when it is not there yet."""
     path = models_root() / name
-    if _is_whole(path):
+    if is_whole(path):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / f"{name}.lock"):
-            if not _is_whole(path):  # another process may have made it while we waited
+            if not is_whole(path):  # another process may have made it while we waited
                 _sweep(path)
                 with atomic_directory(path) as directory:
                     make(directory)
@@ -68,7 +68,8 @@ def record_of(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
+    """Whether the directory is there with every file that it was made with."""
     record = record_of(path)
     if record is None or "bytes" not in record:
         return False

@@ -16,6 +16,7 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.expected import shown
 from fledge.core.reading import MAX_BYTES, read_bytes
 from fledge.core.settings import Tagged
+from fledge.recipe.aliases import ours
 from fledge.recipe.yaml_text import parse_yaml
 
 
@@ -255,13 +256,11 @@ def _unknown_section(
 ) -> BadInput:
     """The fix names the place of a key called so, the nearest section, or else the place of a key
     that stands below it."""
-
-    def homes(keys: Iterable[str]) -> list[str]:
-        return [f"{s}.{key}" for key in keys for s in shapes if key in shapes[s].all_keys()]
-
-    fix = nearest(name, list(shapes))
-    found = homes([name]) or ([] if fix.startswith("did you mean") else homes(inside))
-    fix = f"did you mean '{found[0]}'?" if found else fix
+    found = _homes(name, shapes)
+    fix = _did_you_mean(found) if found else nearest(name, list(shapes))
+    if not fix.startswith("did you mean"):
+        below = [home for key in inside for home in _homes(key, shapes)]
+        fix = _did_you_mean(below[:1]) if below else fix
     return BadInput(f"unknown section '{name}'", where=where, fix=fix)
 
 
@@ -270,9 +269,22 @@ def _unknown_key(
 ) -> BadInput:
     shape = shapes[section]
     owners = [name for name in shape.kinds if key in shape.fields(name)]
-    homes = [f"{name}.{key}" for name, other in shapes.items() if key in other.all_keys()]
-    fix = f"did you mean '{homes[0]}'?" if homes else nearest(key, list(shape.fields(kind)))
+    known = shape.fields(kind)
+    found = _homes(key, shapes)
+    # what the section itself, as it is, would call it leaves no choice
+    here = [home for home in found if home.removeprefix(f"{section}.") in known]
+    fix = _did_you_mean(here or found) if found else nearest(key, list(known))
     if owners:
         tag = f"{section}.{shape.tag}"
         fix = f"it belongs to {tag}={owners[0]}, but {tag} is {kind}"
     return BadInput(f"unknown key '{section}.{key}'", where=where, fix=fix)
+
+
+def _homes(key: str, shapes: Mapping[str, Shape]) -> list[str]:
+    """`section.key` of the sections that have such a key, or of what other trainers call so."""
+    own = [f"{section}.{key}" for section in shapes if key in shapes[section].all_keys()]
+    return own[:1] or [place for place in ours(key) if place.partition(".")[0] in shapes]
+
+
+def _did_you_mean(places: Sequence[str]) -> str:
+    return "did you mean '" + "' or '".join(places) + "'?"

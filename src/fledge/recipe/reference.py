@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fledge.core.settings import Tagged
-from fledge.objective.losses.base import Loss
+from fledge.core.settings import MOST, Tagged
+from fledge.methods.section import LossChoice
 from fledge.recipe.schema import Recipe, recipe_shapes
 
 
@@ -29,11 +29,13 @@ def _lines() -> Iterator[str]:
             if shape.tag is not None:
                 yield f"**`{section}.{shape.tag}={kind}`** {_plain(model.__doc__)}"
                 yield ""
-            yield "| key | default | meaning |"
-            yield "|---|---|---|"
+            yield "| key | values | default | meaning |"
+            yield "|---|---|---|---|"
+            values = model.model_json_schema()["properties"]
             for key, field in model.model_fields.items():
                 default = "required" if field.is_required() else _default(field)
-                yield f"| `{key}` | {default} | {_plain(field.description)} |"
+                allowed = _allowed(values[key])
+                yield f"| `{key}` | {allowed} | {default} | {_plain(field.description)} |"
             yield ""
         for key in sorted(shape.all_keys()):
             yield from _nested_lines(f"{section}.{key}", shape.nested(key))
@@ -45,19 +47,50 @@ def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:
         return
     yield f"**`{name}`** by its {tagged.tag}, each with its parameters:"
     yield ""
-    yield f"| `{name}` | default | meaning |"
-    yield "|---|---|---|"
+    yield f"| `{name}` | values | default | meaning |"
+    yield "|---|---|---|---|"
     for kind, model in tagged.kinds().items():
-        yield f"| `{kind}` | | {_plain(model.__doc__)} |"
+        yield f"| `{kind}` | | | {_plain(model.__doc__)} |"
+        values = model.model_json_schema()["properties"]
         for key, field in model.model_fields.items():
             if key != tagged.tag:
-                yield f"| `{kind}`: `{key}` | {_default(field)} | {_plain(field.description)} |"
+                allowed, means = _allowed(values[key]), _plain(field.description)
+                yield f"| `{kind}`: `{key}` | {allowed} | {_default(field)} | {means} |"
     yield ""
+
+
+_TYPES = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping"}
+_BOUNDS = {"ge": "from {}", "gt": "above {}", "le": "up to {}", "lt": "below {}"}
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """What a key takes, in words, read from its JSON schema: `whole number above 0, or null`."""
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "pattern" in schema:  # the device's
+        names = schema["pattern"][2:-2].replace(r"(:\d+)?", "|cuda:N").split("|")
+        return ", ".join(f"`{name}`" for name in names)
+    if "prefixItems" in schema:
+        items = schema["prefixItems"]
+        return f"list of {len(items)}: {_allowed(items[0])}"
+    if schema.get("type") == "array":
+        return f"list of: {_allowed(schema['items'])}"
+    if schema.get("type") == "boolean":
+        return "`true`, `false`"
+    branches = schema.get("anyOf", [])
+    or_null = ", or `null`" if {"type": "null"} in branches else ""
+    branch: dict[str, Any] = branches[0] if branches else {}
+    if or_null or "enum" in branch:  # of a loss: its names; the mappings stand in a table of theirs
+        return _allowed(branch) + (or_null or ", or a mapping")
+    kind = _TYPES[branch.get("type") or schema["type"]]
+    named = ((text, schema[name]) for name, text in _BOUNDS.items() if name in schema)
+    bounds = [text.format(bound) for text, bound in named if bound != MOST]  # no limit to speak of
+    return " ".join([kind, *bounds])
 
 
 def _default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, Loss):
+    if isinstance(value, LossChoice):
         value = value.kind
     if isinstance(value, tuple):
         value = list(value)

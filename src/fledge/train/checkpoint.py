@@ -10,6 +10,7 @@
 with a message, and the one before it is used.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -144,6 +145,16 @@ def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
         except BadInput as error:
             complaints.append(str(error))
     return None, complaints
+
+
+def data_fingerprint(run: Path) -> str:
+    """Of the rows that the newest checkpoint was trained on; empty: there is none to read."""
+    for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        with contextlib.suppress(BadInput):
+            state = read_state(path)
+            check(state, _CHECKPOINT, where=str(path / STATE_NAME), what="the checkpoint's state")
+            return str(state["fingerprints"].get("data") or "")
+    return ""
 
 
 def newest_step(run: Path) -> int:

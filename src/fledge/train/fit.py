@@ -11,8 +11,11 @@ from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.files import alone_in, removed, write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine, is_main_rank
 from fledge.core.rows import TokenBatch
+from fledge.core.text import counted
+from fledge.models.convert_gguf import DTYPE_VARIABLE
 from fledge.recipe.schema import Recipe
 from fledge.target.finite import NotFinite, module_of, place_of, refusal
+from fledge.target.kinds import model_name
 from fledge.train import checkpoint as checkpoints
 from fledge.train import lengthening, metrics
 from fledge.train.ahead import ask_ahead
@@ -169,8 +172,9 @@ def _read(training: Training, pending: tuple[Any, StepResult] | None, observer: 
         norm, shown = float(result.grad_norm), ", ".join(places[:3])
         broken = _not_finite(training, micro, result)
         observer.note(
-            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; its {len(places)} documents "
-            f"begin with {shown}" + ("" if broken is None else f"; {broken.what}")
+            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; its "
+            f"{counted(len(places), 'document begins', 'documents begin')} with {shown}"
+            + ("" if broken is None else f"; {broken.what}")
         )
         limit = training.recipe.training.max_bad_steps
         if int(result.bad_in_a_row) >= limit:
@@ -324,6 +328,8 @@ def _check_same_run(training: Training, checkpoint: checkpoints.Checkpoint) -> N
         if checkpoint.state["fingerprints"].get(name) != value:
             what = f"the {name} is not what this run was started with"
             fix = "give the run another run.output_dir"
+            if name == "target" and model_name(training.recipe.target).lower().endswith(".gguf"):
+                fix = f"{DTYPE_VARIABLE}=float32 reads it as earlier versions did; or {fix}"
             raise BadInput(what, where=str(checkpoint.path), fix=fix)
 
 

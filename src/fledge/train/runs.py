@@ -10,7 +10,7 @@ from fledge.core.errors import BadInput
 from fledge.draft.config import trained_depths
 from fledge.draft.files import CONFIG_NAME, read_draft_config
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
-from fledge.train.checkpoint import STATE_NAME, read_state
+from fledge.train.checkpoint import STATE_NAME, data_fingerprint, read_state
 
 _DRAFT_TOKENS = 5  # where neither a run nor the config says how many it was trained for
 _HELD_OUT_BEFORE = 512  # the default of `data.valid_rows` in recipes that runs wrote down
@@ -65,6 +65,12 @@ def keeps_its_rows(recipe: Recipe) -> bool:
     """Whether a run was begun with the recipe's number of held-out rows, however many there are."""
     asked = recipe.data.valid_rows
     return asked is not None and asked == _held_out_before(recipe)
+
+
+def rows_begun_with(recipe: Recipe) -> list[str]:
+    """Fingerprints of the rows, training and held-out ones, that the run in the recipe's place goes
+    on with; none: it has not come as far as a checkpoint."""
+    return data_fingerprint(Path(recipe.run.output_dir)).split("+")
 
 
 def _held_out_before(recipe: Recipe) -> int | None:

@@ -17,6 +17,7 @@ import torch
 from fledge.core.distributed import join_world, pick_device
 from fledge.core.errors import BadInput, in_words
 from fledge.core.rows import TokenBatch
+from fledge.core.text import counted
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.rows import Rows, RowView, split_rows
@@ -26,7 +27,7 @@ from fledge.data.vocab import DraftVocabulary, special_token_ids
 from fledge.draft.base import DraftModel
 from fledge.measure.packed import Ints
 from fledge.methods.base import TrainerInputs
-from fledge.models.resolve import local_model
+from fledge.models.resolve import tokenizer_directory
 from fledge.objective.base import Objective
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
@@ -36,7 +37,7 @@ from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
-from fledge.train.runs import as_begun, keeps_its_rows
+from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
 
@@ -134,8 +135,9 @@ def _not_empty(train: RowView) -> RowView:
 def _few_rows(train: int, held_out: int) -> list[str]:
     if train >= FEW_ROWS:
         return []
-    held = f" ({held_out} are held out)" if held_out else ", none is held out"
-    few = f"only {train} row{'' if train == 1 else 's'} to train on{held}"
+    out = counted(held_out, "is held out", "are held out")
+    held = f" ({out})" if held_out else ", none is held out"
+    few = f"only {counted(train, 'row')} to train on{held}"
     return [f"{few}: too few for a draft to learn from; see data.train"]
 
 
@@ -148,11 +150,11 @@ def tokenised(
     names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
 ) -> TokenRows:
     """The rows of some sources under the recipe's options."""
-    data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
+    data, model = recipe.data, tokenizer_directory(model_name(recipe.target))
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
         max_drop_share=data.max_drop_share, on_progress=on_progress,
-        trust_remote_code=recipe.target.trust_remote_code,
+        trust_remote_code=recipe.target.trust_remote_code, begun=rows_begun_with(recipe),
     )  # fmt: skip
 
 

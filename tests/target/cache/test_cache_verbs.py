@@ -194,7 +194,11 @@ def test_convert_equals_precompute(command, words, tmp_path):
 def test_convert_refuses_what_cannot_be(command, words, tmp_path):
     probs = tmp_path / "probs"
     assert command("precompute", *words, "-o", probs, "--encoding", "probs")[0] == 0
-    code, _, error = command("cache", "convert", probs, tmp_path / "x", "--encoding", "hidden")
+    for places in ([], [tmp_path / "x", "--out", tmp_path / "y"]):
+        code, _, error = command("cache", "convert", probs, *places)
+        assert code == 2
+        assert "one new cache is wanted" in error
+    code, _, error = command("cache", "convert", probs, "-o", tmp_path / "x", "--encoding=hidden")
     assert code == 2
     assert "probabilities do not tell the hidden states" in error
     flags = ["--encoding", "topk", "--top-k", 4]

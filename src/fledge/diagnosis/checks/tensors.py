@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fledge.core.text import counted
 from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, warning
 from fledge.diagnosis.checks.sizes import expected_shapes, fits, required_names, sizes_of
 from fledge.diagnosis.foreign import DraftFiles, own_name
@@ -77,8 +78,8 @@ def names(subject: Subject) -> Iterator[Finding]:
         first = {name: view.names[own_name(name)] for name in view.clashes}
         same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in first.items())
         yield error(
-            f"{len(first)} tensors are there twice, such as {view.clashes[0]} and "
-            f"{first[view.clashes[0]]}",
+            f"{counted(len(first), 'tensor is', 'tensors are')} there twice, such as "
+            f"{view.clashes[0]} and {first[view.clashes[0]]}",
             fix="keep one name: midlayer.* or layers.0.*",
             repair=partial(drop_tensors, doomed=view.clashes) if same else None,
         )
@@ -87,13 +88,15 @@ def names(subject: Subject) -> Iterator[Finding]:
     wrapped = [name for own, name in view.names.items() if name not in _spellings(own, prefix)]
     if wrapped:
         yield error(
-            f"{len(wrapped)} names carry a wrapper that no engine strips, such as {wrapped[0]}",
+            f"{counted(len(wrapped), 'name carries', 'names carry')} a wrapper that no engine "
+            f"strips, such as {wrapped[0]}",
             fix=f"rename to {own_name(wrapped[0])}",
             repair=_unwrap,
         )
     elif prefix:
         count = sum(name.startswith(prefix) for name in subject.files.tensors)
-        evidence = f"{count} names begin with '{prefix}': SGLang takes them, vLLM refuses to load"
+        named = counted(count, "name begins", "names begin")
+        evidence = f"{named} with '{prefix}': SGLang takes them, vLLM refuses to load"
         fix = "for vLLM: fledge import, then fledge export --engine vllm"
         yield subject.only_for("vllm", error(evidence, fix, _unwrap))
 
@@ -136,8 +139,8 @@ def missing(subject: Subject) -> Iterator[Finding]:
         yield note("no embed_tokens: engines share the target's")
     if lost:
         yield error(
-            f"{len(lost)} tensors are missing: {_some(lost)}; engines load the rest without a "
-            "word and leave these random",
+            f"{counted(len(lost), 'tensor is', 'tensors are')} missing: {_some(lost)}; engines "
+            "load the rest without a word and leave these random",
             fix="export again from the trainer's own checkpoint",
         )
 
@@ -147,7 +150,8 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     if view.junk:
         yield warning(
-            f"{len(view.junk)} tensors are not the draft's: {_some(view.junk)}; vLLM refuses them",
+            f"{counted(len(view.junk), 'tensor is', 'tensors are')} not the draft's: "
+            f"{_some(view.junk)}; vLLM refuses them",
             fix="leave them out",
             repair=partial(drop_tensors, doomed=view.junk),
         )
@@ -155,8 +159,8 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
         kind = "EAGLE-1" if view.merges else "EAGLE-3"
         usual = "is it another kind of draft, or one with biases?"
         yield error(
-            f"{len(extra)} tensors that no {kind} draft has: {_some(extra)}; vLLM refuses them, "
-            "SGLang skips them",
+            f"{counted(len(extra), 'tensor')} that no {kind} draft has: {_some(extra)}; vLLM "
+            "refuses them, SGLang skips them",
             fix=_WHY_EXTRA.get(own_name(extra[0]), usual),
         )
     if view.merges and (head := view.names.get("lm_head.weight")):
@@ -237,7 +241,8 @@ def random_weights(subject: Subject) -> Iterator[Finding]:
     ]
     if fresh:
         yield warning(
-            f"{len(fresh)} matrices look randomly initialised: {_some(fresh)}",
+            f"{counted(len(fresh), 'matrix looks', 'matrices look')} randomly initialised: "
+            f"{_some(fresh)}",
             fix="were they trained, or did an exporter build them anew?",
         )
 

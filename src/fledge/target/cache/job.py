@@ -14,6 +14,7 @@ import torch
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
+from fledge.core.text import counted
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.target.cache.automodel import their_manifest
@@ -318,18 +319,19 @@ def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
         job.shape.draft_vocab_size or min(32_000, int(job.manifest["vocab_size"])),
     )
     lines = [
-        f"{plan.rows:,} rows, {plan.tokens:,} tokens as {job.shape.encoding} "
+        f"{counted(plan.rows, 'row')}, {counted(plan.tokens, 'token')} as {job.shape.encoding} "
         f"({job.manifest['dtype']}): {readable(per_row)} a row, "
         f"{sum(plan.shard_bytes) / plan.tokens:,.0f} bytes a token, "
-        f"{readable(plan.total_bytes)} in {shards} shards, embedding and head included",
+        f"{readable(plan.total_bytes)} in {counted(shards, 'shard')}, embedding and head included",
         f"padded draft-vocabulary rows would take {readable(padded)} "
         f"({plan.total_bytes / padded:.1%} of it is written); {readable(free)} are free",
     ]
     if plan.done:
-        lines.append(f"{len(plan.done)} of {shards} shards are there already")
+        lines.append(f"of {counted(shards, 'shard')} {len(plan.done):,} are there already")
     if plan.allowed < shards:
         lines.append(
-            f"the quota of {readable(job.quota_bytes or 0)} ends it after {plan.allowed} shards"
+            f"the quota of {readable(job.quota_bytes or 0)} ends it after "
+            f"{counted(plan.allowed, 'shard')}"
         )
     return lines
 

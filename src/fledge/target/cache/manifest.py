@@ -32,6 +32,7 @@ from fledge.core.expected import (
 )
 from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
+from fledge.core.text import counted
 from fledge.target.base import InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
 from fledge.target.cache.copied import kept_files
@@ -165,7 +166,7 @@ def ensure_resumable(directory: Path, manifest: dict[str, Any], shards: Iterable
         return
     if not (directory / MANIFEST).exists():
         raise BadInput(
-            f"{len(shards)} shards without a manifest: what they hold is unknown",
+            f"{counted(len(shards), 'shard')} without a manifest: what is in there is unknown",
             where=str(directory),
             fix="remove them, or give another output directory",
         )

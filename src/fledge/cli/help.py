@@ -1,0 +1,78 @@
+"""Help pages that survive every terminal: plain text, nothing read as markup, no name cut short.
+
+Typer's boxes take `[http://...]` for a style and drop it, and cut long flags at 80 columns. Here
+pages are laid out by click's plain formatter; verbs are listed with all of their first sentence,
+and an example is a command that can be copied, broken over lines as a shell takes it.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import typer
+import typer.core
+
+_EXAMPLE = "Example: "
+
+
+class Verb(typer.core.TyperCommand):
+    """One verb's page."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [_without_braces(piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _write_examples(self.epilog or "", formatter)
+
+
+class VerbGroup(typer.core.TyperGroup):
+    """The page of a verb that has verbs below it."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            assert command is not None
+            paragraph = (command.help or "").partition("\n\n")[0]
+            rows.append((name, " ".join(paragraph.split())))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _write_examples(self.epilog or "", formatter)
+
+
+class Verbs(typer.Typer):
+    """A `Typer` whose verbs and groups have such pages."""
+
+    def __init__(self, *, cls: type[VerbGroup] = VerbGroup, **options: Any) -> None:
+        super().__init__(cls=cls, rich_markup_mode=None, no_args_is_help=True, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[..., Any]:
+        return super().command(name, **{"cls": Verb, **options})
+
+
+def examples_of(epilog: str) -> list[str]:
+    """The command lines of an epilog, which holds one `Example: ...` a paragraph."""
+    return [text.removeprefix(_EXAMPLE) for text in epilog.split("\n\n") if text]
+
+
+def _write_examples(epilog: str, formatter: Any) -> None:
+    examples = examples_of(epilog)
+    if not examples:
+        return
+    with formatter.section("Example" if len(examples) == 1 else "Examples"):
+        indent = " " * formatter.current_indent
+        for example in examples:
+            lines = textwrap.wrap(
+                example, formatter.width - len(indent) - 2, subsequent_indent="    ",
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+            formatter.write("".join(f"{indent}{line} \\\n" for line in lines)[:-3] + "\n")
+
+
+def _without_braces(piece: str) -> str:
+    """`{RECIPE [section.key=value ...]}...` says nothing that is not in it."""
+    name, dots = re.fullmatch(r"\{?(.*?)\}?(\.\.\.)?", piece).groups()  # type: ignore[union-attr]
+    return name + ("" if dots is None or " " in name else dots)

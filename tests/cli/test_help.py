@@ -1,0 +1,69 @@
+"""Help pages as people see them: every word at 80 columns, every example to be copied."""
+
+import re
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from fledge.cli.help import examples_of
+from fledge.cli.main import app
+from fledge.cli.options import OUT
+
+
+def pages(command=None, path=()):
+    """(words, command) of `fledge` and everything below it."""
+    command = typer.main.get_command(app) if command is None else command
+    yield path, command
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from pages(sub, (*path, name))
+
+
+def shown(path) -> str:
+    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}, prog_name="fledge")
+    assert result.exit_code == 0
+    return result.output
+
+
+PAGES = dict(pages())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=" ".join)
+def test_a_page_at_80_columns(path):
+    page, command = shown(path), PAGES[path]
+    assert max(map(len, page.splitlines())) <= 80
+    assert "…" not in page
+    assert "<bool>" not in page
+    words = " ".join(page.split())
+    for option in command.params:
+        for name in (*option.opts, *option.secondary_opts):
+            if name.startswith("-"):
+                assert name in words
+        if getattr(option, "help", None):  # with brackets and all
+            assert " ".join(option.help.split()) in words
+    joined = re.sub(r" \\\n\s+", " ", page)
+    examples = examples_of(command.epilog or "")
+    assert examples
+    for example in examples:  # as a shell would put its lines together again
+        assert f"\n  {example}\n" in joined
+
+
+def test_verbs_stand_in_the_order_of_work():
+    listed = re.findall(r"^  ([a-z-]+) {2,}[A-Z]", shown(()).partition("Commands:")[2], flags=re.M)
+    assert set(listed) == set(typer.main.get_command(app).commands)
+    work = ["data", "precompute", "plan", "train", "eval", "report", "chat", "export", "serve"]
+    assert [verb for verb in listed if verb in work] == work
+    assert "Check an EAGLE or P-EAGLE draft of any trainer against its target." in " ".join(
+        shown(()).split()
+    )
+
+
+def test_results_go_where_out_says():
+    """One spelling everywhere; the others are aliases of it."""
+    for path, command in pages():
+        for option in command.params:
+            names = {*option.opts}
+            if names & set(OUT):
+                assert names == set(OUT), path
+    for verb in ("precompute", "export", "import", "regenerate", "report", "eval", "demo"):
+        assert "-o, --out, --output-dir" in shown((verb,))

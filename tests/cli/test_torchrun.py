@@ -1,0 +1,68 @@
+"""`torchrun -m fledge train`: real processes, started by torch's own launcher."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fledge.cli.main import run
+from train.tiny import make_chats, make_target, recipe_for
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory):
+    root = tmp_path_factory.mktemp("torchrun")
+    target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
+    (root / "recipe.yaml").write_text(recipe_for(target, chats, root / "run").to_yaml())
+    return root / "recipe.yaml"
+
+
+def torchrun(*arguments):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "fledge", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
+
+
+def test_two_processes_train_one_draft(recipe_file):
+    done = torchrun("train", recipe_file, "training.steps=2", "training.device=cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)  # one rank speaks
+    assert outcome["finished"]
+    assert outcome["step"] == 2
+    assert (recipe_file.parent / "run" / "best" / "model.safetensors").is_file()
+
+
+def test_a_bad_key_is_one_line(recipe_file):
+    done = torchrun("train", recipe_file, "training.max_steps=2")
+    said = [line for line in done.stderr.splitlines() if line.startswith("fledge: ")]
+    assert len(said) == 1
+    assert said[0].endswith("unknown key 'training.max_steps'; did you mean 'training.steps'?")
+    assert "fledge/cli" not in done.stderr  # no traceback of ours
+    cause = done.stderr.partition("Root Cause")[2]  # torchrun's own words hold the reason
+    assert "exitcode  : 2" in cause
+    assert "did you mean 'training.steps'?" in cause
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_every_rank_leaves_its_reason_and_one_says_it(monkeypatch, capsys, tmp_path, rank, lines):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)  # for the first one to speak
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        run(["train", "training.lrr=1"])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+    assert len(waited) == 1 - lines
+    left = json.loads((tmp_path / "0" / "error.json").read_text())["message"]
+    assert "did you mean 'lr'?" in left["message"]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "file" / "error.json"))
+    with pytest.raises(SystemExit):
+        run(["train", "training.lrr=1"])
+    assert len(capsys.readouterr().err.splitlines()) == 1  # nobody else will say it
