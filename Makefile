@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test fuzz test-speculators test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-newcomer fuzz test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -25,7 +25,10 @@ demo: $(READY)  ## the whole story on a real 135M model
 	@$(BIN)/fledge demo
 
 test: $(READY)  ## every test that can run on this machine
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine and not newcomer"
+
+test-newcomer: $(READY)  ## the first hour of a newcomer, in a clone and a fresh home
+	@$(BIN)/python -m pytest -m newcomer -s tests/newcomer
 
 MINUTES ?= 5
 fuzz: $(READY)  ## spoiled files and messages with new seeds: make fuzz MINUTES=10

@@ -1,23 +1,18 @@
 """What the pages say exists: links, files, public names, and every command line they show."""
 
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 import typer.main
 
 import fledge
+from command_lines import COMMAND, ROOT, understand
 from fledge.cli.main import app
-from fledge.recipe.schema import load_recipe, split_arguments
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FENCED = re.compile(r"^```\w*\n(.*?)^```", flags=re.M | re.S)
-COMMAND = r"((?:[A-Z_]+=\S+ )?fledge [a-z][^`\n]*)"
 PUBLIC = re.compile(r"`((?:Eagle[13]|HFEagle3|LlamaEagle[13]|PEagle|Remote|SGLang|VLLM)[A-Z]\w+)")
-TAKES_RECIPE = ("train", "plan", "precompute", "recipe")
 
 
 def named(path):
@@ -84,29 +79,9 @@ def shown():
     yield from examples(typer.main.get_command(app), "fledge")
 
 
-def words_of(line: str) -> list[str]:
-    """A command line without comments, pipes and what stands before the command."""
-    words = shlex.split(re.split(r"\s#|\s[|>&]|;|\s\(|\sthen:", line)[0])
-    return words[words.index("fledge") + 1 :]
-
-
 @pytest.mark.parametrize(("where", "line"), sorted(set(shown())), ids=lambda text: text[:60])
 def test_command_lines_are_understood(where, line):
-    words, command = words_of(line), typer.main.get_command(app)
-    context = command.make_context("fledge", [], resilient_parsing=True)
-    verb = words[0]
-    while hasattr(command, "commands") and words:
-        _, command, words = command.resolve_command(context, words)
-        context = command.make_context(verb, [], parent=context, resilient_parsing=True)
-    if not any(word.startswith("-") or "=" in word or "." in word or "/" in word for word in words):
-        return  # a mention, not a command line
-    if any(re.fullmatch(r"[A-Z]|\.\.\.|\[.*", word) for word in words):
-        return  # with letters for numbers, or an ellipsis
-    parsed = command.make_context(verb, list(words)).params
-    if verb in TAKES_RECIPE and parsed.get("arguments"):
-        path, overrides = split_arguments(parsed["arguments"])
-        shipped = path is not None and str(path).startswith("recipes/")
-        load_recipe(ROOT / path if shipped else None, overrides)
+    understand(line)
 
 
 def test_recipes_promise_what_the_readme_says():
