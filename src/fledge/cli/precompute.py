@@ -14,7 +14,7 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 
 EXAMPLE = (
-    "Example: fledge precompute recipes/smollm2_gpu.yaml data.train=chats.jsonl "
+    "Example: fledge precompute smollm2_gpu data.train=chats.jsonl "
     "--output-dir cache --encoding hidden-fp8"
 )
 
