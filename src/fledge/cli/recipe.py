@@ -23,7 +23,7 @@ _Arguments = Annotated[
     list[str] | None,
     Argument(
         metavar="[RECIPE] [SECTION.KEY=VALUE]...",
-        help="A recipe (a file, or the name of a shipped one), then overrides.",
+        help="A file or the name of a shipped recipe, then overrides.",
     ),
 ]
 _Json = Annotated[bool, Option("--json", help="JSON instead of YAML.")]
