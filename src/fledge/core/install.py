@@ -28,7 +28,7 @@ def fledge_command(*words: str | os.PathLike[str]) -> str:
         found = shutil.which(_NAME)  # a link to ours is ours, too
         same = found is not None and os.path.samefile(found, script)
         call = [_NAME if same else _shown(script)]
-    return shlex.join([*call, *map(os.fspath, words)])
+    return shlex.join([*call, *(os.fspath(word) for word in words)])
 
 
 def install_extra(extra: str) -> str:
