@@ -127,7 +127,7 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
 def _show_side_by_side(run: Path, measured: Any) -> None:
     """One answer both ways: the first, which was shown above."""
     from fledge.cli import side_by_side
-    from fledge.measure.side_by_side import decode_both, pieces_of
+    from fledge.measure.side_by_side import decode_both
     from fledge.train.runs import draft_directory
 
     target, turn = measured.target, measured.answers.turns[0]
@@ -139,7 +139,7 @@ def _show_side_by_side(run: Path, measured: Any) -> None:
         )  # fmt: skip
     if both is not None:
         out.print(turn.question, style="bold")
-        side_by_side.show(both, pieces_of(target.tokenizer, both.plain.token_ids))
+        side_by_side.show(both)
 
 
 def what_next(run: Path) -> None:

@@ -4,8 +4,9 @@ On a terminal both answers fill their columns as they came; everywhere else, and
 stand two bars, the figures, and a sentence about what was gained or why nothing was.
 """
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rich.live import Live
@@ -24,40 +25,40 @@ _BAR = 24
 _WORTH_SAYING = 1.05  # a gain below this may be the clock's
 
 
-def show(both: Any, pieces: Sequence[str], *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """`both`: a `measure.side_by_side.SideBySide`; `pieces`: the answer's text by token."""
-    if out.is_terminal:
-        _play(both, pieces, sleep)
+def show(both: Any, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """`both` is a `measure.side_by_side.SideBySide`."""
+    if out.is_interactive:
+        _play(both, sleep)
     out.print(_bars(both))
     for line in verdict(both):
         out.print(line)
 
 
-def _play(both: Any, pieces: Sequence[str], sleep: Callable[[float], None]) -> None:
+def _play(both: Any, sleep: Callable[[float], None]) -> None:
     """The two answers as they came, each by its own clock."""
     longest = max(both.plain.seconds, both.drafted.seconds)
     faster = max(1.0, longest / _LONGEST_S)
     frames = int(longest / faster * _FRAMES_PER_S) + 1
-    with Live(_columns(both, pieces, 0.0), console=out, auto_refresh=False) as live:
+    with Live(_columns(both, 0.0), console=out, auto_refresh=False) as live:
         for frame in range(1, frames + 1):
             sleep(1 / _FRAMES_PER_S)
             now_s = longest if frame == frames else frame * faster / _FRAMES_PER_S
-            live.update(_columns(both, pieces, now_s), refresh=True)
+            live.update(_columns(both, now_s), refresh=True)
     if faster > 1:
         out.print(f"(shown {faster:.1f} times as fast as it was)", style="dim")
 
 
-def _columns(both: Any, pieces: Sequence[str], now_s: float) -> Table:
-    """What is there after so many seconds. The text still to come keeps its room, unseen, so that
+def _columns(both: Any, now_s: float) -> Table:
+    """What is there after so many seconds; dots keep the room of the text still to come, so that
     nothing jumps."""
     shown = Table(box=None, expand=True, padding=(0, 1))
     cells = []
     for name, course in zip(NAMES, (both.plain, both.drafted), strict=True):
-        count = course.known(now_s)
+        pieces, count = course.pieces, course.known(now_s)
         shown.add_column(marked("[bold]{}[/] [dim]{}/{} tokens[/]", name, count, len(pieces)),
                          ratio=1)  # fmt: skip
-        text = coloured(list(pieces[:count]), course.depths[:count])
-        to_come = Text("".join(pieces[count:]), style="conceal")
+        text = coloured(pieces[:count], course.depths[:count])
+        to_come = Text(re.sub(r"\S", "·", "".join(pieces[count:])), style="dim")
         cells.append(text + to_come)
     shown.add_row(*cells)
     return shown
@@ -102,7 +103,7 @@ def on_a_gpu() -> Text:
     """What the same target gains where a pass over eight tokens costs little more than one."""
     gpu = ON_A_GPU
     return marked(
-        "[bold]On a GPU it pays[/]: one {}, this target, the recipe {} ({:.0f} s of training): "
+        "[bold]On a GPU it pays[/]: one {}, this target, the recipe {}, about {:.0f} s of training: "
         "{:.2f} tokens a round, {:.0f} tokens/s instead of {:.0f}, [bold]{:.2f} times as fast[/] "
         "[dim]({})[/]",
         gpu.name, gpu.recipe, gpu.training_s, gpu.acceptance_length, gpu.tokens_per_s,

@@ -29,7 +29,7 @@ class OnAGpu:
 ON_A_GPU = OnAGpu(
     name="H200",
     recipe="smollm2_gpu",
-    training_s=136,
+    training_s=140,
     acceptance_length=2.78,
     plain_tokens_per_s=300,
     tokens_per_s=625,

@@ -20,17 +20,21 @@ class Course:
     """How one answer came about after the prompt's pass, which gives its first token away."""
 
     token_ids: list[int]
+    pieces: list[str]  # the text of each token; together they are the answer
     depths: list[int]  # by token: how far ahead the draft wrote it, 0 if the target did
     moments: list[tuple[float, int]]  # seconds after the first token, tokens there are then
 
     @classmethod
-    def of(cls, text: Generation, each: Sequence[RoundTime]) -> "Course":
+    def of(cls, text: Generation, each: Sequence[RoundTime], tokenizer: Any) -> "Course":
         emitted = [r.emitted for r in text.rounds] or [1] * len(each)  # no draft: one by one
         ends = accumulate((one.seconds for one in each), initial=0.0)
         known = accumulate(emitted, initial=1)
         new = len(text.token_ids)
         depths = drafted_depths(text.rounds, prompt=len(text.prompt_ids), new=new)
-        return cls(text.token_ids, depths, list(zip(ends, known, strict=True)))
+        stream = Pieces(tokenizer)
+        *pieces, last = stream.add(text.token_ids)
+        moments = list(zip(ends, known, strict=True))
+        return cls(text.token_ids, [*pieces, last + stream.rest()], depths, moments)
 
     @property
     def passes(self) -> int:
@@ -89,12 +93,5 @@ def decode_both(
         watch = Stopwatch()
         watch.add(way.timing, text)
         watches.append(watch)
-        courses.append(Course.of(text, way.timing.each))
+        courses.append(Course.of(text, way.timing.each, target.tokenizer))
     return SideBySide(courses[0], courses[1], Speed(watches[0], watches[1]))
-
-
-def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token; together they are the whole answer."""
-    stream = Pieces(tokenizer)
-    pieces = stream.add(token_ids)
-    return [*pieces[:-1], pieces[-1] + stream.rest()]
