@@ -103,7 +103,7 @@ def on_a_gpu() -> Text:
     """What the same target gains where a pass over eight tokens costs little more than one."""
     gpu = ON_A_GPU
     return marked(
-        "[bold]On a GPU it pays[/]: one {}, this target, the recipe {}, about {:.0f} s of training: "
+        "[bold]On a GPU it pays[/]: one {}, this target, recipe {}, about {:.0f} s of training: "
         "{:.2f} tokens a round, {:.0f} tokens/s instead of {:.0f}, [bold]{:.2f} times as fast[/] "
         "[dim]({})[/]",
         gpu.name, gpu.recipe, gpu.training_s, gpu.acceptance_length, gpu.tokens_per_s,
