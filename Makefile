@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-newcomer fuzz test-speculators test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-newcomer test-wheel fuzz docs test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -25,10 +25,25 @@ demo: $(READY)  ## the whole story on a real 135M model
 	@$(BIN)/fledge demo
 
 test: $(READY)  ## every test that can run on this machine
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine and not newcomer"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine and not newcomer and not wheel"
 
 test-newcomer: $(READY)  ## the first hour of a newcomer, in a clone and a fresh home
 	@$(BIN)/python -m pytest -m newcomer -s tests/newcomer
+
+test-wheel: $(READY)  ## the built wheel, alone in a fresh environment: demo, train, eval, export
+	@$(BIN)/python -m pytest -m wheel tests/wheel
+
+DOCS := .venv-docs
+$(DOCS)/.ready: pyproject.toml
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' >$(DOCS)/docs.txt
+	@$(DOCS)/bin/python -m pip --quiet --disable-pip-version-check install -r $(DOCS)/docs.txt  # without fledge, so without torch
+	@touch $@
+
+docs: $(DOCS)/.ready  ## the pages as a site, in site/; a dead link fails
+	@rm -rf build/pages && mkdir -p build/pages/benchmarks/results
+	@cp -r *.md docs build/pages && cp benchmarks/results/*.md build/pages/benchmarks/results
+	@$(DOCS)/bin/mkdocs build --quiet --strict
 
 MINUTES ?= 5
 fuzz: $(READY)  ## spoiled files and messages with new seeds: make fuzz MINUTES=10

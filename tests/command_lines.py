@@ -35,5 +35,8 @@ def understand(line: str) -> None:
     parsed = command.make_context(verb, list(words)).params
     if verb in TAKES_RECIPE and parsed.get("arguments"):
         path, overrides = split_arguments(parsed["arguments"])
-        shipped = path is not None and str(path).startswith("recipes/")
-        load_recipe(ROOT / path if shipped else None, overrides)
+        if path is not None and str(path).startswith("recipes/"):
+            path = ROOT / path
+        elif path is not None and path.suffix:  # one of the reader's own
+            path = None
+        load_recipe(path, overrides)

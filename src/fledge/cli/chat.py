@@ -13,6 +13,7 @@ from fledge.cli.loading import check_method, load_draft_beside, load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import marked
 from fledge.core.text import visible
+from fledge.decode.rounds import drafted_depths
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 
@@ -200,11 +201,8 @@ class _Stream:
 
 def accepted_depths(generation: Any) -> list[int]:
     """Per new token: its depth if the draft wrote it (from 1), 0 if the target did."""
-    depths = [0] * len(generation.token_ids)
-    for r in generation.rounds:  # a round adds its accepted tokens first, then the target's own
-        at = r.context - len(generation.prompt_ids)
-        depths[at : at + r.accepted] = range(1, r.accepted + 1)
-    return depths
+    prompt, new = len(generation.prompt_ids), len(generation.token_ids)
+    return drafted_depths(generation.rounds, prompt=prompt, new=new)
 
 
 def coloured(pieces: list[str], depths: list[int]) -> Text:

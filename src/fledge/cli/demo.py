@@ -10,8 +10,10 @@ from typer import Exit, Option
 
 from fledge.cli.chat import SHADES, coloured
 from fledge.cli.console import err, out, print_json, shown_on_stderr
+from fledge.cli.loading import load_draft_beside
 from fledge.cli.options import OUT
 from fledge.core.files import write_json, write_text
+from fledge.core.install import fledge_command
 from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge demo --out demo_out"
@@ -71,11 +73,7 @@ def tell(directory: Path, rows: int) -> bool:
     asked = _questions(lines[rows or ROWS :] or lines)
     write_text(unseen, "".join(json.dumps(row) + "\n" for row in asked))
     lossless = measure_and_show(directory / "run", unseen)
-    err.print(
-        "This draft knows one narrow domain and three tokens ahead: enough to see it learn. "
-        "recipes/ has what real drafts are made with.",
-        style="dim",
-    )
+    what_next(directory / "run")
     return lossless
 
 
@@ -122,4 +120,38 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
         )
     )  # fmt: skip
     report.report(run)
+    _heading("5. The same answer, without the draft and with it")
+    _show_side_by_side(run, measured)
     return lossless
+
+
+def _show_side_by_side(run: Path, measured: Any) -> None:
+    """One answer both ways: the first, which was shown above."""
+    from fledge.cli import side_by_side
+    from fledge.measure.side_by_side import decode_both
+    from fledge.train.runs import draft_directory
+
+    target, turn = measured.target, measured.answers.turns[0]
+    draft = load_draft_beside(target, draft_directory(run))
+    with err.waiting("decoding one answer both ways"):
+        both = decode_both(
+            target, draft, turn.prompt_ids,
+            num_draft_tokens=_DRAFT_TOKENS, max_new_tokens=_ANSWER_TOKENS,
+        )  # fmt: skip
+    if both is not None:
+        out.print(turn.question, style="bold")
+        side_by_side.show(both)
+
+
+def what_next(run: Path) -> None:
+    """Three commands to type, each on a line of its own, and where real drafts come from."""
+    _heading("What to type next")
+    for words, why in (
+        (("chat", run, "--compare"), "talk to it: its words are green, both speeds below"),
+        (("report", run), "the page again: curves, acceptance, who wrote which token"),
+        (("export", run, "--engine", "vllm"), "files for vLLM, checked before they are there"),
+    ):
+        out.say(f"  {fledge_command(*words)}")
+        out.print(f"      {why}", style="dim")
+    more = fledge_command("recipe", "list")
+    out.say(f"This draft knows one narrow domain. Recipes of real ones: {more}", style="dim")

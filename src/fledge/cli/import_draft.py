@@ -8,6 +8,7 @@ from typer import Argument, Option
 from fledge.cli.console import out, print_json, quiet_libraries
 from fledge.cli.options import OUT, AsJson, TrustRemoteCode
 from fledge.core.files import check_place
+from fledge.core.install import fledge_command
 
 EXAMPLE = "Example: fledge import downloaded/eagle3-draft --target smollm2-135m --out drafts/mine"
 
@@ -56,4 +57,4 @@ def import_draft(
         f"{written}: {ours.view.method.title} from {layout.made_by}, {facts['tensors']} tensors, "
         f"draft vocabulary {facts['draft_vocab_size']:,}, listening to {states}"
     )
-    out.say(f"next: fledge eval {written} --target {target}")
+    out.say(f"next: {fledge_command('eval', written, '--target', target)}")

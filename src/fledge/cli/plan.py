@@ -7,7 +7,7 @@ from fledge.cli.loading import recipe_of_words, show_set_up
 from fledge.cli.options import AsJson, RecipeWords
 from fledge.core.text import counted
 
-EXAMPLE = "Example: fledge plan recipes/smollm2_gpu.yaml data.train=chats.jsonl"
+EXAMPLE = "Example: fledge plan smollm2_gpu data.train=chats.jsonl"
 
 
 def plan(arguments: RecipeWords, as_json: AsJson = False) -> None:

@@ -15,7 +15,7 @@ from fledge.core.files import check_place
 from fledge.core.text import counted
 
 EXAMPLE = (
-    "Example: fledge precompute recipes/smollm2_gpu.yaml data.train=chats.jsonl "
+    "Example: fledge precompute smollm2_gpu data.train=chats.jsonl "
     "--out cache --encoding hidden-fp8"
 )
 

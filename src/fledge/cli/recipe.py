@@ -1,4 +1,5 @@
-"""`fledge recipe show | schema | check`: see what a recipe means before it costs anything."""
+"""`fledge recipe list | copy | show | schema | check`: recipes that come with fledge, and what one
+means before it costs anything."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -6,24 +7,65 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from fledge.cli.console import out, print_json
+from fledge.cli.console import out, plain_table, print_json
 from fledge.cli.help import Verbs
 from fledge.cli.loading import recipe_of_words
 from fledge.core.errors import BadInput
+from fledge.core.files import check_place, write_text
+from fledge.recipe import shipped
 
 app = Verbs(
-    help="Look at recipes: resolved values, the schema, a check of files.",
-    epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4",
+    help="Recipes: the shipped ones, resolved values, the schema, a check of files.",
+    epilog="Example: fledge recipe show smollm2_cpu training.lr=3e-4",
 )
 
 _Arguments = Annotated[
     list[str] | None,
-    Argument(metavar="[RECIPE] [SECTION.KEY=VALUE]...", help="A recipe file, then overrides."),
+    Argument(
+        metavar="[RECIPE] [SECTION.KEY=VALUE]...",
+        help="A file or the name of a shipped recipe, then overrides.",
+    ),
 ]
 _Json = Annotated[bool, Option("--json", help="JSON instead of YAML.")]
 
 
-@app.command(epilog="Example: fledge recipe show recipes/smollm2_cpu.yaml training.lr=3e-4")
+@app.command(name="list", epilog="Example: fledge recipe list")
+def list_shipped(
+    as_json: Annotated[bool, Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """List the recipes that come with fledge; `fledge train NAME` takes them by name."""
+    titles = {name: shipped.title(path) for name, path in shipped.shipped_recipes().items()}
+    if as_json:
+        print_json([{"name": name, "title": title} for name, title in titles.items()])
+    else:
+        table = plain_table("name", "for", words=2)
+        for name, title in titles.items():
+            table.add_row(name, title)
+        out.print(table)
+
+
+@app.command(epilog="Example: fledge recipe copy smollm2_gpu --out my_recipe.yaml")
+def copy(
+    name: Annotated[str, Argument(metavar="NAME", help="As `fledge recipe list` says it.")],
+    output: Annotated[
+        Path | None, Option("--out", help="Where to; default: NAME.yaml, here.")
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a file that is there.")] = False,
+    as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
+) -> None:
+    """Copy a recipe that comes with fledge, to change it."""
+    source, place = shipped.shipped_recipe(name), output or Path(f"{name}.yaml")
+    check_place(place)
+    if place.exists() and not overwrite:
+        raise BadInput("a file is here already", where=str(place), fix="--overwrite, or --out FILE")
+    write_text(place, source.read_text())
+    if as_json:
+        print_json({"recipe": name, "file": str(place)})
+    else:
+        out.say(f"written: {place}")
+
+
+@app.command(epilog="Example: fledge recipe show smollm2_cpu training.lr=3e-4")
 def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
     """Print the resolved recipe: every field, with overrides applied and defaults filled in."""
     recipe = recipe_of_words(arguments or [])
@@ -50,9 +92,9 @@ def schema(
         print_json(recipe_reference.json_schema())
 
 
-@app.command(epilog="Example: fledge recipe check recipes/*.yaml")
+@app.command(epilog="Example: fledge recipe check my_recipe.yaml")
 def check(
-    recipes: Annotated[list[Path], Argument(help="Recipe files.")],
+    recipes: Annotated[list[Path], Argument(help="Recipe files, or names of shipped ones.")],
     as_json: Annotated[bool, Option("--json", help="One JSON object per file.")] = False,
 ) -> None:
     """Check recipe files, one line each; the first bad one ends the check with exit code 2."""

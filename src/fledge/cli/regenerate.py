@@ -11,6 +11,7 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.core.errors import BadInput
+from fledge.core.install import install_extra
 from fledge.core.text import counted
 
 EXAMPLE = (
@@ -143,7 +144,7 @@ def _servers(
     extra: str,
 ) -> Any:  # fmt: skip
     if importlib.util.find_spec("httpx") is None:
-        raise BadInput("asking servers needs httpx", fix="pip install 'fledge[serve]'")
+        raise BadInput("asking servers needs httpx", fix=install_extra("serve"))
     from fledge.data.regenerate_http import ChatServers, HttpOptions
 
     try:

@@ -8,6 +8,7 @@ from typer import Option
 from fledge.cli.console import err, print_json, quiet_libraries
 from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
+from fledge.core.install import install_extra
 
 EXAMPLE = (
     "Example: FLEDGE_TOKEN=... fledge serve-target --target Qwen/Qwen3-8B --host 0.0.0.0 "
@@ -113,7 +114,7 @@ def _check_installed() -> None:
 
     missing = [name for name in ("fastapi", "uvicorn", "httptools") if find_spec(name) is None]
     if missing:
-        raise BadInput(f"{', '.join(missing)} not installed", fix="pip install 'fledge[serve]'")
+        raise BadInput(f"{', '.join(missing)} not installed", fix=install_extra("serve"))
 
 
 def _open(

@@ -16,7 +16,7 @@ from fledge.core.machine import is_main_rank
 from fledge.core.terminal import marked
 from fledge.core.text import counted
 
-EXAMPLE = "Example: fledge train recipes/smollm2_cpu.yaml data.train=chats.jsonl training.lr=1e-3"
+EXAMPLE = "Example: fledge train smollm2_cpu data.train=chats.jsonl training.lr=1e-3"
 
 # Fields that may differ between a run and its continuation: they do not touch the arithmetic. Data
 # and target may lie elsewhere: what they hold is checked by fingerprint.

@@ -38,3 +38,12 @@ def walk_rounds(accepted_T: Sequence[int], *, prompt: int, total: int) -> list[R
         rounds.append(Round(known, accepted, emitted))
         known += emitted
     return rounds
+
+
+def drafted_depths(rounds: Sequence[Round], *, prompt: int, new: int) -> list[int]:
+    """Per new token: its depth if the draft wrote it (from 1), 0 if the target did."""
+    depths = [0] * new
+    for r in rounds:  # a round adds its accepted tokens first, then the target's own
+        at = r.context - prompt
+        depths[at : at + r.accepted] = range(1, r.accepted + 1)
+    return depths

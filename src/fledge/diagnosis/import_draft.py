@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
+from fledge.core.install import fledge_command
 from fledge.core.text import counted
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.foreign import BIAS_KEYS, CONFIG_KEYS, read_files, tokens_marked
@@ -43,10 +44,11 @@ def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: boo
     subject = Subject(read_files(source), TargetFiles(target, trust_remote_code))
     findings = run_checks(subject, ("static",))
     if faults := [finding for finding in findings if finding.severity == "error"]:
+        repair = fledge_command("diagnose", source, "--target", target, "--fix", "REPAIRED")
         raise BadInput(
             f"{counted(len(faults), 'fault')}, the first: {faults[0].evidence}",
             where=str(source),
-            fix=f"fledge diagnose {source} --target {target} --fix REPAIRED, and import that",
+            fix=f"{repair}, and import that",
         )
     build_draft(subject).save_pretrained(out)
     return out

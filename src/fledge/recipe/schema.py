@@ -5,7 +5,7 @@ neither says has a default. The sections live in `sections.py`, with the methods
 of targets.
 Imports no torch: the command line reads recipes before anything heavy is needed.
 
-    recipe = load_recipe("recipes/smollm2_cpu.yaml", ["training.lr=3e-4", "target.backend=remote"])
+    recipe = load_recipe("smollm2_cpu", ["training.lr=3e-4", "target.backend=remote"])
     recipe.training.lr, recipe.objective.kind
 """
 
@@ -24,6 +24,7 @@ from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
 from fledge.recipe.layers import Shape, layered, one_line, shapes_of
+from fledge.recipe.shipped import recipe_file
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, kind_of, target_sections
@@ -152,12 +153,13 @@ def recipe_shapes() -> dict[str, Shape]:
 
 
 def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file (None: defaults only), apply overrides, check everything.
+    """Read a recipe (a file, or a shipped one by name; None: defaults only), apply overrides, check
+    everything.
 
     Raises BadInput with one line: the place (file and line, or the override), the key, the fix.
     """
     shapes = recipe_shapes()
-    file = None if path is None else Path(path).expanduser()
+    file = None if path is None else recipe_file(path)
     merged, entries = layered(file, overrides, shapes=shapes)
     try:
         return Recipe.model_validate(merged)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 from pydantic import BeforeValidator, Field, ValidationError
 
 from fledge.core.errors import BadInput, MissingPackage, nearest
+from fledge.core.install import install_extra
 from fledge.core.registry import Registry
 from fledge.core.settings import Count, PositiveCount, PositiveShare, Section, Text
 
@@ -188,9 +189,8 @@ class EngineKind(LoadedKind[EngineT]):
         try:
             return getattr(import_module(module), name)
         except ModuleNotFoundError as error:
-            raise MissingPackage(
-                f"{error.name} is not installed", fix=f"pip install 'fledge[{self.name}]'"
-            ) from error
+            fix = install_extra(self.name)
+            raise MissingPackage(f"{error.name} is not installed", fix=fix) from error
 
 
 TARGET_KINDS: Registry[TargetKind[Any]] = Registry(

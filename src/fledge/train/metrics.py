@@ -11,6 +11,7 @@ from torch import Tensor
 from fledge.core.errors import BadInput
 from fledge.core.expected import Table, Whole
 from fledge.core.files import atomic_file
+from fledge.core.install import install_extra
 from fledge.core.reading import json_lines, parse_json
 from fledge.train.step import Sums
 
@@ -92,7 +93,7 @@ def open_trackers(
         try:
             opened.append(makers[name](project, run, directory))
         except ImportError as error:
-            what, fix = f"tracker {name} is not installed ({error})", "pip install 'fledge[track]'"
+            what, fix = f"tracker {name} is not installed ({error})", install_extra("track")
             raise BadInput(what, fix=fix) from None
     return opened
 

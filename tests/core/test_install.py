@@ -1,0 +1,110 @@
+"""What a person is told to type works where they are: activated or not, checkout or index."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fledge.core import install
+from fledge.core.install import fledge_command, install_extra, install_packages
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A virtual environment with `python`, `pip` and `fledge`, below the working directory, that
+    nobody has activated."""
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "pip", "fledge"):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setattr(install.sysconfig, "get_path", lambda name, scheme: str(programs))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return programs
+
+
+def activate(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+
+
+def from_index(monkeypatch: pytest.MonkeyPatch, direct_url: dict[str, object] | None) -> None:
+    class Distribution:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if direct_url is None else json.dumps(direct_url)
+
+    monkeypatch.setattr(install, "checkout", lambda: None)
+    monkeypatch.setattr(install.metadata, "distribution", lambda name: Distribution())
+
+
+def test_the_command_is_found_or_named_by_its_path(environment, monkeypatch):
+    assert fledge_command("chat", Path("my runs/x")) == ".venv/bin/fledge chat 'my runs/x'"
+    activate(environment, monkeypatch)
+    assert fledge_command("report", "runs/x") == "fledge report runs/x"
+
+
+def test_another_fledge_on_the_path_is_not_ours_but_a_link_to_ours_is(environment, monkeypatch):
+    other = environment.parents[1] / "other"
+    other.mkdir()
+    (other / "fledge").write_text("#!/bin/sh\n")
+    (other / "fledge").chmod(0o755)
+    activate(other, monkeypatch)
+    assert fledge_command() == ".venv/bin/fledge"
+    (other / "fledge").unlink()
+    (other / "fledge").symlink_to(environment / "fledge")  # as pipx does it
+    assert fledge_command() == "fledge"
+
+
+def test_without_a_script_python_runs_it(environment):
+    (environment / "fledge").unlink()
+    assert fledge_command("doctor") == ".venv/bin/python -m fledge doctor"
+
+
+def test_extras_of_a_checkout_are_installed_from_it(environment, monkeypatch):
+    monkeypatch.setattr(install, "checkout", lambda: environment.parents[1])
+    assert install_extra("serve") == ".venv/bin/pip install -e '.[serve]'"
+    monkeypatch.chdir("/")
+    assert shlex.split(install_extra("serve"))[-1] == f"{str(environment.parents[1])[1:]}[serve]"
+
+
+def test_extras_come_from_where_fledge_came_from(environment, monkeypatch, tmp_path):
+    activate(environment, monkeypatch)
+    from_index(monkeypatch, None)
+    assert install_extra("serve") == "pip install 'fledge[serve]'"
+    git = {"url": "https://example.org/fledge", "vcs_info": {"vcs": "git", "commit_id": "0"}}
+    from_index(monkeypatch, git)
+    assert install_extra("plot") == "pip install 'fledge[plot] @ git+https://example.org/fledge'"
+    wheel = tmp_path / "fledge-1-py3-none-any.whl"
+    from_index(monkeypatch, {"url": wheel.as_uri(), "archive_info": {}})
+    assert install_extra("plot") == "pip install 'fledge[plot]'"  # that file is gone
+    wheel.touch()
+    assert install_extra("plot") == f"pip install '{wheel.name}[plot]'"
+
+
+def test_without_pip_in_the_environment(environment, monkeypatch):
+    (environment / "pip").unlink()
+    monkeypatch.setattr(install.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
+    line = "uv pip install --python .venv/bin/python gguf"
+    assert install_packages("gguf") == line
+    monkeypatch.setattr(install.shutil, "which", lambda name: None)
+    assert install_packages("gguf") == ".venv/bin/python -m pip install gguf"
+
+
+def test_the_lines_run_here():
+    """For this very interpreter: the command answers, and pip understands the extra."""
+    assert install.checkout() == ROOT
+    version = shlex.split(f"{fledge_command()} --version")
+    assert subprocess.run(version, capture_output=True, text=True).stdout.startswith("fledge ")
+    line = shlex.split(install_extra("serve"))
+    at = line.index("install")
+    pip = subprocess.run([*line[:at], "--version"], capture_output=True, text=True)
+    assert os.path.realpath(sys.prefix) in pip.stdout

@@ -1,0 +1,59 @@
+"""The files around the code agree with it: metadata, the site's contents, CI."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import fledge
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_one_version_and_one_license_everywhere():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == PROJECT["version"] == fledge.__version__
+    assert cited["license"] == PROJECT["license"]
+    assert cited["keywords"] == PROJECT["keywords"]
+
+
+def leaves(nav):
+    for entry in nav:
+        for value in entry.values():
+            yield from leaves(value) if isinstance(value, list) else [value]
+
+
+def test_every_page_stands_once_in_the_site():
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = list(leaves(yaml.safe_load(text)["nav"]))
+    globs = ("*.md", "docs/*.md", "benchmarks/results/*.md")
+    pages = [str(page.relative_to(ROOT)) for glob in globs for page in ROOT.glob(glob)]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_the_workflow_runs_what_guards_main():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    [job] = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    tested = {f"Programming Language :: Python :: {v}" for v in job["strategy"]["matrix"]["python"]}
+    assert tested <= set(PROJECT["classifiers"])
+    makefile = (ROOT / "Makefile").read_text()
+    called = re.findall(r"^make (\S+)$", (ROOT / ".ci/run").read_text(), flags=re.M)
+    assert {"lint", "test", "test-wheel", "docs"} <= set(called)
+    assert all(f"\n{target}:" in makefile for target in called)
+
+
+def test_readme_names_every_extra():
+    install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", install, flags=re.M))))
+    assert named == set(PROJECT["optional-dependencies"])
+
+
+def test_the_extras_that_are_offered_exist():
+    """Lines like `pip install 'fledge[serve]'` come from `install_extra("serve")`."""
+    sources = (path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    offered = {name for text in sources for name in re.findall(r'install_extra\(["\'](\w+)', text)}
+    assert offered >= {"serve", "track"}
+    assert offered <= set(PROJECT["optional-dependencies"])

@@ -1,0 +1,117 @@
+"""The wheel as an index would serve it: built, installed alone, and put to work.
+
+The environment is new. It borrows the heavy dependencies of the one that runs the tests, by a path
+that Python looks at last; the checkout is not on it (the files that would add it are not read from
+there), so `fledge` can only be the wheel's.
+"""
+
+import json
+import os
+import site
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from fledge.recipe.shipped import shipped_recipes
+from train.tiny import make_chats, make_target
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.wheel, pytest.mark.timeout(1200)]
+
+
+class Installed:
+    """The command of a fresh environment, run where no checkout is."""
+
+    def __init__(self, programs: Path, home: Path) -> None:
+        self.programs, self.home = programs, home
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        self._environment = {**kept, "PYTHONSAFEPATH": "1"}
+
+    def python(self, *words: str) -> str:
+        return self._run(self.programs / "python", *words)
+
+    def __call__(self, *words: str | Path) -> str:
+        return self._run(self.programs / "fledge", *map(str, words))
+
+    def _run(self, program: Path, *words: str) -> str:
+        done = subprocess.run(
+            [program, *words], cwd=self.home, env=self._environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{program.name} {' '.join(words)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", place, ROOT]
+    subprocess.run(build, check=True)
+    [built] = place.glob("fledge-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def fledge(wheel, tmp_path_factory) -> Installed:
+    place = tmp_path_factory.mktemp("fresh")
+    venv.create(place / "env", with_pip=True)
+    installed = Installed(place / "env" / "bin", tmp_path_factory.mktemp("home"))
+    installed.python("-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
+    own = Path(installed.python("-c", "import site; print(site.getsitepackages()[0])").strip())
+    (own / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    return installed
+
+
+def test_it_is_the_wheel_that_runs(fledge):
+    found = Path(fledge.python("-c", "import fledge; print(fledge.__file__)").strip())
+    assert found.is_relative_to(fledge.programs.parent)
+    loaded = fledge.python("-c", "import fledge, torch, sys; print(*sys.path, sep='\\n')")
+    assert str(ROOT / "src") not in loaded.splitlines()
+
+
+def test_install_lines_name_this_environment(fledge, wheel):
+    facts = json.loads(fledge("doctor", "--json"))
+    assert facts["command"] == f"{fledge.programs}/fledge"
+    lines = [part["install"] for part in facts["parts"] if "[" in part["install"]]
+    assert lines  # vLLM and SGLang have environments of their own
+    for line in lines:
+        assert line.startswith(f"{fledge.programs}/pip install '{wheel}[")
+
+
+def test_recipes_travel_in_it(fledge):
+    listed = [entry["name"] for entry in json.loads(fledge("recipe", "list", "--json"))]
+    assert listed == list(shipped_recipes())
+    for name in listed:
+        fledge("recipe", "copy", name)
+        assert (fledge.home / f"{name}.yaml").read_bytes() == shipped_recipes()[name].read_bytes()
+
+
+def test_it_trains_evaluates_and_exports_by_a_shipped_recipe(fledge):
+    target, chats = make_target(fledge.home / "target"), make_chats(fledge.home / "chats.jsonl")
+    told = fledge(
+        "train", "smollm2_cpu", f"target.model={target}", "target.aux_layer_ids=0,1,2",
+        f"data.train={chats}", "data.valid_rows=8", "data.workers=1", "packing.tokens=96",
+        "data.max_length=64", "draft.draft_vocab_size=128", "run.output_dir=run", "--json",
+    )  # fmt: skip
+    assert json.loads(told)["finished"]
+    measured = json.loads(
+        fledge("eval", "run", "--limit", "2", "--max-new-tokens", "16", "--live", "2", "--json")
+    )
+    [draft] = measured["drafts"]
+    assert draft["live"]["agrees"]
+    assert draft["live"]["same_texts"] == 2
+    fledge("export", "run", "--engine", "vllm", "--max-new-tokens", "16")
+    assert (fledge.home / "run/exports/vllm/model.safetensors").is_file()
+    fledge("report", "run")
+    assert (fledge.home / "run/report.html").is_file()
+
+
+def test_the_demo_tells_its_story(fledge):
+    """On the real model, with as few chats as can be held out and trained on."""
+    told = fledge("demo", "--rows", "32")
+    for words in ("held-out acceptance", "lossless:", "without the draft", "target passes"):
+        assert words in told
+    for verb in ("chat", "report", "export"):
+        assert f"  {fledge.programs}/fledge {verb} demo_out/run" in told
