@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from typer import Option
 from fledge.cli.console import out, print_json
 from fledge.core.files import cache_dir
 from fledge.core.machine import cpu_cores, memory_bytes
+from fledge.core.packages import installed_as, version_of
 from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
@@ -78,7 +78,7 @@ def examine() -> dict[str, Any]:
     """Everything the command prints, as plain values."""
     accelerator = look_at_torch()
     return {
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {p: version_of(p) for p in _PACKAGES},
         "python": sys.executable,
         "platform": platform.platform(),
         "devices": {
@@ -152,7 +152,7 @@ def _precisions(accelerator: Accelerator) -> Iterator[Ability]:
 
 
 def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
-    triton = _version("triton")
+    triton = version_of("triton")
     if triton and accelerator.gpus:
         yield Ability("Triton and flex attention", True, f"triton {triton}")
     else:
@@ -161,7 +161,7 @@ def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
     compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
     note = compiler or "no C++ compiler on the path; install g++, or leave compile: false"
     yield Ability("torch.compile", compiler is not None, note)
-    flash = _version("flash-attn")
+    flash = version_of("flash-attn")
     needs = "not installed; optional, sdpa is used instead"
     yield Ability("flash-attn", flash is not None, f"flash-attn {flash}" if flash else needs)
 
@@ -178,17 +178,18 @@ def _packages() -> Iterator[Ability]:
         ("data sets by id", ("datasets",), "datasets"),
     )
     for name, packages, extra in groups:
-        missing = [package for package in packages if _version(package) is None]
+        found = {package: installed_as(package) for package in packages}
+        missing = [package for package, version in found.items() if version is None]
         if missing:
             note = f"{', '.join(missing)} not installed: pip install '{extra}'"
         else:
-            note = ", ".join(f"{package} {_version(package)}" for package in packages)
+            note = ", ".join(filter(None, found.values()))
         yield Ability(name, not missing, note)
 
 
 def _models() -> Iterator[Ability]:
-    missing = [package for package in ("gguf", "accelerate") if _version(package) is None]
-    note = f"pip install {' '.join(missing)}" if missing else f"gguf {_version('gguf')}"
+    missing = [package for package in ("gguf", "accelerate") if version_of(package) is None]
+    note = f"pip install {' '.join(missing)}" if missing else f"gguf {version_of('gguf')}"
     yield Ability("GGUF targets", not missing, note)
     from fledge.models import embedded
     from fledge.models.convert_gguf import directory_name
@@ -220,13 +221,6 @@ def cache_contents(root: Path) -> list[dict[str, Any]]:
         name = str(record.get("name", place.relative_to(root)))
         entries.append({"name": name, "path": str(place), "bytes": _size(place)})
     return entries
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _is_set(flag: str) -> bool:

@@ -109,5 +109,5 @@ def _show(written: Path, record: dict[str, Any]) -> None:
     for note in check["notes"]:
         out.say(note, style="yellow")
     target = record["target"]["served_as"] or "TARGET"
-    command = serve_command(record, str(written), target=target)
+    command = serve_command(record, str(written.absolute()), target=target)
     out.say(f"serve it: {shlex.join(command)}")

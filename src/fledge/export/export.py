@@ -42,7 +42,12 @@ from fledge.export.self_check import (
     same_embeddings,
     with_target_embeddings,
 )
-from fledge.export.source import facts_of_target, name_for_engines, read_source
+from fledge.export.source import (
+    dtype_for_engines,
+    facts_of_target,
+    name_for_engines,
+    read_source,
+)
 from fledge.methods.registry import method_of
 
 _SHAPE = ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
@@ -139,8 +144,11 @@ class _Job:
                 source, self.target.name, aux_layer_ids=draft.aux_layer_ids, device=self.device,
                 trust_remote_code=self.trust_remote_code,
             )  # fmt: skip
-            fingerprint = self.in_use.target.info().tokenizer_fingerprint
-            self.target = dataclasses.replace(self.target, tokenizer_fingerprint=fingerprint)
+            info = self.in_use.target.info()
+            self.target = dataclasses.replace(
+                self.target, tokenizer_fingerprint=info.tokenizer_fingerprint,
+                dtype=dtype_for_engines(info.dtype),
+            )  # fmt: skip
         self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
         self.embeddings = self._settle_embeddings()
         self.features = self._check(trained_embeddings=self.embeddings == "trained")

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
+from fledge.core.packages import is_installed
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
 from fledge.target.packing import right_padded
 from fledge.target.runner import EngineEagle3TargetModel
@@ -266,8 +266,7 @@ def vllm_dtype(dtype: torch.dtype | str | None) -> str:
 
 
 def _check_installed() -> None:
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:  # a directory of that name is not it
+    if not is_installed("vllm"):
         raise MissingPackage("vLLM is not installed", where="target", fix=_INSTALL)
     from vllm.version import __version__
 
