@@ -207,6 +207,7 @@ def test_run_starts_the_vllm_that_is_here(engine_here, exports, monkeypatch):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[1:] == printed[1 if name == "vllm" else 3 :]
+    assert "ask it greedily" in done.stderr
 
 
 def test_doctor_finds_the_vllm_that_is_here(engine_here, monkeypatch):
@@ -241,6 +242,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, kind, meet=1):
         super().__init__(("127.0.0.1", 0), Handler)
         self.kind, self.lock, self.answered = kind, threading.Lock(), 7  # some before our time
+        self.counted = self.answered
         self.bodies = []
         self.meet = threading.Barrier(meet) if meet > 1 else None
 
@@ -249,8 +251,10 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def metrics(self):
+        """As vLLM's: a client may have its answer a moment before the counters know of it."""
         if self.kind == "vllm":
-            drafts = ROUNDS * self.answered
+            drafts, running = ROUNDS * self.counted, self.answered - self.counted
+            self.counted = self.answered
             return "\n".join(
                 [
                     "# HELP vllm:spec_decode_num_drafts_total rounds",
@@ -262,7 +266,8 @@ class Server(ThreadingHTTPServer):
                         f'{{engine="0",position="{k}"}} {drafts if k < 2 else 0}'
                         for k in range(3)
                     ),
-                    f'vllm:num_requests_running{{engine="0"}} {self.answered}',
+                    'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9',
+                    f'vllm:num_requests_running{{engine="0"}} {running}',
                 ]
             )
         return "sglang:spec_accept_length 2.5\n" if self.kind == "sglang gauge" else ""
@@ -399,6 +404,7 @@ def test_the_command_compares_two_servers():
         assert draft.bodies[-1]["max_tokens"] == 33
     assert "3.000" in shown.output
     assert "vLLM's counters" in shown.output
+    assert "counts all that was verified, also past the end" in " ".join(shown.output.split())
     assert [(one["server"], one["concurrency"]) for one in found] == [
         ("baseline", 1), ("draft", 1), ("baseline", 2), ("draft", 2),
     ]  # fmt: skip
@@ -425,4 +431,5 @@ def test_seconds_per_token_leave_the_first_out():
 
 def test_counters_of_several_engines_add_up():
     text = 'vllm:spec_decode_num_drafts_total{engine="0"} 3\n' * 2 + "# comment\nother_total 9"
+    text += '\nvllm:spec_decode_num_drafts_created{engine="0"} 1.7e9'
     assert parse_counters(text) == {"vllm:spec_decode_num_drafts": 6.0}

@@ -14,7 +14,7 @@ from fledge.cli.console import err, out, print_json
 from fledge.cli.options import TrainedTokens, TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.machine import memory_bytes
-from fledge.core.packages import is_installed, version_of
+from fledge.core.packages import installed_as, is_installed, version_of
 
 EXAMPLE = (
     "Example: fledge serve runs/my_draft/exports/vllm\n\n"
@@ -22,6 +22,8 @@ EXAMPLE = (
 )
 _VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 _MOST_CPU_CACHE = 4 * 2**30  # of keys and values; unless told, vLLM wants nearly all memory
+_LOSES_TEMPERATURE = "0.32"  # tests/engines/vllm/mended_sampling says how
+_GREEDY_ONLY = "with a draft on a CPU loses the temperature of requests: ask it greedily"
 _SPACE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 
 
@@ -81,8 +83,12 @@ def _for_this_vllm(command: list[str], given: Sequence[str]) -> list[str]:
     if version_of("vllm") is None:  # `vllm` asks for a distribution of that name, and fails
         assert command[:2] == ["vllm", "serve"]
         command = ["python", "-m", _VLLM_SERVER, "--model", *command[2:]]
+    if not _on_cpu():
+        return command
+    if f"vllm {_LOSES_TEMPERATURE}." in (installed_as("vllm") or ""):
+        err.say(f"vLLM {_LOSES_TEMPERATURE} {_GREEDY_ONLY}", style="yellow")
     told = "VLLM_CPU_KVCACHE_SPACE" in os.environ
-    if told or any(word.startswith(_SPACE_FLAGS) for word in given) or not _on_cpu():
+    if told or any(word.startswith(_SPACE_FLAGS) for word in given):
         return command
     return [*command, _SPACE_FLAGS[0], str(_cpu_cache_bytes())]
 

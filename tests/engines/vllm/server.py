@@ -23,6 +23,7 @@ from fledge.bench.server import parse_counters
 _READY = "Application startup complete"
 _FINISHED = re.compile(r"^vllm:request_success_total\{[^}]*\} (\S+)$", re.MULTILINE)
 _COUNTED_S = 30.0
+_PLUGIN = Path(__file__).parent / "mended_sampling"
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class Server:
         return Reply(tokens, rounds["per_step_drafted"], rounds["per_step_accepted"])
 
     def ask_all(
-        self, prompts: Sequence[Sequence[int]], *, concurrency: int, **options: Any
+        self, seeds: Sequence[int], prompts: Sequence[Sequence[int]], **options: Any
     ) -> list[Reply]:
-        """`concurrency` requests are on their way at any time; seeds follow the prompts' order."""
-        with ThreadPoolExecutor(concurrency) as pool:
-            waiting = [
-                pool.submit(self.ask, prompt, seed=seed, **options)
-                for seed, prompt in enumerate(prompts)
-            ]
-            return [one.result() for one in waiting]
+        """All of them at once."""
+
+        def ask(seed: int, prompt: Sequence[int]) -> Reply:
+            return self.ask(prompt, seed=seed, **options)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, seeds, prompts))
 
     @property
     def model(self) -> str:
@@ -101,7 +102,7 @@ def serving(export: Path, *flags: str) -> Iterator[Server]:
     # as a user's shell: without what our other tests tell the vLLM inside their process
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     environment |= {
-        "PYTHONPATH": str(Path(fledge.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(Path(fledge.__file__).parents[1]), str(_PLUGIN)]),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

