@@ -131,7 +131,7 @@ def test_an_engine_on_a_gpu_is_asked_how_fast_it_is(recipe, monkeypatch):
         return real(rows)
 
     monkeypatch.setattr(pace_module, "_tried", lambda _: None)  # as on a GPU
-    monkeypatch.setattr(pace_module, "EngineEagle3TargetModel", type(target))
+    monkeypatch.setattr(target, "inside_engine", True)
     monkeypatch.setattr(pace_module, "target_weights", lambda _: [])
     monkeypatch.setattr(pace_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(target, "answer", answer)

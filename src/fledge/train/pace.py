@@ -22,7 +22,6 @@ from fledge.measure.packed import target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.target.finite import NotFinite
 from fledge.target.remember import colocated
-from fledge.target.runner import EngineEagle3TargetModel
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
@@ -50,17 +49,14 @@ def pace_of(training: "Training") -> Pace:
     tried = None
     if parts.device.type == "cpu" and not parts.target.supports_async:
         tried = _tried(training)
-    if tried is None and isinstance(parts.target, EngineEagle3TargetModel):
+    if tried is None and parts.target.inside_engine:
         return replace(_by_rate(training), target_s=_asked(training))
     return tried or _by_rate(training)
 
 
 def target_weights(training: "Training") -> list[nn.Parameter]:
-    """Those of a target in this process, also inside an engine; others run elsewhere."""
-    target = training.parts.target
-    if isinstance(target, EngineEagle3TargetModel):
-        return list(target.model.parameters())
-    module = target.info().module
+    """Those of a target in this process; others run elsewhere."""
+    module = training.parts.target.info().module
     return [] if module is None else list(module.parameters())
 
 

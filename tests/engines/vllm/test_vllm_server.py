@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from engines.cases import VOCABULARY, engine_target, greedy_texts, saved
 from engines.vllm.server import Server, serving
 from engines.vllm.test_vllm_export import ANSWER, DEPTHS, PROMPT, Trained, fitted
-from fledge.bench.server import Load, ServerAcceptance, measure_server
+from fledge.bench.server import Load, measure_server
 from fledge.decode.rounds import walk_rounds
 from fledge.measure.replay import Text, replay
 
@@ -63,20 +63,23 @@ def running(request: Any, engines: Any, tmp_path_factory: Any) -> Iterator[Runni
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(root / "tiny-llama")
     made = fitted(request.param, root / "draft", root / "tiny-llama")
-    new = greedy_texts(model, count=PROMPTS - len(made.texts), prompt=PROMPT, answer=LONGER, seed=9)
+    texts = greedy_texts(model, count=PROMPTS, prompt=PROMPT, answer=LONGER)  # 8 that it has seen
     flags = ["--max-model-len", "128", "--max-num-seqs", "4", "--enforce-eager"]
     flags += ["--per-request-spec-decode-metrics", "detailed"]
     with serving(made.export("vllm"), *flags) as server:
-        yield Running(server, made, [*made.texts, *new.tolist()])
+        yield Running(server, made, texts.tolist())
 
 
-def accepted_by_replay(made: Trained, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of each round until `ANSWER` tokens are there, as far as it was verified."""
+def rounds_of(
+    made: Trained, texts: Sequence[Sequence[int]], new_tokens: int = ANSWER
+) -> list[list[tuple[int, int]]]:
+    """By our replay, until so many tokens are there: of every round, how many drafted tokens were
+    verified as right, also past the end, and how many tokens it added."""
     known = [Text(text[:PROMPT], text[PROMPT:]) for text in texts]
     return [
         [
-            one.accepted_T[walked.context - 2]
-            for walked in walk_rounds(one.accepted_T, prompt=PROMPT, total=PROMPT + ANSWER)
+            (one.accepted_T[walked.context - 2], walked.emitted)
+            for walked in walk_rounds(one.accepted_T, prompt=PROMPT, total=PROMPT + new_tokens)
         ]
         for one in replay(made.target, made.draft, known, num_draft_tokens=DEPTHS)
     ]
@@ -87,7 +90,7 @@ def assert_counted(
 ) -> None:
     """As many prompts as run at a time are one group: /metrics grows by their rounds, which every
     reply lists as well."""
-    expected = accepted_by_replay(running.made, texts)
+    expected = [[right for right, _ in one] for one in rounds_of(running.made, texts)]
     for first in range(0, len(texts), concurrency):
         group = slice(first, first + concurrency)
         finished = running.server.finished()
@@ -146,23 +149,27 @@ def test_bench_and_eval_count_the_last_round_as_they_say(running: Running) -> No
     """Bench as vLLM: all that was verified. Replay, which `fledge eval` shows: what it added."""
     ended = running.made.target.model.config.eos_token_id
     texts = [text for text in running.texts if ended not in text[PROMPT : PROMPT + ANSWER]]
+    by_length = {
+        n: [one for text in rounds_of(running.made, texts, n) for one in text]
+        for n in range(ANSWER // 2, ANSWER)
+    }
+
+    def cut_off(n: int) -> int:
+        return sum(right + 1 - added for right, added in by_length[n])
+
+    most = max(by_length, key=cut_off)  # answers whose end cuts off as much as possible
+    rounds = by_length[most]
     asked = [[{"role": "user", "content": " ".join(f"w{i}" for i in t[:PROMPT])}] for t in texts]
-    load = Load(asked, requests=len(asked), concurrency=4, max_tokens=ANSWER)
+    load = Load(asked, requests=len(asked), concurrency=4, max_tokens=most)
     found = measure_server(running.server.url, load)
-    assert found.tokens == ANSWER * len(texts)
-    verified = [n for one in accepted_by_replay(running.made, texts) for n in one]
-    assert found.acceptance == ServerAcceptance(
-        length=1 + sum(verified) / len(verified),
-        per_position=[sum(n > k for n in verified) / len(verified) for k in range(DEPTHS)],
-        drafts=len(verified),
-        source=found.acceptance.source,
-        last_round=found.acceptance.last_round,
-    )
-    as_asked = [Text(text[:PROMPT], text[PROMPT : PROMPT + ANSWER]) for text in texts]
+    assert found.tokens == most * len(texts)
+    assert found.acceptance is not None
+    assert found.acceptance.drafts == len(rounds)
+    assert found.acceptance.length == 1 + sum(right for right, _ in rounds) / len(rounds)
+    as_asked = [Text(text[:PROMPT], text[PROMPT : PROMPT + most]) for text in texts]
     replayed = replay(running.made.target, running.made.draft, as_asked, num_draft_tokens=DEPTHS)
-    added = [one.emitted for text in replayed for one in text.rounds]
-    assert sum(added) / len(added) < found.acceptance.length
-    assert len(added) == len(verified)
+    assert [one.emitted for text in replayed for one in text.rounds] == [n for _, n in rounds]
+    assert cut_off(most) > 0
 
 
 def test_the_defect_that_is_mended_is_there() -> None:

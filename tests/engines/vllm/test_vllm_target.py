@@ -174,7 +174,6 @@ def test_a_command_predicts_its_time_and_keeps_to_itself(tiny_chats: Any, tmp_pa
     assert "safetensors checkpoint shards" not in done.stderr
     assert "Initializing a V1 LLM engine" in (tmp_path / "cache/logs/vllm.log").read_text()
     predicted, measured = found["predicted"], found["measured"]
-    assert predicted["target_bytes"] > 4 * 400 * 64
     assert predicted["seconds_by_part"]["start_up"] > 2  # vLLM's
     # a machine that does other things too; without start and pace it was a twentieth
     assert measured["seconds"] / 3 < predicted["seconds"] < 3 * measured["seconds"]
