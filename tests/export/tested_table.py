@@ -53,6 +53,15 @@ TESTED = [
         f"{_VLLM}::test_vllm_proposes_what_eagle1_drafts_propose", "eagle1-vllm",
         _versions("vllm"), "the same", kinds=("eagle1", "eagle1 of two layers"),
     ),
+    *(
+        Tested(
+            f"tests/engines/vllm/test_vllm_server.py::{test}", "plain-vllm",
+            f"{_versions('vllm')}, a server by `serve --run`",
+            f"{how}, one and four requests at a time: every round, and /metrics, equal our replay",
+            kinds=("eagle3", "p-eagle"),
+        )
+        for test, how in (("test_greedy", "greedy"), ("test_at_a_temperature", "at a temperature"))
+    ),
     Tested(
         f"{_VLLM}::test_a_wrong_config_is_noticed", "plain-vllm, eagle1-vllm", _versions("vllm"),
         "controls: wrong aux layers, norm flags, rotary base and scaling do not pass",

@@ -89,7 +89,8 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
         assert record["self_check"]["decoded"]["same_as_checkpoint"]
         command = serve_command(record, str(out), target="T")
         if engine == "vllm":
-            assert json.loads(command[-1])["method"] == "eagle"
+            given = command[command.index("--speculative-config") + 1]
+            assert json.loads(given)["method"] == "eagle"
         else:
             assert command[command.index("--speculative-algorithm") + 1] == "EAGLE"
             topk = command[command.index("--speculative-eagle-topk") + 1]

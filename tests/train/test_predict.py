@@ -1,6 +1,7 @@
 """The predicted time holds all that a run does, and a prediction leaves the run as it was."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,6 +117,27 @@ def test_a_target_that_is_broken_is_left_to_the_run(recipe, monkeypatch):
     with torch.no_grad():
         module.lm_head.weight.fill_(float("nan"))
     assert pace_of(training) == pace_module._by_rate(training)
+
+
+def test_an_engine_on_a_gpu_is_asked_how_fast_it_is(recipe, monkeypatch):
+    """Its weights cannot be counted: by them its answers would cost nothing."""
+    training = set_up(recipe())
+    target, now, asked = training.parts.target, [0.0], []
+    real = target.answer
+
+    def answer(rows):
+        asked.append(rows.tokens)
+        now[0] += 7.0 if len(asked) == 1 else 1.0  # the first time is no guide
+        return real(rows)
+
+    monkeypatch.setattr(pace_module, "_tried", lambda _: None)  # as on a GPU
+    monkeypatch.setattr(target, "inside_engine", True)
+    monkeypatch.setattr(pace_module, "target_weights", lambda _: [])
+    monkeypatch.setattr(pace_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(target, "answer", answer)
+    pace = pace_of(training)
+    assert asked[0] == asked[1] >= training.stream.tokens
+    assert pace == replace(pace_module._by_rate(training), target_s=1 / asked[0])
 
 
 def test_plan_and_train_show_the_parts(recipe, tmp_path, capsys, monkeypatch):

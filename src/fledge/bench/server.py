@@ -18,6 +18,10 @@ import httpx
 from fledge.core.errors import BadInput
 
 _PERCENTILES = (50, 90, 99)
+_ALL_VERIFIED = "counts all that was verified, also past the end; `fledge eval`: what it added"
+_BY_VERSION = "counts as that version of SGLang counts it; `fledge eval`: what it added"
+_SETTLE_TRIES, _SETTLE_S = 20, 0.05
+_RUNNING = re.compile(r"^vllm:num_requests_running(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 _SAMPLE = re.compile(r"(?P<name>[\w:]+)(\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 
 
@@ -55,6 +59,7 @@ class ServerAcceptance:
     per_position: list[float] = field(default_factory=list)  # P(tokens 1..k accepted); vLLM only
     drafts: int | None = None
     source: str = ""
+    last_round: str = ""  # how a round counts that the end of an answer cuts short
 
 
 @dataclass(frozen=True)
@@ -190,9 +195,19 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 async def _counters(client: httpx.AsyncClient) -> dict[str, float]:
-    """The spec-decode samples of /metrics, summed over engines; empty when it has none."""
-    response = await client.get("/metrics", follow_redirects=True)
-    return parse_counters(response.text) if response.status_code == 200 else {}
+    """The spec-decode samples of /metrics, summed over engines; empty when it has none.
+
+    vLLM sends an answer a moment before it counts the last round: this waits until it knows of no
+    running request, but not for those of others.
+    """
+    for _ in range(_SETTLE_TRIES):
+        response = await client.get("/metrics", follow_redirects=True)
+        if response.status_code != 200:
+            return {}
+        if all(float(count) == 0 for count in _RUNNING.findall(response.text)):
+            break
+        await asyncio.sleep(_SETTLE_S)
+    return parse_counters(response.text)
 
 
 def parse_counters(text: str) -> dict[str, float]:
@@ -201,6 +216,8 @@ def parse_counters(text: str) -> dict[str, float]:
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if match is None or "spec_" not in match["name"]:
+            continue
+        if match["name"].endswith("_created"):  # when the counter was made: no count
             continue
         name = match["name"].removesuffix("_total")
         if position := re.search(r'position="(\d+)"', match["labels"] or ""):
@@ -224,12 +241,15 @@ async def _acceptance(
             per_position=[grown[f"{per_position}:{k}"] / drafts for k in range(positions)],
             drafts=int(drafts),
             source="vLLM's counters over the measured requests",
+            last_round=_ALL_VERIFIED,
         )
     for path in ("/server_info", "/get_server_info"):  # 0.5.9 knows the second only
         response = await client.get(path)
         states = response.json().get("internal_states") if response.status_code == 200 else None
         if states and (length := states[0].get("avg_spec_accept_length")):
-            return ServerAcceptance(length, source="SGLang's average since its start")
+            source = "SGLang's average since its start"
+            return ServerAcceptance(length, source=source, last_round=_BY_VERSION)
     if length := after.get("sglang:spec_accept_length"):
-        return ServerAcceptance(length, source="SGLang's gauge, of its latest batches")
+        source = "SGLang's gauge, of its latest batches"
+        return ServerAcceptance(length, source=source, last_round=_BY_VERSION)
     return None

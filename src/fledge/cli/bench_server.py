@@ -83,8 +83,11 @@ def _show(runs: list[tuple[str, Any]]) -> None:
         shown.add_row(name, str(run.concurrency), speed, gain, *times, length)
     out.print(shown)
     drafted = [run for name, run in runs if name == "draft"]
-    for source in dict.fromkeys(run.acceptance.source for run in drafted if run.acceptance):
-        out.print(f"acceptance length = 1 + accepted / drafted rounds: {source}.", style="dim")
+    for told in dict.fromkeys(
+        (run.acceptance.source, run.acceptance.last_round) for run in drafted if run.acceptance
+    ):
+        out.print(f"acceptance length = 1 + accepted / drafted rounds: {told[0]}.", style="dim")
+        out.print(f"A round that the end of an answer cuts short {told[1]}.", style="dim")
     if not any(run.acceptance for run in drafted):
         silent = "the server tells nothing about speculative decoding: is the draft on?"
         out.print(f"{silent} SGLang needs --enable-metrics", style="yellow")

@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from fledge.cli.console import out, print_json
 from fledge.core.files import cache_dir
 from fledge.core.install import fledge_command, install_extra, install_packages
 from fledge.core.machine import cpu_cores, memory_bytes
+from fledge.core.packages import installed_as, version_of
 from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
@@ -81,7 +81,7 @@ def examine() -> dict[str, Any]:
     """Everything the command prints, as plain values."""
     accelerator = look_at_torch()
     return {
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {p: version_of(p) for p in _PACKAGES},
         "python": sys.executable,
         "command": fledge_command(),
         "platform": platform.platform(),
@@ -156,7 +156,7 @@ def _precisions(accelerator: Accelerator) -> Iterator[Ability]:
 
 
 def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
-    triton = _version("triton")
+    triton = version_of("triton")
     if triton and accelerator.gpus:
         yield Ability("Triton and flex attention", True, f"triton {triton}")
     else:
@@ -165,7 +165,7 @@ def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
     compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
     note = compiler or "no C++ compiler on the path; install g++, or leave compile: false"
     yield Ability("torch.compile", compiler is not None, note)
-    flash = _version("flash-attn")
+    flash = version_of("flash-attn")
     needs = "not installed; optional, sdpa is used instead"
     yield Ability("flash-attn", flash is not None, f"flash-attn {flash}" if flash else needs)
 
@@ -182,21 +182,21 @@ def _packages() -> Iterator[Ability]:
         ("data sets by id", ("datasets",), install_packages("datasets")),
     )
     for name, packages, install in groups:
-        missing = [package for package in packages if _version(package) is None]
+        found = {package: installed_as(package) for package in packages}
+        missing = [package for package, version in found.items() if version is None]
         if missing:
             yield Ability(name, False, f"{', '.join(missing)} not installed", install)
         else:
-            note = ", ".join(f"{package} {_version(package)}" for package in packages)
-            yield Ability(name, True, note)
+            yield Ability(name, True, ", ".join(filter(None, found.values())))
 
 
 def _models() -> Iterator[Ability]:
-    missing = [package for package in ("gguf", "accelerate") if _version(package) is None]
+    missing = [package for package in ("gguf", "accelerate") if version_of(package) is None]
     if missing:
         note = f"{', '.join(missing)} not installed"
         yield Ability("GGUF targets", False, note, install_packages(*missing))
     else:
-        yield Ability("GGUF targets", True, f"gguf {_version('gguf')}")
+        yield Ability("GGUF targets", True, f"gguf {version_of('gguf')}")
     from fledge.models import embedded
     from fledge.models.convert_gguf import directory_name
 
@@ -228,13 +228,6 @@ def cache_contents(root: Path) -> list[dict[str, Any]]:
         name = str(record.get("name", place.relative_to(root)))
         entries.append({"name": name, "path": str(place), "bytes": _size(place)})
     return entries
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _is_set(flag: str) -> bool:

@@ -115,6 +115,6 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         out.print(lengths)
     for note in check["notes"]:
         out.say(note, style="yellow")
-    target = target_here(written, record) or "TARGET"
-    command = serve_command(record, str(written.resolve()), target=target)
+    target, named = target_here(written, record) or "TARGET", record["target"]["name"] or None
+    command = serve_command(record, str(written.absolute()), target=target, named=named)
     out.say(f"serve it: {shlex.join(command)}")

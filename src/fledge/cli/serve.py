@@ -1,23 +1,31 @@
 """`fledge serve`: the command that serves an export; with `--run` it is started."""
 
-import importlib.util
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from fledge.cli.console import out, print_json
+from fledge.cli.console import err, out, print_json
 from fledge.cli.options import TrainedTokens, TrustRemoteCode
 from fledge.core.errors import BadInput
+from fledge.core.install import install_packages
+from fledge.core.machine import memory_bytes
+from fledge.core.packages import installed_as, is_installed, version_of
 
 EXAMPLE = (
     "Example: fledge serve runs/my_draft/exports/vllm\n\n"
     "Example: fledge serve runs/my_draft/exports/sglang --run --port 30000 -- --dtype bfloat16"
 )
+_VLLM_SERVER = "vllm.entrypoints.openai.api_server"
+_MOST_CPU_CACHE = 4 * 2**30  # of keys and values; unless told, vLLM wants nearly all memory
+_LOSES_TEMPERATURE = "0.32"  # tests/engines/vllm/mended_sampling says how
+_GREEDY_ONLY = "with a draft on a CPU loses the temperature of requests: ask it greedily"
+_SPACE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 
 
 def serve(
@@ -37,37 +45,69 @@ def serve(
     """Print the engine's command for a draft: its flags decide whether the draft works at all.
 
     A wrong method, or P-EAGLE without parallel drafting, gives acceptance 1.0 without a warning.
+    The command is for the engine that is installed here; where there is none, for a usual one.
     """
-    from fledge.export.commands import ENGINE_MODULES, serve_command
+    from fledge.export.commands import ENGINE_MODULES, serve_command, without_repeats
     from fledge.export.export import read_export_record
     from fledge.export.here import target_here
+    from fledge.export.source import name_for_engines
 
     record = read_export_record(draft)
-    name = target or target_here(draft, record)
+    name = name_for_engines(target) if target else target_here(draft, record)
     if not name:
         called = record["target"]["name"]
         what = f"where its target {called} lies is not known here" if called else "no target named"
         raise BadInput(what, where=str(draft), fix="give --target MODEL")
     command = serve_command(
-        record, str(draft.resolve()), target=_absolute(name), host=host or None,
-        port=port or None, num_draft_tokens=draft_tokens or None,
+        record, str(draft.expanduser().absolute()), target=name, host=host or None,
+        named=target or record["target"]["name"] or None, port=port or None,
+        num_draft_tokens=draft_tokens or None,
     )  # fmt: skip
-    command += [*(["--trust-remote-code"] if trust_remote_code else []), *(more or [])]
-    if not run:
+    module, given = ENGINE_MODULES[record["engine"]], more or []
+    is_here = is_installed(module)
+    if is_here and module == "vllm":
+        command = _for_this_vllm(command, given)
+    command = without_repeats(command, given)
+    command += ["--trust-remote-code"] if trust_remote_code else []
+    if "--dtype" not in command:
+        err.say(f"no --dtype: {module} will choose one (`fledge export` records it)", "yellow")
+    if not run or not is_here:
         print_json(command) if as_json else out.plain(shlex.join(command))
+    if not run:
         return
-    module = ENGINE_MODULES[record["engine"]]
-    if importlib.util.find_spec(module) is None:
-        fix = f"pip install {module}, or run the printed command where it is"
+    if not is_here:
+        fix = f"{install_packages(module)}, or run the printed command where it is"
         raise BadInput(f"{module} is not installed here", fix=fix)
     words = _with_programs_here(command)
+    err.say(shlex.join(words), style="dim")
     os.execv(words[0], words)
 
 
-def _absolute(name: str) -> str:
-    """A directory as the engine finds it from anywhere; a hub id as it stands."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else name
+def _for_this_vllm(command: list[str], given: Sequence[str]) -> list[str]:
+    """As the vLLM of this machine wants it."""
+    if version_of("vllm") is None:  # `vllm` asks for a distribution of that name, and fails
+        assert command[:2] == ["vllm", "serve"]
+        command = ["python", "-m", _VLLM_SERVER, "--model", *command[2:]]
+    if not _on_cpu():
+        return command
+    if f"vllm {_LOSES_TEMPERATURE}." in (installed_as("vllm") or ""):
+        err.say(f"vLLM {_LOSES_TEMPERATURE} {_GREEDY_ONLY}", style="yellow")
+    told = "VLLM_CPU_KVCACHE_SPACE" in os.environ
+    if told or any(word.startswith(_SPACE_FLAGS) for word in given):
+        return command
+    return [*command, _SPACE_FLAGS[0], str(_cpu_cache_bytes())]
+
+
+def _on_cpu() -> bool:
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True) is None
+
+
+def _cpu_cache_bytes() -> int:
+    """An eighth of the memory, whose rest belongs to the model and to whoever else is here."""
+    eighth = (memory_bytes() or _MOST_CPU_CACHE * 8) // 8
+    return min(_MOST_CPU_CACHE, eighth // 2**20 * 2**20)
 
 
 def _with_programs_here(command: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """The command that serves a draft, for each engine."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fledge.methods.base import Method
@@ -21,14 +22,22 @@ def serve_command(
     directory: str,
     *,
     target: str,
+    named: str | None = None,
     num_draft_tokens: int | None = None,
     host: str | None = None,
     port: int | None = None,
 ) -> list[str]:
-    """`record` is an export's own (fledge_export.json); k defaults to what it was trained for."""
+    """`record` is an export's own (fledge_export.json); k defaults to what it was trained for.
+
+    `target` is what the engine loads, `named` what a person calls it, where it is another one than
+    the record's.
+    """
     depth = num_draft_tokens or record["num_draft_tokens"]
     method = method_of_record(record)
-    where = [] if host is None else ["--host", host]
+    known = record["target"]
+    own_name = known["name"] if target == known["served_as"] else target
+    where = _identity(named or own_name, known.get("dtype", ""))
+    where += [] if host is None else ["--host", host]
     where += [] if port is None else ["--port", str(port)]
     if record["engine"] == "sglang":
         return [
@@ -37,7 +46,7 @@ def serve_command(
             "--speculative-draft-model-path", directory,
             "--speculative-num-steps", str(depth), *method.sglang_flags(depth), *where,
         ]  # fmt: skip
-    as_recorded = num_draft_tokens is None and target == record["target"]["served_as"]
+    as_recorded = num_draft_tokens is None and target == known["served_as"]
     if record["engine"] == "speculators" and as_recorded:
         return ["vllm", "serve", directory, *where]  # target, method and k are in the file
     speculative: dict[str, Any] = {
@@ -47,3 +56,31 @@ def serve_command(
         **method.vllm_settings,
     }
     return ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *where]
+
+
+def _identity(name: str, dtype: str) -> list[str]:
+    """What an engine would otherwise choose by itself: the precision (float32 silently becomes 16
+    bits), and the name that clients see and manifests keep (a path on the server's disk)."""
+    flags = ["--dtype", dtype] if dtype else []
+    return [*flags, "--served-model-name", public_name(name)] if name else flags
+
+
+def public_name(target: str) -> str:
+    """A hub id or an embedded name as it stands, without its revision; of a path the last part."""
+    path = Path(target)
+    if path.suffix == ".gguf":
+        return path.stem
+    is_path = path.is_absolute() or target.startswith((".", "~")) or target.count("/") > 1
+    return path.name if is_path else target.partition("@")[0]
+
+
+def without_repeats(command: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The command and the user's own flags behind it; what these say is not said before."""
+    theirs = {word.partition("=")[0] for word in given if word.startswith("--")}
+    kept, words = [], iter(command)
+    for word in words:
+        if word in theirs:  # every flag of ours that users may give has a value
+            next(words)
+        else:
+            kept.append(word)
+    return [*kept, *given]

@@ -43,6 +43,7 @@ from fledge.export.self_check import (
     with_target_embeddings,
 )
 from fledge.export.source import (
+    dtype_for_engines,
     facts_of_target,
     name_for_engines,
     named_target,
@@ -152,8 +153,11 @@ class _Job:
                 source, self.target_name, aux_layer_ids=draft.aux_layer_ids, device=self.device,
                 trust_remote_code=self.trust_remote_code,
             )  # fmt: skip
-            fingerprint = self.in_use.target.info().tokenizer_fingerprint
-            self.target = dataclasses.replace(self.target, tokenizer_fingerprint=fingerprint)
+            info = self.in_use.target.info()
+            self.target = dataclasses.replace(
+                self.target, tokenizer_fingerprint=info.tokenizer_fingerprint,
+                dtype=dtype_for_engines(info.dtype),
+            )  # fmt: skip
         self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
         self.embeddings = self._settle_embeddings()
         self.features = self._check(trained_embeddings=self.embeddings == "trained")

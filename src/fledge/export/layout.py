@@ -24,6 +24,7 @@ class TargetFacts:
 
     name: str = ""  # as the user says it
     served_as: str = ""  # as an engine understands it
+    dtype: str = ""  # in which the draft was measured with it, else as stored; "": not known
     architectures: list[str] = field(default_factory=list)
     layers: int | None = None  # None: not known here
     tokenizer_fingerprint: str | None = None

@@ -25,6 +25,8 @@ from fledge.train.runs import (
     trained_tokens,
 )
 
+_SERVED_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class DraftSource:
@@ -97,16 +99,28 @@ def read_source(path: Path) -> DraftSource:
 def facts_of_target(name: str, public: str, *, trust_remote_code: bool = False) -> TargetFacts:
     """What the target's configuration says; its weights stay where they are."""
     config = load_config(name, trust_remote_code=trust_remote_code)
-    return named_target(public, list(config.architectures or []), target_depth(config))
+    return TargetFacts(
+        public,
+        public.partition("@")[0],
+        dtype_for_engines(config.dtype),
+        list(config.architectures or []),
+        target_depth(config),
+    )
 
 
-def named_target(public: str, *more: Any) -> TargetFacts:
+def named_target(public: str) -> TargetFacts:
     """Under its public name, and as engines take it: they want a revision as a flag."""
-    return TargetFacts(public, public.partition("@")[0], *more)
+    return TargetFacts(public, public.partition("@")[0])
 
 
 def name_for_engines(name: str) -> str:
     """What an engine on this machine is given: a hub id as it stands, whatever else as its
     directory."""
     is_here = name in EMBEDDED or Path(name).expanduser().exists()
-    return str(local_model(name, weights=False)) if is_here else name.partition("@")[0]
+    return str(local_model(name, weights=False).absolute()) if is_here else name.partition("@")[0]
+
+
+def dtype_for_engines(dtype: torch.dtype | str | None) -> str:
+    """A dtype as engines spell it; "": one that they take from the files alone."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in _SERVED_DTYPES else ""

@@ -182,7 +182,8 @@ def definition(drafted: str, *, temperature: float = 0.0) -> str:
     return (
         "acceptance length = tokens per round of drafting and verification: the accepted drafted "
         "tokens and the one the target adds (bonus token counted; the first token of an answer "
-        "belongs to no round; a round that the end of the text cuts short counts what it added). "
+        "belongs to no round; a round that the end of the text cuts short counts what it added; "
+        "vLLM's counters, which `fledge bench` shows, count all that it verified). "
         f"{drafted[0].upper()}{drafted[1:]} per round, temperature {temperature:g}, on the "
         "target's own answers"
     )

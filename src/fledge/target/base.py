@@ -61,6 +61,7 @@ class Eagle3TargetBackend(ABC):
     supervision: Supervision = "logits"
     supports_async: bool = False  # whether answer_async really overlaps with the caller
     prefetch: int = 0  # if so: how many batches a trainer should ask for in advance
+    inside_engine: bool = False  # which compiles nothing here, and may hold its weights elsewhere
     _selected_token_ids: Tensor | None = None
     _selected_token_mask: Tensor | None = None
     _closed = False

@@ -185,6 +185,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
 class EngineEagle3TargetModel(RunnerEagle3TargetModel):
     """A target inside a serving engine that is started for it."""
 
+    inside_engine = True
     runner_type: ClassVar[Any]  # its `build` starts the engine
 
     @classmethod

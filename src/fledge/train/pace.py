@@ -2,11 +2,12 @@
 
 A CPU is tried out for a moment, on a few rows of the run: how fast it is depends on its cores, and
 on who else uses them. A GPU would first compile for minutes, so it is taken at a rate that was
-measured on whole steps, not at a data sheet's.
+measured on whole steps, not at a data sheet's; but an engine is asked, for it compiles nothing, and
+hides how many weights it has, over how many GPUs.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +49,8 @@ def pace_of(training: "Training") -> Pace:
     tried = None
     if parts.device.type == "cpu" and not parts.target.supports_async:
         tried = _tried(training)
+    if tried is None and parts.target.inside_engine:
+        return replace(_by_rate(training), target_s=_asked(training))
     return tried or _by_rate(training)
 
 
@@ -89,13 +92,34 @@ def _tried(training: "Training") -> Pace | None:
         training.parts.optimizer.zero_grad(set_to_none=True)
 
 
-def _few_rows(training: "Training") -> TokenBatch:
+def _asked(training: "Training") -> float:
+    """Seconds a token of an engine: a pack as the run's own, for a small one does not fill a GPU.
+    0: it does not answer soundly, as above."""
+    target = training.parts.target
+    batch = _few_rows(training, tokens=training.stream.tokens)
+    try:
+        target.answer(batch)
+        _finish(training.parts.device)
+        begin = time.perf_counter()
+        target.answer(batch)
+        _finish(training.parts.device)
+    except (NotFinite, TargetUnreachable):
+        return 0.0
+    return (time.perf_counter() - begin) / batch.tokens
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _few_rows(training: "Training", *, tokens: int = _TRIAL_TOKENS) -> TokenBatch:
     """One pack of rows of a usual length."""
     rows = training.stream.rows
     lengths = np.asarray(rows.lengths[:_TRIAL_ROWS])
     pack: list[Piece] = []
     for row in np.argsort(abs(lengths - int(np.median(lengths))), kind="stable").tolist():
-        if sum(map(len, pack)) < _TRIAL_TOKENS:
+        if sum(map(len, pack)) < tokens:
             pack.append(Piece(row, 0, int(lengths[row])))
     return collate(rows, [tuple(pack)], sum(map(len, pack)), training.pad_id)
 

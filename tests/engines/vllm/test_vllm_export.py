@@ -123,6 +123,19 @@ class Trained:
         return tokens
 
 
+def fitted(kind: str, directory: Path, target_directory: Path) -> Trained:
+    """A draft of some kind for the tiny Llama whose files lie in `target_directory`."""
+    aux, options = (KINDS | UNUSUAL | EAGLE1)[kind]
+    model = engine_target("llama")
+    target = HFEagle3TargetModel(model, aux, supervision="hidden", num_aux_layers=len(aux))
+    draft = make_draft(model, aux, **options)
+    rows = greedy_texts(model, count=10, prompt=PROMPT, answer=ANSWER + DEPTHS + 1)
+    seen = rows[:8]  # two of them are watched again, and two that it has not seen
+    train(draft, target, [(seen, torch.ones_like(seen), torch.ones_like(seen))] * 80)
+    draft.eval().save_pretrained(directory)
+    return Trained(draft, target, directory, target_directory, rows[6:].tolist())
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: Any, engines: Any) -> Callable[[str], Trained]:
     """Drafts by kind, each made once; no engine of the target tests is left open."""
@@ -130,17 +143,7 @@ def trained(tmp_path_factory: Any, engines: Any) -> Callable[[str], Trained]:
 
     @cache
     def make(kind: str) -> Trained:
-        aux, options = (KINDS | UNUSUAL | EAGLE1)[kind]
-        directory = tmp_path_factory.mktemp("draft") / kind
-        model = engine_target("llama")
-        target = HFEagle3TargetModel(model, aux, supervision="hidden", num_aux_layers=len(aux))
-        draft = make_draft(model, aux, **options)
-        rows = greedy_texts(model, count=10, prompt=PROMPT, answer=ANSWER + DEPTHS + 1)
-        seen = rows[:8]  # two of them are watched again, and two that it has not seen
-        train(draft, target, [(seen, torch.ones_like(seen), torch.ones_like(seen))] * 80)
-        draft.eval().save_pretrained(directory)
-        texts = rows[6:].tolist()
-        return Trained(draft, target, directory, engines.saved("llama"), texts)
+        return fitted(kind, tmp_path_factory.mktemp("draft") / kind, engines.saved("llama"))
 
     return make
 

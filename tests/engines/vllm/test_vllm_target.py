@@ -1,9 +1,13 @@
 """A real vLLM as the target: the contract, equality with transformers, nothing left behind."""
 
 import gc
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -145,6 +149,34 @@ def test_a_recipe_trains_through_vllm(engines: Any, tiny_chats: Any, tmp_path: A
         curves.append([line["loss"] for line in notes.lines])
     assert len(curves[0]) >= 5
     assert curves[1] == pytest.approx(curves[0], abs=1e-3)
+
+
+def test_a_command_predicts_its_time_and_keeps_to_itself(tiny_chats: Any, tmp_path: Any) -> None:
+    """As a user runs it: results on stdout alone, vLLM's log in a file, and its start and its pace
+    in the predicted time."""
+    from train.tiny import make_target, recipe_for
+
+    directory = make_target(tmp_path / "target")
+    saved(engine_target(vocab_size=400, num_hidden_layers=4), directory)
+    overrides = ["target.backend=vllm", "training.steps=8"]
+    recipe = recipe_for(directory, tiny_chats, tmp_path / "run", *overrides)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    environment |= {"FLEDGE_CACHE": str(tmp_path / "cache"), "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"PYTHONPATH": str(Path(fledge.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-m", "fledge", "train", str(tmp_path / "recipe.yaml"), "--json"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "INFO" not in done.stderr
+    assert "safetensors checkpoint shards" not in done.stderr
+    assert "Initializing a V1 LLM engine" in (tmp_path / "cache/logs/vllm.log").read_text()
+    predicted, measured = found["predicted"], found["measured"]
+    assert predicted["seconds_by_part"]["start_up"] > 2  # vLLM's
+    # a machine that does other things too; without start and pace it was a twentieth
+    assert measured["seconds"] / 3 < predicted["seconds"] < 3 * measured["seconds"]
 
 
 def test_smollm2(smollm2: Any, engines: Any) -> None:

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +26,11 @@ from torch import Tensor
 from fledge.core.errors import BadInput, MissingPackage, in_words
 from fledge.core.head import TargetHead
 from fledge.core.install import install_packages
+from fledge.core.packages import is_installed
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
 from fledge.target.packing import right_padded
 from fledge.target.runner import EngineEagle3TargetModel
+from fledge.target.vllm.log import quiet_start, send_log_to_file, where_to_look
 
 KNOWN_VERSIONS = ("0.32",)
 _WORKER = "fledge.target.vllm.worker"
@@ -102,6 +103,7 @@ class VLLMTargetRunner:
         _check_installed()
         _check_alone(cls._open)
         engine_kwargs.setdefault("max_model_len", -1)
+        engine_kwargs.setdefault("use_tqdm_on_load", False)
         fixed = {**deepcopy(_FIXED), "speculative_config": _capture(num_aux_layers)}
         for name, wanted in fixed.items():  # vLLM may change what it is given
             if engine_kwargs.setdefault(name, wanted) != wanted:
@@ -271,9 +273,9 @@ def vllm_dtype(dtype: torch.dtype | str | None) -> str:
 
 
 def _check_installed() -> None:
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:  # a directory of that name is not it
+    if not is_installed("vllm"):
         raise MissingPackage("vLLM is not installed", where="target", fix=_install())
+    send_log_to_file()
     from vllm.version import __version__
 
     check_version(__version__)
@@ -291,6 +293,7 @@ def _check_alone(already_open: VLLMTargetRunner | None) -> None:
         )
 
 
+@quiet_start()
 def _start(directory: Path, **engine_args: Any) -> Any:
     """A running engine; if it does not start, whatever it set up is undone."""
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -311,7 +314,7 @@ def _start(directory: Path, **engine_args: Any) -> Any:
         cleanup_dist_env_and_memory()
         if isinstance(error, _REFUSALS):
             raise BadInput(
-                f"vLLM does not start ({error})", where=str(directory), fix="see docs/target.md"
+                f"vLLM does not start ({error})", where=str(directory), fix=where_to_look()
             ) from error
         raise
 

@@ -1,0 +1,28 @@
+"""A plugin of vLLM's own kind (`vllm.general_plugins`), for servers that tests start on a CPU.
+
+vLLM 0.32 without Triton loses the temperature of requests that are drafted for: its CPU kernel
+writes the value of each drafted token into a copy (`_expand_kernel_impl` turns a float tensor into
+an integer one and fills that), and what the sampler then divides by was never written. Texts are
+drawn from other distributions than the target's, NaN among them. On a GPU the kernel is right, and
+with this in its place so are the results on a CPU: what the tests then look at is vLLM's sampling.
+"""
+
+import torch
+from torch import Tensor
+
+
+def expanded(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """[a, b] and counts up to [2, 5] -> [a, a, b, b, b]."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values: Tensor = x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts)
+    assert len(values) == num_tokens
+    return values
+
+
+def mend() -> None:
+    """vLLM calls this in each of its processes."""
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expanded
