@@ -56,4 +56,7 @@ def test_the_extras_that_are_offered_exist():
     sources = (path.read_text() for path in (ROOT / "src").rglob("*.py"))
     offered = {name for text in sources for name in re.findall(r'install_extra\(["\'](\w+)', text)}
     assert offered >= {"serve", "track"}
+    home = ROOT / "src/fledge/core/install.py"
+    others = [path for path in (ROOT / "src").rglob("*.py") if path != home]
+    assert not [path for path in others if "pip install 'fledge[" in path.read_text()]
     assert offered <= set(PROJECT["optional-dependencies"])
