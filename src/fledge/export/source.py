@@ -105,3 +105,10 @@ def name_for_engines(name: str) -> str:
     """A hub id as it stands (engines take revisions as a flag); whatever else as its directory."""
     is_here = name in EMBEDDED or Path(name).expanduser().exists()
     return str(local_model(name, weights=False)) if is_here else name.partition("@")[0]
+
+
+def default_out(source: Path, engine: str) -> Path:
+    """Where an export goes unless told: into the run, or beside a draft that belongs to none."""
+    draft = draft_directory(source)
+    run = run_directory(draft)
+    return draft.with_name(f"{draft.name}-{engine}") if run is None else run / "exports" / engine
