@@ -79,7 +79,7 @@ except fledge.BadInput as error:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "no recipe 'no_such_recipe'" in result.stdout
+    assert "no_such_recipe: no such recipe" in result.stdout
 
 
 SNIPPET = """
@@ -187,7 +187,7 @@ def test_a_recipe_is_a_file_a_name_a_mapping_or_a_recipe(tmp_path):
     assert as_recipe(None) == load_recipe(None)
     for name, path in shipped_recipes().items():
         assert as_recipe(name) == load_recipe(path)
-    assert {"demo", "smollm2_cpu"} <= set(shipped_recipes())
+    assert "smollm2_cpu" in shipped_recipes()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
 from fledge.recipe.layers import Shape, layered, one_line, shapes_of
-from fledge.recipe.shipped import shipped_recipe
+from fledge.recipe.shipped import recipe_file
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, kind_of, target_sections
@@ -156,11 +156,12 @@ def recipe_shapes() -> dict[str, Shape]:
 def load_recipe(
     path: str | os.PathLike[str] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
-    """Read a recipe file (None: defaults only), apply overrides, check everything.
+    """Read a recipe (a file, or a shipped one by name; None: defaults only), apply overrides, check
+    everything.
 
     Raises BadInput with one line: the place (file and line, or the override), the key, the fix.
     """
-    file = None if path is None else Path(path).expanduser()
+    file = None if path is None else recipe_file(path)
     return _checked(file, overrides, where="recipe" if file is None else str(file))
 
 
@@ -178,7 +179,7 @@ def as_recipe(
         return _checked(_without_paths(source or {}), changes, where="recipe")
     if isinstance(source, Recipe):
         return _checked(_said(source), changes, where="recipe") if changes else source
-    return load_recipe(shipped_recipe(source) or source, changes)
+    return load_recipe(source, changes)
 
 
 def _checked(

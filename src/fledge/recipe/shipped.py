@@ -6,24 +6,21 @@ from pathlib import Path
 from fledge.core.errors import BadInput, nearest
 
 _PACKAGE = Path(__file__).parents[1]
-# inside an installed package; in a checkout
-_PLACES = (_PACKAGE / "recipes", _PACKAGE.parents[1] / "recipes")
+_PLACES = (_PACKAGE / "recipes", _PACKAGE.parents[1] / "recipes")  # installed; in a checkout
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Every shipped recipe by its name."""
     place = next((place for place in _PLACES if place.is_dir()), None)
-    files = [] if place is None else sorted(place.glob("*.yaml"))
-    return {"demo": _PACKAGE / "demo" / "recipe.yaml"} | {file.stem: file for file in files}
+    return {} if place is None else {file.stem: file for file in sorted(place.glob("*.yaml"))}
 
 
-def shipped_recipe(name: str | os.PathLike[str]) -> Path | None:
-    """The file of a shipped recipe. What looks like a path, or is a file, is none."""
-    text = os.fspath(name)
-    if Path(text).exists() or Path(text).name != text or Path(text).suffix:
-        return None
-    found = shipped_recipes()
-    if text not in found:
-        what = f"no recipe '{text}', neither a file nor one that comes with fledge"
-        raise BadInput(what, fix=nearest(text, [*found]))
-    return found[text]
+def recipe_file(path: str | os.PathLike[str]) -> Path:
+    """A recipe as people name it: a file, or the name of a shipped one."""
+    file, name = Path(path).expanduser(), os.fspath(path)
+    shipped = shipped_recipes()
+    if name in shipped and not file.is_file():
+        return shipped[name]
+    if name == file.stem and not file.exists():  # neither a directory nor a suffix: a name
+        raise BadInput("no such recipe", where=name, fix=nearest(name, list(shipped)))
+    return file
