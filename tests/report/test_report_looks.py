@@ -22,10 +22,20 @@ AXES = """[...document.querySelectorAll('svg.chart')].map((svg) => {
   return ['end', 'middle'].map((anchor) => of(anchor).map((t) => t.textContent));
 })"""
 TOUCHING = """[...document.querySelectorAll('svg.chart')].flatMap((svg) => {
-  const page = svg.closest('.panel').getBoundingClientRect();
+  const room = svg.getBoundingClientRect();
   const box = (text) => [text.textContent, text.getBoundingClientRect()];
   const boxes = [...svg.querySelectorAll('text')].map(box);
-  const wrong = boxes.filter(([, b]) => b.left < page.left || b.right > page.right).map(([t]) => t);
+  const wrong = boxes.filter(([, b]) => b.left < room.left || b.right > room.right + 4
+    || b.top < room.top || b.bottom > room.bottom).map(([text]) => `${text} is outside`);
+  for (const mark of svg.querySelectorAll('.best-label')) {
+    const b = mark.getBBox();
+    for (const curve of svg.querySelectorAll('.curve')) {
+      const at = (i) => curve.getPointAtLength((i / 99) * curve.getTotalLength());
+      const inside = (p) => p.x > b.x && p.x < b.x + b.width && p.y > b.y && p.y < b.y + b.height;
+      const points = Array.from({ length: 100 }, (_, i) => at(i));
+      if (points.some(inside)) wrong.push(`a curve in ${mark.textContent}`);
+    }
+  }
   boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
     const beside = a.right <= b.left || b.right <= a.left;
     const over = a.bottom <= b.top + 2 || b.bottom <= a.top + 2; // letters do not fill their boxes

@@ -11,11 +11,10 @@ from typer import Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, facts_table, out, print_json, quiet_libraries
-from fledge.cli.loading import load_target
+from fledge.cli.loading import check_method, load_draft_beside, load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import marked
 from fledge.core.text import visible
-from fledge.train.loading import check_method, load_draft_beside
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput
+from fledge.train.loading import check_method as check_method
+from fledge.train.loading import load_draft_beside as load_draft_beside
 
 
 def recipe_of_words(words: Sequence[str]) -> Any:

@@ -123,7 +123,7 @@ function drawChart(x, series, { format = short, zero = true, from = 0, mark = nu
   const values = series.flatMap((one) => one.y).filter((y) => y != null);
   if (!values.length) return make("p", { class: "note" }, "nothing was logged");
   const labelled = series.length > 1;
-  const left = 48, right = labelled ? 58 : 14, top = mark ? 22 : 12, bottom = 24;
+  const left = 48, right = labelled ? (series.length > 9 ? 66 : 58) : 14, top = mark ? 22 : 12, bottom = 24;
   const high = Math.max(from, ...values), least = zero ? Math.min(0, ...values) : Math.min(...values);
   const marks = axis(least, high === least ? least + 1 : high);
   const [low, most] = [marks[0], last(marks)];
