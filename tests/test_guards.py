@@ -17,7 +17,7 @@ ROOMS = [
     *("methods", "recipe", "decode", "measure", "train", "export", "diagnosis", "bench"),
     *("report", "cli"),
 ]
-COMMANDS = {"__init__.py", "__main__.py", "precompute_eagle3.py"}  # may know every room
+COMMANDS = {"__init__.py", "__main__.py", "api.py", "precompute_eagle3.py"}  # may know every room
 ENGINES = {"vllm", "sglang", "fastapi", "uvicorn", "wandb", "tensorboard", "trackio", "mlflow"}
 
 

@@ -5,12 +5,24 @@ in neither torch nor an engine.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a package that is called is a function to whoever checks types
+    from fledge.api import evaluate as evaluate
+    from fledge.api import export as export
+    from fledge.api import train as train
 
 __version__ = "0.1.0"
 
+# packages that are called, too (see `fledge.core.callable`), and a module with a main(argv)
+_MODULES = ("export", "precompute_eagle3", "train")
+
 # public name -> module that defines it
 _PUBLIC = {
+    "evaluate": "fledge.api",
+    "Evaluation": "fledge.api",
+    "Exported": "fledge.api",
+    "Trained": "fledge.api",
     "BadInput": "fledge.core.errors",
     "CachedEagle3TargetModel": "fledge.target.cache.backend",
     "Eagle3TargetBackend": "fledge.target.base",
@@ -46,14 +58,21 @@ _PUBLIC = {
     "diagnose": "fledge.diagnosis.diagnose",
     "export_draft": "fledge.export.export",
     "import_draft": "fledge.diagnosis.import_draft",
+    # for training loops of one's own (docs/python.md)
+    "collate": "fledge.data.pack",
+    "count_supervised": "fledge.data.vocab",
+    "derive_draft_config": "fledge.draft.derive",
+    "pack_rows": "fledge.data.pack",
+    "prepare_rows": "fledge.data.prepare",
+    "select_vocabulary": "fledge.data.vocab",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+__all__ = ["__version__", *sorted({*_PUBLIC, "export", "train"})]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "precompute_eagle3":  # a module of its own, with a main(argv)
-        return import_module("fledge.precompute_eagle3")
+    if name in _MODULES:
+        return import_module(f"fledge.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'fledge' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

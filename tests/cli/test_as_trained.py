@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.cli import chat as chat_verb
-from fledge.cli import eval as eval_verb
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.export.source import read_source
@@ -97,8 +96,7 @@ def test_a_way_of_drafting_is_refused_before_the_target_is_loaded(place, monkeyp
     def load(*_, **__):
         raise AssertionError("the target was loaded")
 
-    for module in (eval_verb, chat_verb):
-        monkeypatch.setattr(module, "load_target", load)
+    monkeypatch.setattr("fledge.train.loading.load_target", load)
     result = CliRunner().invoke(app, [verb, str(place / "run"), "--method", "parallel"], input="x")
     assert isinstance(result.exception, BadInput)
     assert "not trained for parallel drafting" in str(result.exception)

@@ -1,11 +1,14 @@
 """Chat through a pipe and through a terminal: the same words as without a draft, coloured."""
 
+import fcntl
 import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
+import termios
 
 import pytest
 from typer.testing import CliRunner
@@ -94,6 +97,62 @@ def test_a_terminal_shows_the_drafts_words_in_green(run):
     shades = {";".join(str(int(s[i : i + 2], 16)) for i in (1, 3, 5)) for s in SHADES}
     assert set(green) <= shades
     assert bool(green) == (wanted["drafted"] > 0)
+
+
+class Terminal:
+    """A chat on a terminal of its own, whose keys are typed here."""
+
+    def __init__(self, *arguments):
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fledge", "chat", *arguments, "--device", "cpu"],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**os.environ, "TERM": "dumb", "COLUMNS": "300"},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that keys are signals
+        )  # fmt: skip
+        os.close(theirs)
+        self._shown = ""
+
+    def until(self, pattern):
+        """What is shown up to a pattern."""
+        while (found := re.search(pattern, self._shown, re.S)) is None:
+            assert select.select([self._ours], [], [], 60)[0], self._shown
+            self._shown += os.read(self._ours, 65536).decode(errors="replace")
+        before, self._shown = self._shown[: found.end()], self._shown[found.end() :]
+        return before
+
+    def type(self, keys):
+        os.write(self._ours, keys.encode())
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(run):
+    """And `/help` helps. Keys on a real terminal, whose Ctrl-C is a signal."""
+    questions = [f"count to {n}" for n in range(8)]
+    limit = ["--max-new-tokens", "440"]
+    told = chat(run, "\n/reset\n".join(questions) + "\n", *limit, "--json").stdout.splitlines()
+    answers = dict(zip(questions, map(json.loads, told), strict=True))
+    long = max(answers, key=lambda question: answers[question]["tokens"])
+    terminal = Terminal(str(run), *limit)
+    terminal.until("›")
+    terminal.type(f"{long}\n")
+    terminal.until(f"{long}\r\n.*?\\S")  # it speaks
+    terminal.type("\x03")
+    stopped = terminal.until("stopped; (\\d+) tokens in .* by the draft.*?›")
+    said = int(re.search("stopped; (\\d+) tokens", stopped)[1])
+    assert 1 < said < answers[long]["tokens"]
+    terminal.type("/help\n")
+    shown = terminal.until("Ctrl-C .*?›")
+    for command in ("/help", "/reset", "/quit"):
+        assert re.search(rf"{command}  +\w", shown)
+    terminal.type("/hepl\n")
+    assert "no command /hepl" in terminal.until("Ctrl-C .*?›")
+    terminal.type("half a li\x03")
+    terminal.until("/quit ends the chat.*?›")
+    terminal.type(f"/reset\n{long}\n")
+    whole = terminal.until("tokens/s with the draft.*?›")  # it answers as if nothing had happened
+    assert f"{answers[long]['tokens']} tokens in {answers[long]['rounds']} rounds" in whole
+    terminal.type("/quit\n")
+    assert terminal.process.wait(60) == 0
 
 
 def test_depths_and_colours_of_a_worked_example():

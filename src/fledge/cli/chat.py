@@ -1,14 +1,16 @@
 """`fledge chat`: talk to a target that decodes with a draft; the draft's words are green."""
 
+import re
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 from rich.text import Text
 from typer import Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, out, print_json, quiet_libraries
+from fledge.cli.console import err, facts_table, out, print_json, quiet_libraries
 from fledge.cli.loading import check_method, load_draft_beside, load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import marked
@@ -20,6 +22,12 @@ EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 # Accepted at depth 1, 2, ...: the further ahead the draft knew, the deeper the green.
 SHADES = ("#d9f2e3", "#b5e4cb", "#8bd2b4", "#5fbd9f", "#3aa58d")
 _PROBE_TOKENS = 24  # decoded plainly, to know the target's own speed
+_COMMANDS = {
+    "/help": "these lines",
+    "/reset": "forget what was said",
+    "/quit": "end (or Ctrl-D)",
+    "Ctrl-C": "stop the answer",
+}
 
 
 def chat(
@@ -45,7 +53,8 @@ def chat(
     """Chat in the terminal: the draft's accepted words in green, speed with and without it.
 
     From a pipe every line is a question: `echo 'Why is the sky blue?' | fledge chat DRAFT`. Answers
-    go to standard output, figures to standard error. /reset clears the conversation, /quit ends.
+    go to standard output, figures to standard error. /help lists what can be typed besides; Ctrl-C
+    stops an answer, not the chat.
     """
     from fledge.train.runs import draft_directory, trained_tokens
 
@@ -66,8 +75,11 @@ def chat(
     for line in _lines():
         if line == "/quit":
             return
-        if line == "/reset":
-            conversation = list(start)
+        if re.fullmatch("/[a-z]+", line):
+            if line == "/reset":
+                conversation = list(start)
+            else:
+                _say_commands(line)
             continue
         conversation.append({"role": "user", "content": line})
         answer = talk.answer(conversation, compare=compare, quiet=as_json)
@@ -83,14 +95,30 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
-    err.print("the draft's words are green; /reset forgets, /quit ends", style="dim")
-    while True:
-        try:
-            line = err.input(marked("[bold]you[/] › ")).strip()
-        except EOFError:
-            return
+    err.print("the draft's words are green; /help says what can be typed", style="dim")
+    while (line := _typed()) is not None:
         if line:
             yield line
+
+
+def _typed() -> str | None:
+    """A line from the terminal; None: it ended. An interrupt gives up the line, not the chat."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return err.input(marked("[bold]you[/] › ")).strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        err.print("\n/quit ends the chat", style="dim")
+        return ""
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say_commands(asked: str) -> None:
+    if asked not in _COMMANDS:
+        err.say(f"no command {asked}", style="yellow")
+    err.print(facts_table(_COMMANDS))
 
 
 class _Talk:
@@ -136,21 +164,42 @@ class _Talk:
             what = f"{len(ids)} tokens were said, the target takes {self._room}"
             raise BadInput(what, fix="/reset, or a lower --max-new-tokens")
         stream = _Stream(self._tokenizer, quiet=quiet)
-        [generation] = self._decoder.generate(
-            [ids], self._stops, **self._sampling, on_round=lambda rows: stream.show(rows[0])
-        )
+        generation, whole = self._generate(self._decoder, ids, self._stops, stream.show)
         stream.end(generation)
         rounds = sum(r.emitted for r in generation.rounds), len(generation.rounds)
         figures = {
             "text": self._tokenizer.decode(generation.token_ids, skip_special_tokens=True),
-            "finish": generation.finish,
+            "finish": generation.finish if whole else "interrupt",
             "tokens": len(generation.token_ids),
             "drafted": sum(r.accepted for r in generation.rounds),
             "rounds": rounds[1],
             "acceptance_length": rounds[0] / rounds[1] if rounds[1] else None,
-            "tokens_per_s": _speed(generation, self._decoder.timing),
+            "tokens_per_s": _speed(generation, self._decoder.timing) if whole else None,
         }
+        if not whole:
+            return figures | {"plain_tokens_per_s": self._plain_speed}
         return figures | self._without(ids, generation, compare=compare)
+
+    def _generate(
+        self, decoder: Any, ids: list[int], stops: Any, show: Callable[[Any], None]
+    ) -> tuple[Any, bool]:
+        """(the answer, whether it is whole): Ctrl-C ends it after the round that is going on."""
+        from fledge.train.signals import StopSignal
+
+        shown: list[Any] = []
+        with StopSignal(signal.SIGINT) as stop:
+
+            def on_round(rows: list[Any]) -> None:
+                shown[:] = rows
+                show(rows[0])
+                if stop.received and rows[0].finish is None:
+                    raise _Interrupted
+
+            try:
+                [generation] = decoder.generate([ids], stops, **self._sampling, on_round=on_round)
+            except _Interrupted:
+                return shown[0], False
+        return generation, True
 
     def _without(self, ids: list[int], generation: Any, *, compare: bool) -> dict[str, Any]:
         """The target alone on the same prompt: all of it, or once just enough to know its speed."""
@@ -159,12 +208,18 @@ class _Talk:
         if not compare and self._plain_speed is not None:
             return {"plain_tokens_per_s": self._plain_speed}
         stops = self._stops if compare else Stops(min(_PROBE_TOKENS, self._stops.max_new_tokens))
-        [alone] = self._plain.generate([ids], stops, **self._sampling)
+        alone, whole = self._generate(self._plain, ids, stops, lambda text: None)
+        if not whole:
+            return {"plain_tokens_per_s": self._plain_speed}
         self._plain_speed = _speed(alone, self._plain.timing)
         figures: dict[str, Any] = {"plain_tokens_per_s": self._plain_speed}
         if compare and self._sampling["temperature"] == 0:
             figures["same_text"] = alone.token_ids == generation.token_ids
         return figures
+
+
+class _Interrupted(Exception):  # noqa: N818  (it ends an answer)
+    """Somebody has heard enough."""
 
 
 def _speed(generation: Any, timing: Any) -> float | None:
@@ -222,8 +277,10 @@ def _figures(answer: dict[str, Any]) -> str:
     words = [
         f"{answer['tokens']} tokens in {answer['rounds']} rounds, "
         f"{answer['acceptance_length']:.2f} a round, {answer['drafted']} by the draft",
-        f"{fast:.1f} tokens/s with the draft",
     ]
+    if fast is None:
+        return f"stopped; {words[0]}"
+    words.append(f"{fast:.1f} tokens/s with the draft")
     if slow:
         words.append(f"{slow:.1f} without: {fast / slow:.2f}x")
     if "same_text" in answer:

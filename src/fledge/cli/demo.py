@@ -110,6 +110,7 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     out.print(marked(f"\n{shade} {words}", len(draft.samples)))
     out.print(eval.positions(measured.reports))
     live = draft.live
+    assert live is not None  # two were asked for
     lossless = bool(live.same_texts == live.texts and live.agrees)
     mark = "[green]lossless[/]" if lossless else "[red]not lossless[/]"
     out.print(

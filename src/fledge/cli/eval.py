@@ -1,6 +1,5 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,10 +7,10 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option
 
+from fledge.api import Evaluation, evaluate_drafts
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
-from fledge.cli.loading import check_method, load_draft_beside, load_target, numbers
-from fledge.core.errors import BadInput
+from fledge.cli.loading import numbers, parse_dtype
 from fledge.core.files import check_place, write_json
 from fledge.core.text import counted
 
@@ -77,38 +76,6 @@ def evaluate(
         raise Exit(1)
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """The result of an evaluation."""
-
-    reports: list[Any]
-    answers: Any
-    target: Any
-    prompts: list[str]
-
-    @property
-    def agrees(self) -> bool:
-        """Live decoding did what the replay says."""
-        return all(report.live is None or report.live.agrees for report in self.reports)
-
-    def to_json(self) -> dict[str, Any]:
-        info, turns = self.target.info(), self.answers.turns
-        return {
-            "prompts": self.prompts,
-            "answers": len(turns),
-            "answer_tokens": sum(len(turn.answer_ids) for turn in turns),
-            "cut_answers": sum(turn.finish == "length" for turn in turns),
-            "skipped_prompts": self.answers.skipped,
-            "target": {
-                "weights_fingerprint": info.weights_fingerprint,
-                "dtype": str(info.dtype).removeprefix("torch."),
-                "device": str(self.target.model.device),
-                "aux_layer_ids": self.target.aux_layer_ids,
-            },
-            "drafts": [report.to_json() for report in self.reports],
-        }
-
-
 def measure_drafts(
     drafts: list[Path],
     prompts: list[str],
@@ -117,53 +84,29 @@ def measure_drafts(
     draft_tokens: int = 0,
     limit: int = 0,
     batch: int = 16,
-    **named: Any,
-) -> Evaluated:
-    """The target (`named` as `load_target` takes it) answers, every draft is replayed and decoded
-    live; a bar shows how far it is. `draft_tokens` 0: each draft's own number."""
-    from fledge.measure.answers import cached_answers
-    from fledge.measure.evaluation import DraftEvaluation, check_fits
-    from fledge.measure.prompts import read_prompts
-    from fledge.train.runs import draft_directory, trained_tokens
+    target: str = "",
+    aux_layers: str = "",
+    dtype: str = "",
+    device: str = "",
+    trust_remote_code: bool = False,
+) -> Evaluation:
+    """`fledge.api.evaluate_drafts` for what a user typed; a bar shows how far it is.
+    `draft_tokens` 0: each draft's own number."""
+    from fledge.draft.files import read_draft_config
+    from fledge.train.runs import draft_directory
 
     quiet_libraries()
-    paths, labels = [draft_directory(path) for path in drafts], _labels(drafts)
-    for path in paths:
-        check_method(path, options.method)
-    counts = [draft_tokens or trained_tokens(path) for path in paths]
-    asked = read_prompts(prompts, limit=limit or None)
+    layers = None
+    if aux_layers:
+        count = read_draft_config(draft_directory(drafts[0])).num_aux_hidden_states
+        layers = numbers(aux_layers, count, "--aux-layers")
     with watching() as watch:
-        watch("loading the target", 0, 1)
-        backend = load_target(paths[0], **named)
-        loaded = []
-        for label, path in zip(labels, paths, strict=True):  # bad ones fail before the answers
-            loaded.append((label, load_draft_beside(backend, path)))
-            check_fits(backend, loaded[-1][1], label)
-        answers = cached_answers(
-            backend,
-            asked,
-            max_new_tokens=options.max_new_tokens,
-            batch=batch,
-            on_answer=lambda done, total: watch("the target answers", done, total),
-        )
-        if not answers.turns:
-            raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
-        evaluation = DraftEvaluation(backend, answers.turns, options, watch)
-        reports = [
-            evaluation.evaluate(label, draft, count)
-            for (label, draft), count in zip(loaded, counts, strict=True)
-        ]
-    return Evaluated(reports, answers, backend, prompts)
-
-
-def _labels(drafts: list[Path]) -> list[str]:
-    """The shortest ends of the paths that are distinct."""
-    parts = [path.absolute().parts for path in drafts]
-    for count in range(1, max(len(own) for own in parts) + 1):
-        labels = ["/".join(own[-count:]) for own in parts]
-        if len(set(labels)) == len(set(parts)):
-            return labels
-    return [str(path) for path in drafts]
+        return evaluate_drafts(
+            drafts, target, prompts, options, draft_tokens=draft_tokens or None,
+            limit=limit or None, batch=batch, watch=watch, aux_layer_ids=layers,
+            dtype=parse_dtype(dtype) if dtype else None, device=device or None,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
 
 
 def show_tables(reports: Any, answers: Any) -> None:

@@ -62,12 +62,13 @@ def export(
     """
     from fledge.export.export import export_draft, read_export_record
     from fledge.export.self_check import CheckOptions
+    from fledge.export.source import default_out
 
     quiet_libraries()
     check = CheckOptions(tuple(prompts or ()), limit, max_new_tokens, shortfall)
     with watching() as watch:
         written = export_draft(
-            source, destination or _default_out(source, engine), engine=engine, target=target,
+            source, destination or default_out(source, engine), engine=engine, target=target,
             engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,
             dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
             target_embeddings=target_embeddings, without_target=without_target, check=check,
@@ -79,14 +80,6 @@ def export(
         print_json({"out": str(written), **record})
     else:
         _show(written, record)
-
-
-def _default_out(source: Path, engine: str) -> Path:
-    from fledge.train.runs import draft_directory, run_directory
-
-    draft = draft_directory(source)
-    run = run_directory(draft)
-    return draft.with_name(f"{draft.name}-{engine}") if run is None else run / "exports" / engine
 
 
 def _show(written: Path, record: dict[str, Any]) -> None:

@@ -10,23 +10,12 @@ from typer import Exit
 from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import recipe_of_words, show_set_up
 from fledge.cli.options import OutcomeAsJson, RecipeWords
-from fledge.core.errors import BadInput
-from fledge.core.files import check_place
 from fledge.core.machine import is_main_rank
 from fledge.core.terminal import marked
 from fledge.core.text import counted
+from fledge.train.continuation import check_existing as check_existing
 
 EXAMPLE = "Example: fledge train smollm2_cpu data.train=chats.jsonl training.lr=1e-3"
-
-# Fields that may differ between a run and its continuation: they do not touch the arithmetic. Data
-# and target may lie elsewhere: what they hold is checked by fingerprint.
-_FREE = (
-    "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
-    "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
-    "target.device", "training.extend", "training.max_bad_steps", "target.urls",
-    "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
-    "target.wait_s", "target.shared_memory",
-)  # fmt: skip
 
 
 def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
@@ -41,40 +30,6 @@ def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
     code = run_recipe(recipe, as_json=as_json, begin=begin)
     if code:
         raise Exit(code)
-
-
-def check_existing(recipe: Any) -> None:
-    """Refuse to continue a run with a recipe that is not its own."""
-    from fledge.recipe.schema import RESOLVED_NAME, load_recipe
-    from fledge.train.checkpoint import newest_checkpoint
-    from fledge.train.lengthening import LENGTH, ways_on
-    from fledge.train.runs import as_begun
-
-    directory = Path(recipe.run.output_dir)
-    check_place(directory, directory=True)
-    resolved = directory / RESOLVED_NAME
-    if not resolved.exists():
-        # hidden: what a command that was killed at its very beginning left
-        if directory.is_dir() and any(not p.name.startswith(".") for p in directory.iterdir()):
-            what, fix = "not empty, and not a run of fledge", "run.output_dir=..."
-            raise BadInput(what, where=str(directory), fix=fix)
-        return
-    if not recipe.checkpoint.resume:
-        what = "a run is here already, and checkpoint.resume is false"
-        raise BadInput(what, where=str(directory), fix="give another run.output_dir")
-    differing = load_recipe(resolved).differences(as_begun(recipe))
-    differing = [line for line in differing if not line.startswith(_FREE)]
-    if differing and all(line.startswith(LENGTH) for line in differing):
-        if recipe.training.extend:  # `fit` looks how far the run is
-            return
-        newest, _ = newest_checkpoint(directory)
-        if newest is not None and newest.finished:
-            what = f"this run finished at step {newest.step} ({'; '.join(differing)})"
-            raise BadInput(what, where=str(directory), fix=ways_on(directory))
-    if differing:
-        what = f"this run was started with another recipe: {'; '.join(differing[:5])}"
-        fix = "give it another run.output_dir, or the recipe it was started with"
-        raise BadInput(what, where=str(directory), fix=fix)
 
 
 def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None) -> int:

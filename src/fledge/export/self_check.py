@@ -10,9 +10,10 @@
    not come near it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
@@ -80,6 +81,12 @@ class SelfCheck:
     same_rows: float | None = None  # the same from the files
     decoded: Decoded | None = None
     notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "SelfCheck":
+        """As a record holds them."""
+        decoded = record["decoded"]
+        return cls(**{**record, "decoded": None if decoded is None else Decoded(**decoded)})
 
 
 @dataclass(frozen=True)

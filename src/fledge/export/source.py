@@ -124,3 +124,10 @@ def dtype_for_engines(dtype: torch.dtype | str | None) -> str:
     """A dtype as engines spell it; "": one that they take from the files alone."""
     name = str(dtype).removeprefix("torch.")
     return name if name in _SERVED_DTYPES else ""
+
+
+def default_out(source: Path, engine: str) -> Path:
+    """Where an export goes unless told: into the run, or beside a draft that belongs to none."""
+    draft = draft_directory(source)
+    run = run_directory(draft)
+    return draft.with_name(f"{draft.name}-{engine}") if run is None else run / "exports" / engine

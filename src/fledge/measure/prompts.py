@@ -1,6 +1,6 @@
 """What a draft is judged on: prompts from files, or the set that ships with the project."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,23 @@ def read_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Pr
             raise BadInput(f"no such prompts '{source}'", where="--prompts", fix=fix)
         group = source if source in SETS else Path(source).name.partition(".")[0]
         rows = [row for part in make_parts([path]) for row in part.rows()]
-        if limit is not None and limit < len(rows):
-            rows = [rows[i * len(rows) // limit] for i in range(limit)]
-        prompts += [_prompt(place, row, group) for place, row in rows]
+        prompts += [_prompt(place, row, group) for place, row in _spread(rows, limit)]
     if not prompts:
         raise BadInput("no prompts", where=", ".join(sources))
     return prompts
+
+
+def given_prompts(rows: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[Prompt]:
+    """Prompts from rows as a file would hold them."""
+    placed = [(f"prompt {at}", dict(row)) for at, row in enumerate(rows, 1)]
+    return [_prompt(place, row, "given") for place, row in _spread(placed, limit)]
+
+
+def _spread(rows: list[tuple[str, Any]], limit: int | None) -> list[tuple[str, Any]]:
+    """At most `limit` of them, evenly spread."""
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[i * len(rows) // limit] for i in range(limit)]
 
 
 def _prompt(place: str, row: Any, group: str) -> Prompt:

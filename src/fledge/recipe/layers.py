@@ -5,7 +5,7 @@ after. So a switched kind can drop what only the old kind understood, overrides 
 order, and an error can name the line or the override it is about. Imports no torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -74,15 +74,25 @@ def _tagged(field: Any) -> Tagged | None:
 
 
 def layered(
-    path: Path | None, overrides: Sequence[str], *, shapes: Mapping[str, Shape]
+    source: Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] | Mapping[str, Any],
+    *,
+    shapes: Mapping[str, Shape],
 ) -> tuple[dict[str, dict[str, Any]], Layer]:
-    """The merged mapping, ready for validation, and the entries it was made of."""
+    """The merged mapping, ready for validation, and the entries it was made of. Overrides are texts
+    (`section.key=value`), or sections with the keys to change."""
     written: Layer = {name: {} for name in shapes}
     changes: Layer = {name: {} for name in shapes}
-    if path is not None:
-        _read_file(path, shapes=shapes, written=written)
-    for text in overrides:
-        _read_override(text, shapes=shapes, changes=changes, below=written)
+    if isinstance(source, Path):
+        _read_file(source, shapes=shapes, written=written)
+    elif source is not None:
+        _read_sections(source, lambda *_: "recipe", shapes=shapes, written=written)
+    if isinstance(overrides, Mapping):
+        place = "argument '{}'".format
+        _read_sections(overrides, lambda *keys: place(keys[0]), shapes=shapes, written=changes)
+    else:
+        for text in overrides:
+            _read_override(text, shapes=shapes, changes=changes, below=written)
     merged, entries = {}, {}
     for name in shapes:
         merged[name], entries[name] = _settled(name, written[name], changes[name], shapes=shapes)
@@ -157,12 +167,23 @@ def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> No
     def place(*keys: str) -> str:
         return f"{path}, line {lines[keys]}" if keys in lines else str(path)
 
+    _read_sections(data, place, shapes=shapes, written=written)
+
+
+def _read_sections(
+    data: Mapping[str, Any],
+    place: Callable[..., str],  # of a section, or of one of its keys
+    *,
+    shapes: Mapping[str, Shape],
+    written: Layer,
+) -> None:
+    """Add what a mapping of sections sets to `written`."""
     for section, body in data.items():
         where = place(str(section))
         if section not in shapes:
-            inside = map(str, body) if isinstance(body, dict) else ()
+            inside = map(str, body) if isinstance(body, Mapping) else ()
             raise _unknown_section(str(section), where, shapes, inside)
-        if body is not None and not isinstance(body, dict):
+        if body is not None and not isinstance(body, Mapping):
             fix = "write its keys on indented lines below it"
             raise BadInput(f"section '{section}' holds {shown(body)}", where=where, fix=fix)
         for key, value in (body or {}).items():

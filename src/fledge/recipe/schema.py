@@ -10,8 +10,9 @@ Imports no torch: the command line reads recipes before anything heavy is needed
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -152,20 +153,68 @@ def recipe_shapes() -> dict[str, Shape]:
     return shapes_of(Recipe)
 
 
-def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Recipe:
     """Read a recipe (a file, or a shipped one by name; None: defaults only), apply overrides, check
     everything.
 
     Raises BadInput with one line: the place (file and line, or the override), the key, the fix.
     """
-    shapes = recipe_shapes()
     file = None if path is None else recipe_file(path)
-    merged, entries = layered(file, overrides, shapes=shapes)
+    return _checked(file, overrides, where="recipe" if file is None else str(file))
+
+
+def as_recipe(
+    source: "str | os.PathLike[str] | Mapping[str, Any] | Recipe | None",
+    sections: Mapping[str, Any] = MappingProxyType({}),
+) -> Recipe:
+    """A recipe as programs give it: a file, the name of a shipped one, sections by name, or a
+    recipe; None is the defaults. `sections` hold what is to be different.
+
+        as_recipe("smollm2_cpu", {"training": {"lr": 3e-4, "steps": 200}})
+    """
+    changes = _without_paths(sections)
+    if source is None or isinstance(source, Mapping):
+        return _checked(_without_paths(source or {}), changes, where="recipe")
+    if isinstance(source, Recipe):
+        return _checked(_said(source), changes, where="recipe") if changes else source
+    return load_recipe(source, changes)
+
+
+def _checked(
+    source: Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] | Mapping[str, Any],
+    *,
+    where: str,
+) -> Recipe:
+    merged, entries = layered(source, overrides, shapes=recipe_shapes())
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        where = "recipe" if file is None else str(file)
         raise one_line(error, entries=entries, where=where) from error
+
+
+def _said(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says itself: a change may ask for another kind, whose defaults are others."""
+    said = {
+        name: {key: fields[key] for key in getattr(recipe, name).model_fields_set}
+        for name, fields in recipe.model_dump().items()
+    }
+    usual = {**recipe.method.draft_defaults, **recipe.method.fixed_draft}
+    for key in usual.keys() & said["draft"].keys():  # filled in: see `_draft_follows_objective`
+        if said["draft"][key] == usual[key]:
+            del said["draft"][key]
+    return said
+
+
+def _without_paths(value: Any) -> Any:
+    """The same values, paths as the texts that a recipe holds."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(inner) for inner in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -9,6 +9,7 @@ Only the metrics are needed; the page leaves out what is not there, and says how
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fledge.core.errors import BadInput
 from fledge.core.expected import Fault, ListOf, MapOf, Maybe, Table, Whole
 from fledge.core.machine import MACHINE_NAME
 from fledge.core.reading import check, json_lines, parse_json, read_bytes, read_json
+from fledge.measure.on_gpus import gain_on_a_gpu
 from fledge.methods.registry import METHODS
 from fledge.recipe.yaml_text import parse_yaml
 
@@ -60,14 +62,17 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
     if evaluation is None and (run / EVALUATION_NAME).is_file():
         evaluation = run / EVALUATION_NAME
     machine, kind = run / MACHINE_NAME, str(named["objective"].get("kind", ""))
+    measured = None if evaluation is None else _evaluation(evaluation)
+    target = str(named["target"].get("model") or "")
     return {
         "name": str(named["run"].get("name") or run.absolute().name),
         "version": __version__,
-        "target": str(named["target"].get("model") or ""),
+        "target": target,
         "method": METHODS[kind].title if kind in METHODS else kind,
         "training": _curves(steps),
         "held_out": _held_out(held_out),
-        "evaluation": None if evaluation is None else _evaluation(evaluation),
+        "evaluation": measured,
+        "on_gpu": _on_gpu(target, measured),
         "recipe": recipe,
         "machine": read_json(machine) if machine.is_file() else None,
     }
@@ -102,6 +107,15 @@ def _evaluation(path: Path) -> Any:
     fix = "give the figures of `fledge eval --out`"
     what = "the file of figures"
     return read_json(path, _EVALUATION, what=what, fix=fix, max_bytes=_MOST_BYTES, finite=False)
+
+
+def _on_gpu(target: str, measured: Any) -> dict[str, Any] | None:
+    """What is known of a GPU, for figures that were taken on a CPU."""
+    device = ((measured or {}).get("target") or {}).get("device")
+    if device != "cpu" or not measured["drafts"]:
+        return None
+    known = gain_on_a_gpu(target, str(measured["drafts"][0].get("method")))
+    return None if known is None else asdict(known)
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

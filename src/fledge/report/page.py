@@ -1,7 +1,7 @@
 """One HTML file that needs nothing else: template, style, script and data in one.
 
-`page.html`, `page.css` and `page.js` lie beside this file and are written by hand; there is no
-build step and no library. A content security policy in the page forbids every request.
+`page.html`, `page.css`, `charts.js` and `page.js` lie beside this file and are written by hand;
+there is no build step and no library. A content security policy in the page forbids every request.
 """
 
 import json
@@ -20,7 +20,7 @@ def render(data: dict[str, Any]) -> str:
     parts = {
         "title": escape(f"{data['name']} · fledge report", quote=False),
         "style": (_HERE / "page.css").read_text(),
-        "script": (_HERE / "page.js").read_text(),
+        "script": "\n".join((_HERE / name).read_text() for name in ("charts.js", "page.js")),
         "data": embedded,
     }
     page = (_HERE / "page.html").read_text()

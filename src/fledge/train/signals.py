@@ -1,4 +1,4 @@
-"""Signals that end a run early, between two steps."""
+"""Signals that end a run, or an answer, early: between two steps, or rounds."""
 
 import signal
 import threading
@@ -9,13 +9,14 @@ from typing import Any
 class StopSignal:
     """SIGINT and SIGTERM ask for a stop after the step; a second SIGINT stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *numbers: int) -> None:
         self.received = 0
+        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self._numbers:
                 self._old[number] = signal.signal(number, self._ask)
         return self
 

@@ -1,0 +1,370 @@
+"""fledge from Python: what `fledge train`, `fledge eval` and `fledge export` do, as functions.
+
+    trained = fledge.train("smollm2_cpu", data={"train": "chats.jsonl"}, training={"steps": 200})
+    measured = fledge.evaluate(trained.best)
+    exported = fledge.export(trained.best, engine="vllm")
+
+They print nothing, and raise `BadInput` as it is. Their results are frozen. Imports no torch when
+loaded.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.core.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.decode.strategies.shape import TreeShape
+    from fledge.export.self_check import CheckOptions, SelfCheck
+    from fledge.measure.answers import Answers
+    from fledge.measure.evaluation import DraftReport, EvalOptions
+    from fledge.measure.prompts import Prompt
+    from fledge.recipe.schema import Recipe
+    from fledge.target.hf.model import HFEagle3TargetModel
+    from fledge.train.fit import Observer, Outcome
+
+AnyPath = str | os.PathLike[str]
+Watch = Callable[[str, float, int], None]  # what is going on, done, in all
+Prompts = AnyPath | Sequence[AnyPath | Mapping[str, Any]]
+
+
+# --- train --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run, and how far it came."""
+
+    directory: Path
+    best: Path  # a loadable draft: the best checkpoint; the newest, where nothing was held out
+    step: int
+    finished: bool
+    already_finished: bool  # it had been before, and nothing was trained
+    acceptance_length: float | None  # of the best, on held-out rows, by replay; None: none held out
+    before: Mapping[str, Any]  # the held-out figures before training: acceptance_length, joint, ...
+    after: Mapping[str, Any]  # and the latest
+    seconds: float  # of training, over all resumptions
+    warnings: tuple[str, ...]
+
+
+def train(
+    recipe: "AnyPath | Mapping[str, Any] | Recipe | None" = None,
+    /,
+    *,
+    observer: "Observer | None" = None,
+    **sections: Mapping[str, Any],
+) -> Trained:
+    """Train a draft, or continue its run, to the end.
+
+    `recipe` is a file, the name of a shipped one, a mapping of sections, or a `Recipe`; keywords
+    change sections of it: `training={"lr": 3e-4}`. `observer` is told what happens (`note`,
+    `logged`, `evaluated`); nothing is printed.
+
+    An interrupt is obeyed after the step that is going on, when the run is saved; the same call
+    then continues it. A second one is obeyed at once, and costs what came after the last save.
+    """
+    from fledge.recipe.schema import as_recipe
+    from fledge.train.continuation import check_existing
+
+    asked = as_recipe(recipe, sections).settled()
+    check_existing(asked)
+    with _quiet():
+        outcome = _outcome(asked, observer or _Silence())
+    if outcome.signal:  # it had to wait until the run was saved; now it goes where it was sent
+        signal.raise_signal(outcome.signal)
+    return _trained(Path(asked.run.output_dir), outcome)
+
+
+def _outcome(recipe: "Recipe", observer: "Observer") -> "Outcome":
+    from fledge.core.distributed import leave_world
+    from fledge.train.fit import finished_before, fit
+    from fledge.train.setup import set_up
+
+    before = finished_before(recipe)
+    if before is not None:
+        return before
+    training = set_up(recipe)
+    with training.parts.target:
+        outcome = fit(training, observer)
+    leave_world(training.parts.world)
+    return outcome
+
+
+def _trained(directory: Path, outcome: "Outcome") -> Trained:
+    from fledge.train.checkpoint import checkpoint_path
+
+    state, best = outcome.state, directory / "best"
+    return Trained(
+        directory=directory,
+        best=best if best.is_dir() else checkpoint_path(directory, state.step),
+        step=state.step,
+        finished=outcome.finished,
+        already_finished=outcome.already,
+        acceptance_length=state.best_length if state.best_step else None,
+        before=state.first,
+        after=state.last,
+        seconds=state.seconds,
+        warnings=outcome.warnings,
+    )
+
+
+class _Silence:
+    """An observer that keeps everything to itself."""
+
+    def note(self, text: str) -> None: ...
+    def logged(self, values: dict[str, Any]) -> None: ...
+    def evaluated(self, values: dict[str, Any]) -> None: ...
+
+
+# --- evaluate -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What drafts gain on the target's own answers: a report for each, in the order given."""
+
+    reports: "tuple[DraftReport, ...]"
+    answers: "Answers"
+    prompts: tuple[str, ...]  # files and sets
+    target: Mapping[str, Any]  # weights_fingerprint, dtype, device, aux_layer_ids
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per round of the first draft."""
+        return self.reports[0].acceptance.length
+
+    @property
+    def speedup(self) -> float | None:
+        """Of the first draft, measured; None: no text was timed, or the clock was disturbed."""
+        speed = self.reports[0].speed
+        return None if speed is None or speed.disturbed else speed.measured
+
+    @property
+    def agrees(self) -> bool:
+        """Live decoding did what the replay says; otherwise do not trust these figures."""
+        return all(report.live is None or report.live.agrees for report in self.reports)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `fledge eval --json` prints it."""
+        turns = self.answers.turns
+        return {
+            "prompts": list(self.prompts),
+            "answers": len(turns),
+            "answer_tokens": sum(len(turn.answer_ids) for turn in turns),
+            "cut_answers": sum(turn.finish == "length" for turn in turns),
+            "skipped_prompts": self.answers.skipped,
+            "target": dict(self.target),
+            "drafts": [report.to_json() for report in self.reports],
+        }
+
+
+def evaluate(
+    draft: AnyPath | Sequence[AnyPath],
+    target: "str | HFEagle3TargetModel" = "",
+    prompts: Prompts = "mixed",
+    *,
+    limit: int | None = None,
+    draft_tokens: int | None = None,
+    method: str | None = None,
+    tree: "TreeShape | None" = None,
+    max_new_tokens: int = 256,
+    live: int = 4,
+    samples: int = 0,
+    batch: int = 16,
+    aux_layer_ids: Sequence[int] | None = None,
+    dtype: "torch.dtype | str | None" = None,
+    device: "torch.device | str | None" = None,
+    trust_remote_code: bool = False,
+    watch: Watch | None = None,
+) -> Evaluation:
+    """Acceptance of drafts (or of runs: their best), exact, on the target's own answers.
+
+    `target` is a name, or a loaded one, which stays open; left out, it is the run's own. `prompts`
+    are files, named sets, or rows such as `{"prompt": "Why is the sky blue?"}`. `draft_tokens` and
+    `method` are those that a draft was trained for unless given. `live` answers are decoded live
+    too: they prove the replay, and give the speed-up.
+    """
+    from fledge.decode.strategies.shape import TreeShape
+    from fledge.measure.evaluation import EvalOptions
+
+    options = EvalOptions(
+        method=method, tree=tree or TreeShape(), live=live, max_new_tokens=max_new_tokens,
+        samples=samples,
+    )  # fmt: skip
+    named = {
+        "aux_layer_ids": aux_layer_ids, "dtype": dtype, "device": device,
+        "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    drafts = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
+    with _quiet():
+        return evaluate_drafts(
+            [Path(path) for path in drafts], target, prompts, options, draft_tokens=draft_tokens,
+            limit=limit, batch=batch, watch=watch, **named,
+        )  # fmt: skip
+
+
+def evaluate_drafts(
+    drafts: Sequence[Path],
+    target: "str | HFEagle3TargetModel",
+    prompts: Prompts,
+    options: "EvalOptions",
+    *,
+    draft_tokens: int | None = None,
+    limit: int | None = None,
+    batch: int = 16,
+    watch: Watch | None = None,
+    **named: Any,
+) -> Evaluation:
+    """`evaluate` with all its options; `named` is how a target that is a name is loaded."""
+    from fledge.measure.answers import cached_answers
+    from fledge.measure.evaluation import DraftEvaluation, check_fits
+    from fledge.train import loading
+    from fledge.train.runs import draft_directory, trained_tokens
+
+    watch = watch or (lambda what, done, total: None)
+    paths, labels = [draft_directory(path) for path in drafts], _labels(drafts)
+    for path in paths:
+        loading.check_method(path, options.method)
+    counts = [draft_tokens or trained_tokens(path) for path in paths]
+    names, asked = _asked(prompts, limit)
+    with _opened(paths[0], target, watch, named) as backend:
+        loaded = []
+        for label, path in zip(labels, paths, strict=True):  # bad ones fail before the answers
+            loaded.append((label, loading.load_draft_beside(backend, path)))
+            check_fits(backend, loaded[-1][1], label)
+        answers = cached_answers(
+            backend,
+            asked,
+            max_new_tokens=options.max_new_tokens,
+            batch=batch,
+            on_answer=lambda done, total: watch("the target answers", done, total),
+        )
+        if not answers.turns:
+            raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
+        evaluation = DraftEvaluation(backend, answers.turns, options, watch)
+        reports = [
+            evaluation.evaluate(label, draft, count)
+            for (label, draft), count in zip(loaded, counts, strict=True)
+        ]
+        return Evaluation(tuple(reports), answers, tuple(names), _facts(backend))
+
+
+@contextmanager
+def _opened(
+    draft: Path, target: "str | HFEagle3TargetModel", watch: Watch, named: Mapping[str, Any]
+) -> "Iterator[HFEagle3TargetModel]":
+    """The target; one that was loaded here is let go of afterwards."""
+    from fledge.train import loading
+
+    if not isinstance(target, str):
+        yield target
+        return
+    watch("loading the target", 0, 1)
+    with loading.load_target(draft, target, **named) as backend:
+        yield backend
+
+
+def _asked(prompts: Prompts, limit: int | None) -> "tuple[list[str], list[Prompt]]":
+    """(where they come from, the prompts)."""
+    from fledge.measure.prompts import given_prompts, read_prompts
+
+    several = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
+    rows = [one for one in several if isinstance(one, Mapping)]
+    names = [os.fspath(one) for one in several if not isinstance(one, Mapping)]
+    asked = [] if rows and not names else read_prompts(names, limit=limit)
+    return names + ["given"] * bool(rows), asked + given_prompts(rows, limit=limit)
+
+
+def _facts(target: "HFEagle3TargetModel") -> dict[str, Any]:
+    info = target.info()
+    return {
+        "weights_fingerprint": info.weights_fingerprint,
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "device": str(target.model.device),
+        "aux_layer_ids": target.aux_layer_ids,
+    }
+
+
+def _labels(drafts: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that are distinct."""
+    parts = [path.absolute().parts for path in drafts]
+    for count in range(1, max(len(own) for own in parts) + 1):
+        labels = ["/".join(own[-count:]) for own in parts]
+        if len(set(labels)) == len(set(parts)):
+            return labels
+    return [str(path) for path in drafts]
+
+
+# --- export -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A directory that an engine serves, and what was checked on it."""
+
+    directory: Path
+    engine: str
+    engine_version: str
+    num_draft_tokens: int
+    checks: "SelfCheck"
+    record: Mapping[str, Any]  # all that the directory says about itself
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Of the files, on prompts decoded for the check; None: exported without the target."""
+        decoded = self.checks.decoded
+        return None if decoded is None else decoded.acceptance_length
+
+
+def export(
+    draft: AnyPath,
+    *,
+    engine: str,
+    out: AnyPath | None = None,
+    check: "CheckOptions | None" = None,
+    watch: Watch | None = None,
+    **options: Any,
+) -> Exported:
+    """Write a draft (or a run's best) as `engine` reads it, and prove that the files do what
+    training measured. `out` is `exports/ENGINE` in the run unless given; `options` are those of
+    `export_draft`: target, engine_version, dtype, num_draft_tokens, device, ..."""
+    from fledge.export.export import export_draft, read_export_record
+    from fledge.export.self_check import SelfCheck
+    from fledge.export.source import default_out
+
+    source = Path(draft)
+    place = default_out(source, engine) if out is None else Path(out)
+    with _quiet():
+        written = export_draft(source, place, engine=engine, check=check, watch=watch, **options)
+    record = read_export_record(written)
+    return Exported(
+        directory=written,
+        engine=record["engine"],
+        engine_version=record["engine_version"],
+        num_draft_tokens=record["num_draft_tokens"],
+        checks=SelfCheck.of(record["self_check"]),
+        record=record,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While open, transformers draws no bars and prints no tables; then as it was."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,72 @@
+"""Targets and drafts as a run knows them: what a caller leaves out is the run's own.
+
+Loads nothing heavy before it is asked to.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fledge.core.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.draft.base import DraftModel
+    from fledge.target.hf.model import HFEagle3TargetModel
+
+
+def load_target(
+    draft: Path,
+    target: str = "",
+    *,
+    aux_layer_ids: Sequence[int] | None = None,
+    dtype: "torch.dtype | str | None" = None,
+    device: "torch.device | str | None" = None,
+    trust_remote_code: bool = False,
+) -> "HFEagle3TargetModel":
+    """The target of a draft. Its run may know it; whether its code may run is the user's to say:
+    a recipe that came with the draft does not speak for them."""
+    from fledge.draft.files import read_config, read_draft_config
+    from fledge.target.hf.model import HFEagle3TargetModel
+    from fledge.train.runs import recipe_of
+
+    recipe = recipe_of(draft)
+    name = target or (recipe.target.model if recipe is not None else "")
+    if not name:
+        raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
+    if dtype is None:
+        dtype = str(getattr(recipe.target, "dtype", "auto")) if recipe is not None else "auto"
+    if aux_layer_ids is None:  # what the draft says it was trained on, or its run; others' do not
+        aux_layer_ids = read_config(draft).get("aux_layer_ids")
+    if aux_layer_ids is None and recipe is not None:
+        aux_layer_ids = list(recipe.target.aux_layer_ids or ()) or None
+    return HFEagle3TargetModel.from_pretrained(
+        name,
+        aux_layer_ids=aux_layer_ids,
+        dtype=dtype,
+        device=device,
+        num_aux_layers=read_draft_config(draft).num_aux_hidden_states,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def check_method(draft: Path, method: str | None) -> None:
+    """Refuse a way of drafting that a draft does not have before any weights are read."""
+    import torch
+
+    from fledge.decode.strategies.registry import choose
+    from fledge.draft.files import read_draft_config
+    from fledge.methods.registry import method_of
+
+    config = read_draft_config(draft)
+    with torch.device("meta"):  # its shape without its weights
+        choose(method_of(config).draft_type()(config), method)
+
+
+def load_draft_beside(target: "HFEagle3TargetModel", path: Path) -> "DraftModel":
+    """A draft in the target's precision, on its device."""
+    from fledge.methods.registry import load_draft
+
+    device = target.get_input_embeddings().weight.device
+    return load_draft(path, dtype=target.info().dtype).to(device)

@@ -1,0 +1,230 @@
+"""What the page looks like in a real browser: marks, labels, colours, and words beside them."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fledge.measure.on_gpus import gain_on_a_gpu, measured_gains
+from fledge.recipe.shipped import shipped_recipes
+from fledge.report.gather import _on_gpu, gather
+from fledge.report.page import render
+
+ROOT = Path(__file__).parents[2]
+
+# --- axes, labels and colours -------------------------------------------------------------------
+
+AXES = """[...document.querySelectorAll('svg.chart')].map((svg) => {
+  const texts = [...svg.querySelectorAll('text:not(.label):not(.best-label)')];
+  const of = (anchor) => texts.filter((t) => t.getAttribute('text-anchor') === anchor);
+  return ['end', 'middle'].map((anchor) => of(anchor).map((t) => t.textContent));
+})"""
+TOUCHING = """[...document.querySelectorAll('svg.chart')].flatMap((svg) => {
+  const room = svg.getBoundingClientRect();
+  const box = (text) => [text.textContent, text.getBoundingClientRect()];
+  const boxes = [...svg.querySelectorAll('text')].map(box);
+  const wrong = boxes.filter(([, b]) => b.left < room.left || b.right > room.right + 4
+    || b.top < room.top || b.bottom > room.bottom).map(([text]) => `${text} is outside`);
+  for (const mark of svg.querySelectorAll('.best-label')) {
+    const b = mark.getBBox();
+    for (const curve of svg.querySelectorAll('.curve')) {
+      const at = (i) => curve.getPointAtLength((i / 99) * curve.getTotalLength());
+      const inside = (p) => p.x > b.x && p.x < b.x + b.width && p.y > b.y && p.y < b.y + b.height;
+      const points = Array.from({ length: 100 }, (_, i) => at(i));
+      if (points.some(inside)) wrong.push(`a curve in ${mark.textContent}`);
+    }
+  }
+  boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
+    const beside = a.right <= b.left || b.right <= a.left;
+    const over = a.bottom <= b.top + 2 || b.bottom <= a.top + 2; // letters do not fill their boxes
+    if (!beside && !over) wrong.push(`${one} and ${other}`);
+  }));
+  return wrong;
+})"""
+
+
+def drawn(data, path, *, depths, steps=50, best=-1, slope=0.0, size=1.0):
+    """The page of a run whose curves are flat, or nearly so: all labels want to be in one place."""
+    x = list(range(1, steps + 1))
+    curve = [size + slope * i for i in x]
+    names = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
+    data["training"] |= {"step": x, **dict.fromkeys(names, curve), "joint": [curve] * depths}
+    joint = [curve] * depths
+    data["held_out"] |= {"step": x, "length": curve, "joint": joint, "best": best % steps}
+    path.write_text(render(data))
+    return path
+
+
+@pytest.mark.parametrize("size", [2e-4, 0.013, 1.0, 83.0, 10_300.0])
+def test_the_marks_of_an_axis_differ(run, page, tmp_path, size):
+    for slope in (size / 7, size / 900):
+        for steps in (3, 50):
+            data = gather(run)
+            page.open(
+                drawn(data, tmp_path / "x.html", depths=3, steps=steps, slope=slope, size=size)
+            )
+            axes = page.run(AXES)
+            assert len(axes) == 8
+            for marks in [axis for chart in axes for axis in chart]:
+                assert len(marks) >= 2
+                assert len(set(marks)) == len(marks)
+
+
+@pytest.mark.parametrize("width", [390, 700, 1160, 1700])
+def test_no_label_touches_another(run, page, tmp_path, width):
+    for depths in (2, 3, 8, 16):
+        for best, size in ((0, 0.0), (-1, 0.0), (25, 0.37), (-1, 0.9)):
+            data = gather(run)
+            page.open(
+                drawn(data, tmp_path / "x.html", depths=depths, best=best, size=size), width=width
+            )
+            assert page.run(TOUCHING) == []
+    page.open(run / "report.html", width=width)
+    assert page.run(TOUCHING) == []
+
+
+def seen_by(colours):
+    """Colours as points of OKLab, for four kinds of eyes (Machado et al. 2009, severity 1)."""
+    linear = np.array(colours) / 255
+    linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
+    eyes = [
+        np.eye(3),
+        [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],  # protanopia
+        [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],  # deuteranopia
+        [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],  # tritanopia
+    ]
+    cones = [[0.41222, 0.53633, 0.05145], [0.2119, 0.6807, 0.1074], [0.0883, 0.28172, 0.62998]]
+    axes = [[0.21045, 0.79362, -0.00407], [1.978, -2.42859, 0.45059], [0.0259, 0.78277, -0.80868]]
+    for matrix in eyes:
+        yield np.cbrt(
+            np.clip(linear @ np.transpose(matrix), 0, 1) @ np.transpose(cones)
+        ) @ np.transpose(axes)
+
+
+def closest(colours):
+    """How near the two nearest of some colours are, for whom they are nearest."""
+    gaps = [
+        np.linalg.norm(lab[:, None] - lab[None], axis=2) + np.eye(len(lab))
+        for lab in seen_by(colours)
+    ]
+    return min(gap.min() for gap in gaps)
+
+
+def light(colour):
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tokens_two_and_three_differ_for_every_kind_of_eyes(run, page, tmp_path, scheme):
+    def rgb(texts):
+        return [[int(x) for x in re.findall(r"\d+", text)[:3]] for text in texts]
+
+    page.open(drawn(gather(run), tmp_path / "x.html", depths=8), scheme)
+    curves = page.run(
+        "[...document.querySelectorAll('svg.chart')].map((c) => [...c.querySelectorAll('.curve')])"
+        ".find((c) => c.length === 8).map((c) => getComputedStyle(c).stroke)"
+    )
+    [card] = rgb([page.run("getComputedStyle(document.querySelector('.panel')).backgroundColor")])
+    colours = rgb(curves)
+    assert closest(colours) > 0.09
+    assert closest(colours[:3]) > 0.13
+    for colour in colours:
+        low, high = sorted([light(colour), light(card)])
+        assert (high + 0.05) / (low + 0.05) >= 3  # what WCAG asks of lines
+    page.open(run / "report.html", scheme)
+    swatches = "[...document.querySelectorAll('.legend .t:not(.own)')]"
+    shades = rgb(page.run(f"{swatches}.map((t) => getComputedStyle(t).backgroundColor)"))
+    assert len(shades) == 3
+    assert closest(shades) > 0.13
+
+
+# --- what is said beside the figures ------------------------------------------------------------
+
+
+def with_speed(data, gain, target="smollm2-135m"):
+    draft, data["target"] = data["evaluation"]["drafts"][0], target
+    data["on_gpu"] = _on_gpu(target, data["evaluation"])
+    draft["speed"] |= {
+        "disturbed": False,
+        "measured_speedup_live_sample": gain,
+        "break_even_acceptance_length": 1.5,
+        "plain_step_ms": 10.0,
+        "verify_ms_per_round": 13.0,
+        "draft_ms_per_round": 2.0,
+        "plain_tokens_per_s": 9.0,
+        "speculative_tokens_per_s": 9.0,
+    }
+    return data
+
+
+def text_of(page, path, data):
+    path.write_text(render(data))
+    page.complaints.clear()
+    page.open(path)
+    assert page.complaints == []
+    return page.run("document.querySelector('main').innerText")
+
+
+def test_a_speed_up_below_one_is_explained_with_the_figure_of_a_gpu(run, page, tmp_path):
+    known = gain_on_a_gpu("smollm2-135m", "chain")
+    text = text_of(page, tmp_path / "x.html", with_speed(gather(run), 0.85))
+    assert "Below 1 on this CPU: reading 4 tokens at once takes 1.30 times as long" in text
+    assert "drafting adds 0.20" in text
+    assert f"it pays from {known.break_even:.2f} tokens per round" in text
+    assert f"on an H200, smollm2_gpu gains {known.speedup:.2f}×" in text  # beside the figure
+    unknown = text_of(page, tmp_path / "x.html", with_speed(gather(run), 0.85, "another"))
+    assert "Below 1 on this CPU" in unknown
+    assert "H200" not in unknown
+    data = with_speed(gather(run), 0.85)
+    data["evaluation"]["target"]["device"] = "cuda:0"
+    data["on_gpu"] = _on_gpu("smollm2-135m", data["evaluation"])
+    assert "Below 1 on this machine" in (gpu := text_of(page, tmp_path / "x.html", data))
+    assert "H200" not in gpu
+    assert "Below 1" not in text_of(page, tmp_path / "x.html", with_speed(gather(run), 1.2))
+
+
+def test_figures_of_a_gpu_are_those_of_the_results():
+    """The table of benchmarks/results, line by line."""
+    results = (ROOT / "benchmarks/results/smollm2_decoding.md").read_text()
+    rows = re.findall(r"^\| (EAGLE-3 chain|EAGLE-3 tree|P-EAGLE) \| (.*) \|$", results, flags=re.M)[
+        :3
+    ]
+    assert len(measured_gains()) == len(rows)
+    for known, (_, cells) in zip(measured_gains(), rows, strict=True):
+        length, *_, even, _, gain = (cell.strip(" *") for cell in cells.split("|"))
+        assert (known.length, known.break_even, known.speedup) == (
+            float(length),
+            float(even),
+            float(gain),
+        )
+        assert known.recipe in shipped_recipes()
+
+
+def test_two_lengths_say_what_they_count(run, page, tmp_path):
+    data = gather(run)
+    held, draft = data["held_out"], data["evaluation"]["drafts"][0]
+    held["length"][held["best"]], draft["acceptance_length"] = 1.51, 1.39
+    text = text_of(page, tmp_path / "x.html", data)
+    assert "Why 1.39 and 1.51?" in text
+    assert "the target's own answers to 6 new prompts; 1.51 counts them by rounds along" in text
+    held["replayed"] = False
+    assert "1.51 counts them from every position" in text_of(page, tmp_path / "x.html", data)
+    draft["acceptance_length"] = 1.51
+    assert "Why 1.51" not in text_of(page, tmp_path / "x.html", data)
+
+
+@pytest.mark.parametrize("width", [390, 1160])
+def test_no_panel_is_half_empty(run, page, width):
+    """One bar is no panel, and none is stretched to the height of its neighbor."""
+    assert len(json.loads((run / "eval.json").read_text())["drafts"][0]["by_context"]) == 1
+    page.open(run / "report.html", width=width)
+    assert "By context" not in page.run("document.querySelector('main').innerText")
+    empty = page.run(
+        "[...document.querySelectorAll('.panel')].filter((p) => {"
+        "const box = p.getBoundingClientRect(), end = p.lastElementChild.getBoundingClientRect();"
+        "return box.bottom - end.bottom > 60 }).map((p) => p.innerText.slice(0, 30))"
+    )
+    assert empty == []
