@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fledge.measure.on_gpus import gain_on_a_gpu, measured_gains
-from fledge.recipe.shipped import shipped_recipes
+from fledge.measure.on_gpus import gain_on_a_gpu
 from fledge.report.gather import _on_gpu, gather
 from fledge.report.page import render
 
@@ -184,23 +183,6 @@ def test_a_speed_up_below_one_is_explained_with_the_figure_of_a_gpu(run, page, t
     assert "Below 1 on this machine" in (gpu := text_of(page, tmp_path / "x.html", data))
     assert "H200" not in gpu
     assert "Below 1" not in text_of(page, tmp_path / "x.html", with_speed(gather(run), 1.2))
-
-
-def test_figures_of_a_gpu_are_those_of_the_results():
-    """The table of benchmarks/results, line by line."""
-    results = (ROOT / "benchmarks/results/smollm2_decoding.md").read_text()
-    rows = re.findall(r"^\| (EAGLE-3 chain|EAGLE-3 tree|P-EAGLE) \| (.*) \|$", results, flags=re.M)[
-        :3
-    ]
-    assert len(measured_gains()) == len(rows)
-    for known, (_, cells) in zip(measured_gains(), rows, strict=True):
-        length, *_, even, _, gain = (cell.strip(" *") for cell in cells.split("|"))
-        assert (known.length, known.break_even, known.speedup) == (
-            float(length),
-            float(even),
-            float(gain),
-        )
-        assert known.recipe in shipped_recipes()
 
 
 def test_two_lengths_say_what_they_count(run, page, tmp_path):
