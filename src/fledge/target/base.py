@@ -90,6 +90,7 @@ class Eagle3TargetBackend(ABC):
     def join(self) -> None:
         """Take part in the answers of the other ranks, having no rows of one's own. Does nothing
         unless the target `joins`."""
+        self._check_open()
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
         """`answer` as a future. A backend without `supports_async` has finished already."""

@@ -69,7 +69,10 @@ def local_part(tensor: Tensor) -> Tensor:
     """What of a tensor lies in this process."""
     from torch.distributed.tensor import DTensor
 
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part: Tensor = tensor.to_local()
+    return part.detach()
 
 
 def _keeper(model: nn.Module, name: str) -> nn.Module | None:

@@ -39,6 +39,7 @@ from fledge.target.hf.one_row import (
     whole_row,
 )
 from fledge.target.hf.probe import find_head_module, learn_head
+from fledge.target.hf.sharded import along
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
@@ -135,6 +136,7 @@ class HFEagle3TargetModel(InProcessTarget):
         trust_remote_code: bool = False,
         compile_layers: bool = False,
         num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        mesh: DeviceMesh | None = None,
     ) -> "HFEagle3TargetModel":
         """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
 
@@ -142,9 +144,12 @@ class HFEagle3TargetModel(InProcessTarget):
         `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`target.fp8`).
         For a quantised target name the quantised checkpoint, or give a `quantization_config` of
         transformers: a draft must learn from the states that will be served.
+
+        The ranks of a `mesh` hold one model together, along its dimensions named tp and fsdp, and
+        share long rows along the one named cp. Every rank calls this, each loads its part.
         """
         device = find_device(device)
-        if dtype == "fp8" and (reason := fp8.why_not(device)):
+        if dtype == "fp8" and (reason := "sharded" if mesh else fp8.why_not(device)):
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_hf_model(
             name_or_path,
@@ -153,12 +158,14 @@ class HFEagle3TargetModel(InProcessTarget):
             attn_implementation=attn_implementation,
             quantization_config=quantization_config,
             trust_remote_code=trust_remote_code,
+            mesh=mesh,
         )
         if dtype == "fp8":
             fp8.convert_linears(loaded.model)
         target = cls(
             loaded.model,
             aux_layer_ids,
+            along(mesh, "cp"),
             supervision=supervision,
             tokenizer=loaded.tokenizer,
             compile_layers=compile_layers,
@@ -404,14 +411,13 @@ class HFEagle3TargetModel(InProcessTarget):
             name, module = type(self.model).__name__, find_head_module(self.model)
             self._head_module = module
             probe_BT = torch.arange(4, device=self._device())[None]
-            head, self._state_dtype = learn_head(
+            self._head, self._state_dtype = learn_head(
                 lambda: self._call(probe_BT, torch.ones_like(probe_BT)),
                 module,
                 model=self.model,
                 where=name,
                 alone=all(map(is_here, module.parameters())),
             )
-            self._head = head.to(self._device())
         return self._head
 
     def _device(self) -> torch.device:

@@ -69,6 +69,8 @@ def learn_head(
             where=where,
             fix="use supervision 'logits'",
         )
+    weight_VD = weight_VD.to(seen[0].device)  # it may have been fetched from where it is kept
+    bias_V = None if bias_V is None else bias_V.to(seen[0].device)
     learned = replace(
         _arithmetic(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
     )
