@@ -41,6 +41,7 @@ class Share:
     size: int
     length: int  # L
     hidden_NL: Tensor | None  # bool: keys that nobody sees (padding); None: all are real
+    caps: bool = True  # whether the model's own attention caps scores if it is told to
 
     @property
     def chunk(self) -> int:
@@ -76,12 +77,12 @@ class Share:
 _active: ContextVar[Share | None] = ContextVar("fledge_share", default=None)
 
 
-def share_of(mesh: Any, length: int, mask_NL: Tensor | None) -> Share:
+def share_of(mesh: Any, length: int, mask_NL: Tensor | None, *, caps: bool = True) -> Share:
     """What this rank computes of rows of this length; `mask_NL` is 1 at real tokens."""
     hidden_NL = None
     if mask_NL is not None and not bool(mask_NL.all()):
         hidden_NL = mask_NL == 0
-    return Share(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length, hidden_NL)
+    return Share(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length, hidden_NL, caps)
 
 
 @contextmanager
@@ -126,6 +127,7 @@ def attend(
         seen = slice(first, end)
         visible = _visible(share, begin, seen, sliding_window, query_NHqC.device)
         keys = key_NGLC[:, :, seen], value_NGLC[:, :, seen]
+        softcap = softcap if share.caps else None
         if softcap is not None or s_aux is not None:
             outputs.append(_written_out(query_NHqC, *keys, visible, scaling, softcap, s_aux))
             continue

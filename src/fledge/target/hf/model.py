@@ -30,6 +30,7 @@ from fledge.target.hf.one_row import (
     OneRow,
     Unsupported,
     WholeRow,
+    caps_scores,
     causal_rows,
     documents_apart,
     kernel_takes,
@@ -282,7 +283,7 @@ class HFEagle3TargetModel(InProcessTarget):
     def _run_share(self, ids_NL: Tensor, mask_NL: Tensor | None, write: StatesOf) -> Tensor:
         """The same for rows that the ranks of `cp_mesh` share: each runs some slots of them, and
         all get the states of all."""
-        share = share_of(self.cp_mesh, ids_NL.shape[1], mask_NL)
+        share = share_of(self.cp_mesh, ids_NL.shape[1], mask_NL, caps=caps_scores(self.model))
         positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
         with shared_rows(self.model, share):
             answer_NQX = self._captured(
