@@ -7,7 +7,6 @@ import torch
 from contract import CHECKS, Case, answer, packed_rows, padded_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from tiny_models import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -15,6 +14,7 @@ from fledge.core.batch import SUPERVISIONS, Supervision
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
+from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
