@@ -98,7 +98,7 @@ def table(directory: str, layouts: list[dict[str, int]], width: int) -> list[str
         worst = [
             max(column) / 2**20
             for column in zip(*on_ranks(size, measure, directory, layout, width), strict=True)
-        ]  # noqa: E501
+        ]
         name = " x ".join(f"{kind} {ranks}" for kind, ranks in layout.items()) or "one process"
         figures = " | ".join(f"{value:.2f}" for value in worst)
         lines.append(f"| {name} | {size} | {figures} |")
@@ -132,10 +132,10 @@ def main() -> None:
                 "",
                 *rows,
                 "",
-                "While loading, files are mapped and each rank copies its part; the largest tensor is",
-                "a shard. A pass of FSDP2 puts one layer together at a time, beside embedding and head.",
-                "With `cp` every rank ends with the whole answer (three aux states and the last hidden",
-                "state of every token), which does not shrink; the states on the way do.",
+                "While loading, files are mapped and each rank copies its part; the largest tensor",
+                "is a shard. A pass of FSDP2 puts one layer together at a time. With `cp` every",
+                "rank ends with the whole answer (three aux states and the last hidden state of",
+                "every token), which does not shrink; what is computed on the way does.",
                 "",
             ]
         )

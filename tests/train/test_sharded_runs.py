@@ -39,7 +39,7 @@ def test_two_ranks_that_share_the_target_are_one(recipe, tmp_path, layout):
 
 def _precompute(recipe, directory):
     options = CacheOptions(shard_size=7, batch_size=2)
-    job, model = recipe_job(recipe, directory, options)
+    job, _ = recipe_job(recipe, directory, options)
     load = partial(recipe_target, recipe, CPU)
     done = execute(job, 0, load, device=CPU, say=lambda line: None)
     return done.complete
