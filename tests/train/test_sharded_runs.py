@@ -29,7 +29,8 @@ UNEVEN = ("training.accumulate=3", "training.epochs=2")
 def test_two_ranks_that_share_the_target_are_one(recipe, tmp_path, layout):
     fit(set_up(recipe(*UNEVEN, "training.micro_batch=2", run="one")), Notes())
     kind, size = layout
-    shared = recipe(*UNEVEN, f"target.parallel.{kind}={size}", run="two")
+    cut = f"target.parallel.{kind}={size}"
+    shared = recipe(*UNEVEN, "training.micro_batch=1", cut, run="two")
     assert run_ranks(2, run_recipe, shared) == [0, 0]
     one = load_file(tmp_path / "one" / "best" / "model.safetensors")
     both = load_file(tmp_path / "two" / "best" / "model.safetensors")

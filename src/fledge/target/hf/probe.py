@@ -92,7 +92,7 @@ def _within(run_logits: Callable[[], Tensor], head: nn.Module, hidden: Tensor) -
     """What the head makes of these states, in place of the model's own."""
     seen: list[Tensor] = []
     hooks = (
-        head.register_forward_pre_hook(lambda _, args: (hidden, *args[1:])),
+        head.register_forward_pre_hook(lambda _, args: (hidden, *args[1:]), prepend=True),
         head.register_forward_hook(lambda _, args, output: seen.append(output)),
     )
     try:
