@@ -1,5 +1,13 @@
 """Several processes (torchrun): ranks, and sums over all of them. One process is the plain case.
 
+Ranks form a mesh, `replicate x shard x context`, the last index running fastest:
+
+    context     ranks that share their rows and take a slice of each (long rows)
+    shard       ranks that share the draft's weights and moments (FSDP2)
+    replicate   whole copies of that
+
+Ranks that differ in `context` alone read the same rows, all others different ones: `data_rank`.
+
 Gradients are summed by hand after the last backward of a step instead of through DDP: the loss is
 already divided by the count over all ranks, so a sum is exact, and ranks may hold different numbers
 of micro-batches.
@@ -12,8 +20,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fledge.core.errors import BadInput
 from fledge.core.machine import find_device
+
+MESH = ("replicate", "shard", "context")
 
 
 @dataclass(frozen=True)
@@ -23,10 +35,27 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    shard: int = 1  # ranks that share one copy of the draft
+    context: int = 1  # ranks that share their rows
+    mesh: DeviceMesh | None = None  # with the dimensions of MESH; None: one process
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows this rank reads, of `data_size`."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.context
+
+    @property
+    def context_rank(self) -> int:
+        """Which slice of its rows this rank takes, of `context`."""
+        return self.rank % self.context
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -68,13 +97,20 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def join_world(device: torch.device) -> World:
+def join_world(device: torch.device, *, shard: int = 1, context: int = 1) -> World:
     """Join the other processes that torchrun started, if any. Call it after the data is ready."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size % (shard * context):
+        what = f"{size} processes cannot be cut into {shard} (training.shard) x {context} "
+        what += "(training.context)"
+        raise BadInput(what, fix=f"start {shard * context} processes, or a multiple of it")
     if size == 1:
         return World()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return World(dist.get_rank(), size, int(os.environ.get("LOCAL_RANK", "0")))
+    shape = (size // (shard * context), shard, context)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return World(dist.get_rank(), size, local, shard, context, mesh)
 
 
 def leave_world(world: World) -> None:

@@ -4,8 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
+
 from fledge.core.settings import MOST, Tagged
 from fledge.methods.section import LossChoice
+from fledge.recipe.layers import Shape
 from fledge.recipe.schema import Recipe, recipe_shapes
 
 
@@ -31,14 +34,25 @@ def _lines() -> Iterator[str]:
                 yield ""
             yield "| key | values | default | meaning |"
             yield "|---|---|---|---|"
-            values = model.model_json_schema()["properties"]
-            for key, field in model.model_fields.items():
+            for key, field, schema in _fields(model, shape):
                 default = "required" if field.is_required() else _default(field)
-                allowed = _allowed(values[key])
+                allowed = _allowed(schema)
                 yield f"| `{key}` | {allowed} | {default} | {_plain(field.description)} |"
             yield ""
         for key in sorted(shape.all_keys()):
             yield from _nested_lines(f"{section}.{key}", shape.nested(key))
+
+
+def _fields(model: type[BaseModel], shape: Shape) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Every key, its field and its JSON schema; a section within the section by the keys in it."""
+    schemas = model.model_json_schema()["properties"]
+    for key, field in model.model_fields.items():
+        within: Any = field.annotation
+        if hasattr(within, "model_fields") and shape.nested(key) is None:
+            for part, inner, schema in _fields(within, shape):
+                yield f"{key}.{part}", inner, schema
+        else:
+            yield key, field, schemas[key]
 
 
 def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:

@@ -180,6 +180,12 @@ class Training(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, one more forward."""
 
+    shard: PositiveCount = 1
+    """Processes that share one copy of the draft's weights and moments (FSDP2)."""
+
+    context: PositiveCount = 1
+    """Processes that share their rows, each a slice: for rows too long for one."""
+
     prefetch: Count = 2
     """Batches prepared ahead; 0: none."""
 

@@ -1,7 +1,7 @@
 """The order of the data: which packs a step takes, for every rank, from any step on.
 
 All epochs laid end to end are one stream of packs; step s takes the next
-`micro_batch * accumulate * world` of it. The order depends only on seed, epoch and data, so a
+`micro_batch * accumulate * data_size` of it. The order depends only on seed, epoch and data, so a
 resumed run needs nothing but its step number, and N ranks together see what one rank would.
 """
 
@@ -53,7 +53,7 @@ class PackStream:
         self._world = world or World()
         self._epochs: list[Packing] = []  # packings made so far, in order
         self._first: list[int] = [0]  # stream position at which each epoch begins
-        self.packs_per_step = micro_batch * accumulate * self._world.size
+        self.packs_per_step = micro_batch * accumulate * self._world.data_size
         self._end: int | None = None
         if steps is None:
             while len(self._epochs) < epochs:
@@ -95,7 +95,7 @@ class PackStream:
         assert first is not None, f"step {step} is past the last one ({self.steps})"
         micro = []
         for index in range(self._accumulate):
-            start = begin + (index * self._world.size + self._world.rank) * self._micro
+            start = begin + (index * self._world.data_size + self._world.data_rank) * self._micro
             stop = start + self._micro if self._end is None else min(start + self._micro, self._end)
             positions = [self._at(position) for position in range(start, stop)]
             packs = [at[1] for at in positions if at is not None]

@@ -176,7 +176,8 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
     begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     data_s = time.perf_counter() - begin
-    world = join_world(device)
+    training = recipe.training
+    world = join_world(device, shard=training.shard, context=training.context)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
         target = undo.enter_context(make_target(recipe, device))

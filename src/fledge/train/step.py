@@ -5,12 +5,14 @@ by the number of charged elements over all micro-batches and ranks; so is the me
 LK-lambda weighs by. Nothing waits for the device.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
 from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
@@ -92,13 +94,22 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
+def _asked(target: Eagle3TargetBackend, batch: StepBatch) -> Iterator[Eagle3TargetBatch]:
+    """The answers about this rank's rows; where it has none, the others may need it for theirs."""
+    for rows in batch.micro:
+        if rows is not None:
+            yield target.answer(rows)
+        else:
+            target.join()
+
+
 def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
     micro = [rows for rows in batch.micro if rows is not None]
     with parts.clock.phase("target"):
         early = [future.result() for future in batch.answers]
-        answers = early or [parts.target.answer(rows) for rows in micro]
+        answers = early or list(_asked(parts.target, batch))
         answers = [answer.to(parts.device, non_blocking=True) for answer in answers]
 
     # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
