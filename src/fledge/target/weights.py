@@ -65,6 +65,16 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         quiet.setLevel(level)
 
 
+def take_apart(model: nn.Module) -> None:
+    """FSDP2 may leave weights put together after a pass, in memory that it takes back later: call
+    this before reading what will be kept. Needs no other rank."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What of a tensor lies in this process."""
     from torch.distributed.tensor import DTensor

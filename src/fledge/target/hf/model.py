@@ -62,6 +62,7 @@ from fledge.target.weights import (
     is_offloaded,
     refuse_missing,
     runs_on,
+    take_apart,
     weights_fingerprint,
     whole_weight,
 )
@@ -205,6 +206,7 @@ class HFEagle3TargetModel(InProcessTarget):
         """The model's own module; of a sharded or offloaded one, its whole weight. Where ranks
         share the model, every rank must ask."""
         self._check_open()
+        take_apart(self.model)
         module = self._embedding()
         weight = cast(Tensor, module.weight)
         if is_here(weight):
@@ -215,6 +217,7 @@ class HFEagle3TargetModel(InProcessTarget):
         return cast(nn.Module, self.model.get_input_embeddings())  # type: ignore[operator]
 
     def _facts(self) -> dict[str, Any]:
+        take_apart(self.model)
         return {
             "final_norm": describe_final_norm(self.model),
             "dtype": self._state_dtype,
@@ -375,6 +378,7 @@ class HFEagle3TargetModel(InProcessTarget):
     @torch.no_grad()
     def _head_of_states(self) -> TargetHead:
         if self._head is None:
+            take_apart(self.model)
             name, module = type(self.model).__name__, find_head_module(self.model)
             self._head_module = module
             probe_BT = torch.arange(4, device=self._device())[None]
