@@ -94,7 +94,8 @@ def test_lines_to_type_stand_below_the_table_whole(
     monkeypatch.setattr(doctor.out, "_width", 40)
     line = "/somewhere/far/away/from/here/.venv/bin/pip install -e '.[track]'"
     monkeypatch.setattr(doctor, "install_extra", lambda extra: line.replace("track", extra))
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    monkeypatch.setattr(doctor, "installed_as", lambda package: None)
     with pytest.raises(SystemExit):
         run(["doctor"])
     assert f"  {line}  # tensorboard, wandb, trackio\n" in capsys.readouterr().out

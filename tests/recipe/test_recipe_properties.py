@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from fledge.core.errors import BadInput
+from fledge.core.settings import Section
 from fledge.methods.registry import METHODS
 from fledge.objective.losses.registry import LOSSES
 from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes
@@ -61,6 +62,9 @@ def values_of(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
         return st.dictionaries(WORDS, PLAIN, max_size=3)
     if annotation in (int, float):
         return numbers(annotation, metadata)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        inner = {key: fields(field, key) for key, field in annotation.model_fields.items()}
+        return st.fixed_dictionaries({}, optional=inner)
     return {bool: st.booleans(), str: WORDS, types.NoneType: st.none()}[annotation]
 
 
@@ -113,6 +117,8 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
         recipe["draft"].pop(key, None)
     if method.aux_layers() != 3:
         recipe["target"].pop("aux_layer_ids", None)
+    if any(number > 1 for number in recipe["target"].get("parallel", {}).values()):
+        recipe["target"].pop("keep_states_gb", None)
     if recipe["draft"].get("qk_norm"):
         recipe["draft"] |= {"attention_bias": False, "mlp_bias": False}
 
