@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fledge.methods.base import Method
 from fledge.methods.registry import METHODS, method_that_drafts
+from fledge.models.resolve import public_name
 
 ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
 
@@ -62,16 +62,8 @@ def _identity(name: str, dtype: str) -> list[str]:
     """What an engine would otherwise choose by itself: the precision (float32 silently becomes 16
     bits), and the name that clients see and manifests keep (a path on the server's disk)."""
     flags = ["--dtype", dtype] if dtype else []
-    return [*flags, "--served-model-name", public_name(name)] if name else flags
-
-
-def public_name(target: str) -> str:
-    """A hub id or an embedded name as it stands, without its revision; of a path the last part."""
-    path = Path(target)
-    if path.suffix == ".gguf":
-        return path.stem
-    is_path = path.is_absolute() or target.startswith((".", "~")) or target.count("/") > 1
-    return path.name if is_path else target.partition("@")[0]
+    public = public_name(name).partition("@")[0]
+    return [*flags, "--served-model-name", public] if name else flags
 
 
 def without_repeats(command: Sequence[str], given: Sequence[str]) -> list[str]:
