@@ -37,6 +37,7 @@ from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
 from fledge.train.runs import as_begun, keeps_its_rows
+from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
 
@@ -212,8 +213,10 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
 
 
 def _parts(recipe: Recipe, models: Models) -> Parts:
-    training = recipe.training
-    parameters = [p for p in models.objective.draft_model.parameters() if p.requires_grad]
+    training, draft = recipe.training, models.objective.draft_model
+    if models.world.shard > 1:
+        shard_draft(draft, models.world, compute_dtype=models.objective.compute_dtype)
+    parameters = [p for p in draft.parameters() if p.requires_grad]
     return Parts(
         **vars(models),
         parameters=parameters,
