@@ -1,13 +1,12 @@
 """One draft over several ranks (`training.shard`): the same weights as on one, and a share each."""
 
 import pytest
-import torch
-from ranks import run_ranks
 
 from fledge.train import setup as building
 from fledge.train.setup import set_up
 from fledge.train.sharding import local_tensor, whole_tensor
 from fledge.train.step import train_step
+from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

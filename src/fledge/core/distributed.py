@@ -16,6 +16,7 @@ of micro-batches.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fledge.core.errors import BadInput
 from fledge.core.machine import find_device
 
+T = TypeVar("T")
 MESH = ("replicate", "shard", "context")
 
 
@@ -80,6 +82,14 @@ class World:
         if self.size > 1:
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
+
+    def from_main(self, value: T) -> T:
+        """The main rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        held: list[T] = [value]
+        dist.broadcast_object_list(held, src=0)
+        return held[0]
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -45,9 +45,11 @@ class DraftModel(nn.Module):
 
     # --- files ----------------------------------------------------------------------------------
 
-    def write(self, directory: Path) -> None:
-        """Write its files into a directory that the caller completes."""
-        write_draft_files(directory, self.config, self.state_dict(), self.architecture)
+    def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write its files into a directory that the caller completes; `tensors` are its own, put
+        together, where this process holds a share of them only."""
+        tensors = self.state_dict() if tensors is None else tensors
+        write_draft_files(directory, self.config, tensors, self.architecture)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors; an old directory is replaced as a whole."""

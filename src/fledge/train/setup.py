@@ -61,6 +61,11 @@ class OpenRun:
     warnings: list[str]  # what is allowed, and hardly meant
     data_s: float  # spent on preparing the data
 
+    @property
+    def vocabulary_path(self) -> Path:
+        """Written when a run begins: without it, there is none."""
+        return self.directory / VOCABULARY_NAME
+
 
 @dataclass
 class Training(OpenRun):

@@ -17,7 +17,7 @@ and they have neither gradients nor moments.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,12 +92,12 @@ def backward(draft: DraftModel, loss: Tensor | None) -> None:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """A tensor put together from all ranks' shares, on all of them; others as they are."""
-    return cast(Tensor, tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's share of a tensor; others as they are."""
-    return cast(Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _policy(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> MixedPrecisionPolicy:
