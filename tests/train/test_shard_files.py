@@ -78,7 +78,7 @@ def saved_on_four(tiny_target, tiny_chats, tmp_path_factory):
     return make, root / "four"
 
 
-@pytest.mark.parametrize("ranks, shard", [(4, 4), (4, 2), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("ranks", "shard"), [(4, 4), (4, 2), (2, 2), (1, 1)])
 def test_saved_on_four_ranks_and_resumed_on_others(saved_on_four, ranks, shard):
     make, four = saved_on_four
     name = f"resumed-{ranks}-{shard}"

@@ -10,6 +10,7 @@ from rich.text import Text
 from typer import Argument, Option, Typer
 
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar
+from fledge.cli.loading import WAITING
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
 from fledge.core.terminal import marked
@@ -79,7 +80,8 @@ def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
         def show(at: Progress) -> None:
             rate = at.tokens / max(1e-9, time.perf_counter() - start)
             note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
-            update(total=at.parts, completed=at.done, note=note)
+            what = WAITING if at.waiting else "tokenising"
+            update(description=what, total=at.parts, completed=at.done, note=note)
 
         return prepare_rows(data, directory, options, on_progress=show, **more)
 

@@ -3,6 +3,7 @@
 Interrupt it and run it again: finished parts are kept. Damage a file: that part is made again.
 """
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -16,7 +17,7 @@ from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from fledge.core.errors import BadInput
 from fledge.core.files import cache_dir, write_json
@@ -25,6 +26,7 @@ from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 
+_WAIT_S = 1.0  # that another process holds the lock is worth a word after so long
 ROWS_FORMAT = 1  # raise when the meaning of the files changes
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
@@ -41,6 +43,7 @@ class Progress:
     done: int
     reused: int
     tokens: int
+    waiting: bool = False  # for another process that is at it
 
 
 def tokenizer_files_fingerprint(model_dir: Path) -> str:
@@ -66,7 +69,8 @@ def prepare_rows(
     on_progress: Callable[[Progress], None] = lambda _: None,
     trust_remote_code: bool = False,
 ) -> TokenRows:
-    """Token rows of `data` under the model's tokenizer and template, tokenised at most once."""
+    """Token rows of `data` under the model's tokenizer and template, tokenised at most once: of
+    several processes by one, while the others wait, which is progress to be told too."""
     _refuse_a_script_run_by_workers()
     options = options or TokeniseOptions()
     fields = {
@@ -80,7 +84,7 @@ def prepare_rows(
     key = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
     directory = (cache or cache_dir()) / "rows" / key[:24]
     directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / ".lock"):  # two runs of one recipe: the second waits, then reads
+    with _alone(directory / ".lock", on_progress):
         parts = sources.make_parts(data, rows_per_part)
         job = _Job(directory, model_dir, options, trust_remote_code)
         records = _fill(job, parts, workers, on_progress)
@@ -92,6 +96,21 @@ def prepare_rows(
     rows = TokenRows(directory, len(parts), drops, key)
     rows.check_mask()
     return rows
+
+
+@contextlib.contextmanager
+def _alone(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[None]:
+    """Ranks of a run, or two runs of one recipe: the second waits, then reads."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=_WAIT_S)
+    except Timeout:
+        on_progress(Progress(0, 0, 0, 0, waiting=True))
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _refuse_a_script_run_by_workers() -> None:

@@ -162,9 +162,14 @@ def tokenised(
     )  # fmt: skip
 
 
-def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
-    """Build a run. Nothing is written but caches."""
-    opened = open_run(recipe, on_progress)
+def set_up(
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+) -> Training:
+    """Build a run. Nothing is written but caches. `watched`: see `join_world`."""
+    opened = open_run(recipe, on_progress, watched=watched)
     recipe = opened.recipe
     with ExitStack() as undo:
         undo.enter_context(opened.parts.target)
@@ -173,7 +178,12 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     return Training(**{**vars(opened), "parts": parts, "stream": stream})
 
 
-def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> OpenRun:
+def open_run(
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+) -> OpenRun:
     """The rows and the models of a run; its target is let go of when something is missing."""
     recipe = as_begun(recipe).settled()
     device = pick_device(recipe.training.device)
@@ -181,7 +191,8 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     data_s = time.perf_counter() - begin
     training = recipe.training
-    world = join_world(device, shard=training.shard, context=training.context)
+    cut = {"shard": training.shard, "context": training.context}
+    world = join_world(device, **cut, watched=watched)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
         target = undo.enter_context(make_target(recipe, device))
