@@ -64,7 +64,7 @@ class Heartbeat:
             self._thread.join()
         self._say(_LEFT if failure is None else _FAILED + failure)
 
-    def lost(self, *, silent_s: float = SUSPECT_S) -> str | None:
+    def lost(self, *, silent_s: float) -> str | None:
         """Who is gone, in words; None: everybody is there, as far as one can tell."""
         return self._told(self._look(), silent_s)
 
@@ -72,7 +72,7 @@ class Heartbeat:
         """The same after a failure that another rank's death may have caused: whoever is dead will
         soon have been silent for long."""
         until = time.monotonic() + SUSPECT_S + 2 * BEAT_S
-        while (told := self.lost()) is None and time.monotonic() < until:
+        while (told := self.lost(silent_s=SUSPECT_S)) is None and time.monotonic() < until:
             time.sleep(BEAT_S / 2)
         return told
 
