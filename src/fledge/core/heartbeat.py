@@ -25,7 +25,7 @@ from fledge.core.errors import BadInput, first_line
 BEAT_S = 1.0
 SILENT_S = 30.0  # a rank that has said nothing for so long is gone
 SUSPECT_S = 6.0  # the same, where something else went wrong already
-_LEFT, _FAILED = "left", "failed "
+_LEFT, _FAILED, _LOST = "left", "failed ", "lost "
 
 
 class RankLost(BadInput):
@@ -59,9 +59,7 @@ class Heartbeat:
         """The last word: this rank ends in order, or this is why it does not."""
         if self._over.is_set():
             return
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._silence()
         self._say(_LEFT if failure is None else _FAILED + failure)
 
     def lost(self, *, silent_s: float) -> str | None:
@@ -76,6 +74,22 @@ class Heartbeat:
             time.sleep(BEAT_S / 2)
         return told
 
+    def pass_on(self, told: str) -> None:
+        """Tell all others, who end at once, and end after them: where torchrun starts a job anew,
+        its agents must not take one another's restart for new machines that want to join."""
+        self._silence()
+        known = any(said.split(" ", 1)[1].startswith(_LOST) for said, _ in self._seen.values())
+        if not known:
+            with contextlib.suppress(RuntimeError):  # the store may be what is lost
+                self._say(_LOST + told)
+            time.sleep(3 * BEAT_S)
+
+    def _silence(self) -> None:
+        """No more beats, which would stand over the last word."""
+        self._over.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
     def _watch(self) -> None:
         while not self._over.wait(BEAT_S):
             try:
@@ -85,6 +99,7 @@ class Heartbeat:
             except RuntimeError:  # the store lives in rank 0, or in the torchrun that started it
                 told = "rank 0 or its torchrun is gone: its store does not answer"
             if told is not None and not self._over.is_set():
+                self.pass_on(told)
                 self._end(told)
                 return
 
@@ -108,6 +123,8 @@ class Heartbeat:
             silent = now - self._seen[rank][1]
             if rank == self._rank or last == _LEFT:
                 continue
+            if last.startswith(_LOST):
+                return last.removeprefix(_LOST)
             if last.startswith(_FAILED):
                 if silent >= min(silent_s, SUSPECT_S):  # it may have failed as we are failing
                     return f"rank {rank} on {host} ended: {last.removeprefix(_FAILED)}"
@@ -123,7 +140,7 @@ class Heartbeat:
         return not any(said.split(" ", 1)[0] == self._host for said in alive)
 
     def _end_process(self, told: str) -> None:
-        """From a thread, while the main one may wait for the dead for ever."""
+        """From a thread, while the main one may wait for the dead forever."""
         if self.speaks():
             print(f"fledge: {RankLost.of(told)}", file=sys.stderr, flush=True)
         os._exit(2)
@@ -159,11 +176,13 @@ def ending_together(waiting: Callable[[], AbstractContextManager[object]]) -> It
         if _current is not None and isinstance(error, RuntimeError):  # so collectives fail
             with waiting():
                 told = _current.wait_for_lost()
-        if _current is not None:
-            _current.stop(None if told is not None else first_line(error))
-        if told is None:
+        if _current is None or told is None:
+            if _current is not None:
+                _current.stop(first_line(error))
             raise
-        if _current is not None and not _current.speaks():
+        speaks = _current.speaks()
+        _current.pass_on(told)
+        if not speaks:
             raise SystemExit(2) from None
         raise RankLost.of(told) from None
 
