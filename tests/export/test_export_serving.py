@@ -100,8 +100,7 @@ def test_paths_are_absolute_and_stay_out_of_the_name(tmp_path, tiny_target, monk
         command = words("served", *named)
         assert command[2] == str(tiny_target.resolve())
         assert json.loads(command[4])["model"] == str(tmp_path / "served")
-        public = "tiny" if named else tiny_target.name  # a link that the export does not know of
-        assert command[5:] == ["--dtype", "float32", "--served-model-name", public]
+        assert command[5:] == ["--dtype", "float32", "--served-model-name", tiny_target.name]
 
 
 def test_what_the_user_says_is_not_said_twice(tmp_path, tiny_target):

@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar
 from fledge.cli.help import Verbs
+from fledge.cli.loading import WAITING
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
 from fledge.core.terminal import marked
@@ -84,7 +85,8 @@ def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
         def show(at: Progress) -> None:
             rate = at.tokens / max(1e-9, time.perf_counter() - start)
             note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
-            update(total=at.parts, completed=at.done, note=note)
+            what = WAITING if at.waiting else "tokenising"
+            update(description=what, total=at.parts, completed=at.done, note=note)
 
         return prepare_rows(data, directory, options, on_progress=show, **more)
 

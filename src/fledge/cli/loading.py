@@ -1,13 +1,17 @@
 """Recipes, targets and drafts loaded as verbs name them: by words, by path, or by what a run knows
 about itself."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fledge.cli.console import err
 from fledge.core.errors import BadInput
 from fledge.train.loading import check_method as check_method
 from fledge.train.loading import load_draft_beside as load_draft_beside
+
+WAITING = "waiting for another process, which prepares this data"
 
 
 def recipe_of_words(words: Sequence[str]) -> Any:
@@ -21,6 +25,12 @@ def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
     """What a bar says while a run is set up: first its data, part by part, then its target."""
 
     def show(at: Any) -> None:
+        if at.waiting:
+            rank = os.environ.get("RANK")
+            who = "" if rank is None else f"rank {rank}: "
+            err.say(f"{who}{WAITING}")  # of every rank: none of them hangs
+            update(description=WAITING)
+            return
         what = "preparing data" if at.done < at.parts else "loading the target"
         update(description=what, total=at.parts, completed=at.done)
 

@@ -36,9 +36,11 @@ def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None
     """Set up, train, report; the exit code. `begin`: when the command began."""
     begin = time.perf_counter() if begin is None else begin
     from fledge.core.distributed import leave_world
+    from fledge.core.heartbeat import ending_together
     from fledge.train.fit import finished_before, fit
     from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
     from fledge.train.setup import set_up
+    from fledge.train.signals import StopSignal
 
     quiet_libraries()
     ended = finished_before(recipe)
@@ -46,8 +48,8 @@ def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None
         if is_main_rank():
             _report(recipe, ended, None, None, as_json=as_json)
         return 0
-    with progress_bar("preparing data", "parts") as update:
-        training = set_up(recipe, show_set_up(update))
+    with ending_together(StopSignal), progress_bar("preparing data", "parts") as update:
+        training = set_up(recipe, show_set_up(update), watched=True)
         is_main = training.parts.world.is_main
         stream, vocabulary = training.stream, training.vocabulary
         update(description="trying out this machine")

@@ -14,8 +14,10 @@ of micro-batches.
 """
 
 import os
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fledge.core.errors import BadInput
+from fledge.core.heartbeat import start_heartbeat, stop_heartbeat
 from fledge.core.machine import find_device
 
+T = TypeVar("T")
 MESH = ("replicate", "shard", "context")
 
 
@@ -81,6 +85,14 @@ class World:
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
 
+    def from_main(self, value: T) -> T:
+        """The main rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        held: list[T] = [value]
+        dist.broadcast_object_list(held, src=0)
+        return held[0]
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -97,8 +109,13 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def join_world(device: torch.device, *, shard: int = 1, context: int = 1) -> World:
-    """Join the other processes that torchrun started, if any. Call it after the data is ready."""
+def join_world(
+    device: torch.device, *, shard: int = 1, context: int = 1, watched: bool = False
+) -> World:
+    """Join the other processes that torchrun started, if any. Call it after the data is ready.
+
+    `watched`: end this process, too, when another one is gone (`heartbeat.py`).
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size % (shard * context):
         what = f"{size} processes cannot be cut into {shard} (training.shard) x {context} "
@@ -110,9 +127,14 @@ def join_world(device: torch.device, *, shard: int = 1, context: int = 1) -> Wor
     shape = (size // (shard * context), shard, context)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH)
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    return World(dist.get_rank(), size, local, shard, context, mesh)
+    world = World(dist.get_rank(), size, local, shard, context, mesh)
+    if watched:
+        start_heartbeat(world.rank, size, run=world.from_main(secrets.token_hex(8)))
+    return world
 
 
 def leave_world(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
+        stop_heartbeat()
+        dist.barrier()  # the store that everybody's beats go to may be in the first who leaves
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -188,10 +188,16 @@ def tensor_shapes(path: Path, *, what: str = "the file") -> dict[str, tuple[int,
         return {name: tuple(handle.get_slice(name).get_shape()) for name in names}
 
 
-def load_tensors(path: Path, *, what: str = "the file") -> dict[str, Any]:
-    """All torch tensors of a safetensors file."""
+def load_tensors(
+    path: Path, *, what: str = "the file", keep: Callable[[str], bool] | None = None
+) -> dict[str, Any]:
+    """The torch tensors of a safetensors file: all, or those whose names are to be kept."""
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
     with _readable(path, what):
-        tensors: dict[str, Any] = load_file(path)
-    return tensors
+        if keep is None:
+            tensors: dict[str, Any] = load_file(path)
+            return tensors
+        with safe_open(str(path), framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in filter(keep, handle.keys())}

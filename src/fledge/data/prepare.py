@@ -3,6 +3,7 @@
 Interrupt it and run it again: finished parts are kept. Damage a file: that part is made again.
 """
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -16,7 +17,7 @@ from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from fledge.core.errors import BadInput
 from fledge.core.expected import Table
@@ -28,6 +29,7 @@ from fledge.data.drops import DropReport
 from fledge.data.store import DROPS, TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 
+_WAIT_S = 1.0  # that another process holds the lock is worth a word after so long
 ROWS_FORMAT = 1  # raise when the meaning of the files changes
 _READING = 2  # raise when rows are read that were dropped before: see `prepare_rows`
 _MANIFEST_NAME = "manifest.json"
@@ -46,6 +48,7 @@ class Progress:
     done: int
     reused: int
     tokens: int
+    waiting: bool = False  # for another process that is at it
 
 
 def tokenizer_files_fingerprint(model_dir: Path) -> str:
@@ -72,7 +75,8 @@ def prepare_rows(
     trust_remote_code: bool = False,
     begun: Collection[str] = (),
 ) -> TokenRows:
-    """Token rows of `data` under the model's tokenizer and template, tokenised at most once.
+    """Token rows of `data` under the model's tokenizer and template, tokenised at most once: of
+    several processes by one, while the others wait, which is progress to be told too.
 
     Of data in which earlier versions dropped nothing that is read now, the fingerprint is
     the one that it had then. Of other data it is a new one, unless the old one is among those that
@@ -119,6 +123,21 @@ def _held_drops(directory: Path) -> DropReport | None:
     return DropReport.from_json(manifest["drops"])
 
 
+@contextlib.contextmanager
+def _alone(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[None]:
+    """Ranks of a run, or two runs of one recipe: the second waits, then reads."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=_WAIT_S)
+    except Timeout:
+        on_progress(Progress(0, 0, 0, 0, waiting=True))
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _refuse_a_script_run_by_workers() -> None:
     """Refuse here: otherwise a worker would wait forever for the lock that its parent holds."""
     if getattr(current_process(), "_inheriting", False):  # a spawned process imports its script
@@ -161,7 +180,7 @@ def _made(
 ) -> TokenRows:
     directory = job.directory
     directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / ".lock"):  # two runs of one recipe: the second waits, then reads
+    with _alone(directory / ".lock", on_progress):
         records = _fill(job, parts, workers, on_progress)
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}

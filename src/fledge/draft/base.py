@@ -45,9 +45,11 @@ class DraftModel(nn.Module):
 
     # --- files ----------------------------------------------------------------------------------
 
-    def write(self, directory: Path) -> None:
-        """Write its files into a directory that the caller completes."""
-        write_draft_files(directory, self.config, self.state_dict(), self.architecture)
+    def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write its files into a directory that the caller completes; `tensors` are its own, put
+        together, where this process holds a share of them only."""
+        tensors = self.state_dict() if tensors is None else tensors
+        write_draft_files(directory, self.config, tensors, self.architecture)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors; an old directory is replaced as a whole."""
@@ -146,6 +148,13 @@ class DraftModel(nn.Module):
 
     # --- running layers -------------------------------------------------------------------------
 
+    def reach_weights(self) -> Tensor:
+        """Zero, whose gradient reaches every trained weight, with zeros: where ranks sum gradients,
+        all of them must have the same ones. Added to a loss it changes nothing else."""
+        trained = [weight for weight in self.parameters() if weight.requires_grad]
+        zero: Tensor = _ReachWeights.apply(*trained)  # type: ignore[no-untyped-call]
+        return zero
+
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
     ) -> None:
@@ -171,3 +180,15 @@ class DraftModel(nn.Module):
         if not self.checkpoints_layers:
             return layer_fn(*args, **kwargs)
         return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+class _ReachWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        # zeros that take no memory
+        return tuple(weight.new_zeros(()).expand_as(weight) for weight in ctx.saved_tensors)

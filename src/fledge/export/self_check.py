@@ -121,8 +121,9 @@ def open_target(
     if source.recipe is not None and source.run is not None and source.estimate is not None:
         trusted = str(trust_remote_code).lower()  # the user's word, not that of the run's files
         overrides = [f"run.output_dir={source.run}", f"target.trust_remote_code={trusted}"]
+        overrides += ["training.shard=1", "training.context=1"]  # whoever trained: now it is us
         overrides += [f"training.device={device}"] if device else []
-        if not kind_of(source.recipe.target).brings_rows:  # whoever answered then: now it is us
+        if not kind_of(source.recipe.target).brings_rows:  # whoever answered then, too
             layers = ",".join(map(str, aux_layer_ids))
             overrides += ["target.backend=hf", f"target.model={name}"]
             overrides += [f"target.aux_layer_ids={layers}"]

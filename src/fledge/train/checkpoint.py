@@ -3,6 +3,7 @@
     run/
       checkpoints/step-00000500/   config.json, model.safetensors   the draft itself
                                    training.safetensors             moments, guard, sums, RNG
+                                   shard-*.safetensors              a sharded run's moments
                                    state.json                       step, fingerprints, checksums
       best -> checkpoints/step-... the checkpoint with the best measured acceptance
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput, first_line
 from fledge.core.expected import FileName, ListOf, MapOf, Maybe, Number, Table, Text, Whole
-from fledge.core.files import atomic_directory, fsync_path, save_tensors, write_json
+from fledge.core.files import fsync_path, save_tensors, write_json
 from fledge.core.reading import check, check_inside, load_tensors, open_regular, read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
@@ -32,7 +33,9 @@ from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
 STEPS = "steps"  # in state.json: how many the run was to have when the checkpoint was saved
+PACKS = "packs_per_step"  # over all ranks
 _LINK = ".best.tmp"  # until it is `best`
+_SHARE = "shard-"  # how files of one rank's share begin
 _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
 # A measurement on held-out rows: what of it is read again.
 _MEASURED = Table(
@@ -47,6 +50,7 @@ _STATE = Table(
         "best_step": Whole(0, 10**12),
         "first": _MEASURED,
         "last": _MEASURED,
+        PACKS: Whole(1, 10**12),
     },
 )
 _CHECKPOINT = Table(
@@ -74,8 +78,15 @@ class Checkpoint:
         last = self.state.get("last") or {"step": self.step}  # nothing held out: nothing to measure
         return bool(self.state.get(STEPS) == self.step == last["step"])
 
-    def tensors(self) -> dict[str, Tensor]:
-        return load_tensors(self.path / TRAINING_NAME)
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks shared its moments."""
+        return any(name.startswith(_SHARE) for name in self.state["checksums"])
+
+    def tensors(self, *, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """What lies beside the draft; names that end with one of `but` are left alone."""
+        keep = (lambda name: not name.endswith(but)) if but else None
+        return load_tensors(self.path / TRAINING_NAME, keep=keep)
 
     def draft_tensors(self) -> dict[str, Tensor]:
         return load_tensors(self.path / WEIGHTS_NAME)
@@ -85,18 +96,13 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def save_checkpoint(
-    run: Path, state: Mapping[str, Any], *, draft: Any, tensors: Mapping[str, Tensor]
-) -> Path:
-    """Write everything a run needs to go on as if nothing had happened."""
-    path = checkpoint_path(run, state["step"])
-    with atomic_directory(path) as temporary:
-        draft.write(temporary)
-        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_tensors(temporary / TRAINING_NAME, flat)
-        sums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
-        write_json(temporary / STATE_NAME, {**state, "checksums": sums})
-    return path
+def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Add to a draft, and to what else lies there, all that a run needs to go on as if nothing had
+    happened; the caller gives the directory its name."""
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_tensors(directory / TRAINING_NAME, flat)
+    sums = {file.name: checksum(file) for file in sorted(directory.iterdir())}
+    write_json(directory / STATE_NAME, {**state, "checksums": sums})
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -113,6 +119,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     sums = state["checksums"]
     if missing := [name for name in _NEEDED if name not in sums]:
         raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
+    # what holds tensors is found by its name
+    if unknown := sorted({file.name for file in path.glob("*.safetensors")} - set(sums)):
+        raise BadInput(f"not of this checkpoint: {unknown[0]}", where=str(path))
     for name in sums:  # regular files of its own: a device would be read for ever
         check_inside(path / name, path)
         open_regular(path / name).close()

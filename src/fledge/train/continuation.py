@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from fledge.recipe.schema import Recipe
 
 # Fields that may differ between a run and its continuation: they do not touch the arithmetic. Data
-# and target may lie elsewhere: what they hold is checked by fingerprint.
+# and target may lie elsewhere: what they hold is checked by fingerprint. A step may be cut into
+# other pieces for other ranks: `fit` looks that it stays the same one.
 _FREE = (
     "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
     "target.device", "training.extend", "training.max_bad_steps", "target.urls",
     "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
-    "target.wait_s", "target.shared_memory",
+    "target.wait_s", "target.shared_memory", "training.shard", "training.context",
+    "training.micro_batch", "training.accumulate",
 )  # fmt: skip
 
 

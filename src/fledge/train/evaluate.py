@@ -13,6 +13,7 @@ from fledge.measure.replay import replay_held_out
 from fledge.target.finite import check_answer
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
+from fledge.train.sharding import whole
 from fledge.train.step import Models, Sums
 
 _ANYTHING = 1.0005  # the least acceptance length that does not read 1.000
@@ -60,7 +61,8 @@ def evaluate(
         for _ in range(len(mine), -(-len(batches) // world.size)):
             target.join()  # other ranks have one pack more
 
-    together(models, measure)
+    with whole(draft):
+        together(models, measure)
     draft.train(was_training)
     counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=device)
     total = Acceptance.from_counts(world.sum_(counts).tolist())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fledge.core.errors import BadInput, TargetUnreachable
-from fledge.core.files import alone_in, removed, write_json
+from fledge.core.files import alone_in, write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine, is_main_rank
 from fledge.core.rows import TokenBatch
 from fledge.core.text import counted
@@ -17,10 +17,10 @@ from fledge.recipe.schema import Recipe
 from fledge.target.finite import NotFinite, module_of, place_of, refusal
 from fledge.target.kinds import model_name
 from fledge.train import checkpoint as checkpoints
-from fledge.train import lengthening, metrics
+from fledge.train import lengthening, metrics, saving
 from fledge.train.ahead import ask_ahead
 from fledge.train.evaluate import evaluate, learnt_nothing
-from fledge.train.setup import VOCABULARY_NAME, Training
+from fledge.train.setup import Training
 from fledge.train.signals import StopSignal
 from fledge.train.step import StepResult, Sums, train_step
 
@@ -255,50 +255,28 @@ def _evaluate(training: Training, state: State, logs: "_Logs | None") -> bool:
 
 
 def _save(training: Training, state: State, window: Sums, *, best: bool) -> None:
-    parts = training.parts
+    main = training.parts.world.is_main
     training.watch("saving", state.step, "")
-    # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
-    kept = window.over(parts.world)
-    if parts.world.is_main:
-        if not (training.directory / VOCABULARY_NAME).exists():
-            raise removed(training.directory)
-        names = _names(training)
-        tensors = {
-            **checkpoints.optimizer_tensors(parts.optimizer, names),
-            **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
-            **{f"window.{name}": tensor for name, tensor in vars(kept).items()},
-            **checkpoints.rng_tensors(),
-        }
-        record = {
-            **vars(state),
-            checkpoints.STEPS: training.stream.steps,
-            "fingerprints": training.fingerprints,
-        }
-        path = checkpoints.save_checkpoint(
-            training.directory, record, draft=training.draft, tensors=tensors
-        )
+    path = saving.save(training, vars(state), window)
+    if main:
         if best:
             checkpoints.mark_best(training.directory, path)
         checkpoints.prune(training.directory, training.recipe.checkpoint.keep)
         lengthening.write_down(training.recipe, training.directory)
-    parts.world.barrier()
-
-
-def _names(training: Training) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in training.draft.named_parameters()}
+    training.parts.world.barrier()
 
 
 def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     """Continue from the newest whole checkpoint, or start: write recipe and vocabulary."""
     parts, directory = training.parts, training.directory
     window = Sums.zeros(parts.objective.depths, parts.device)
-    checkpoint, complaints = checkpoints.newest_checkpoint(directory)
+    checkpoint, complaints = saving.newest(training)
     for complaint in complaints:
         observer.note(f"passing over a checkpoint: {complaint}")
-    if parts.world.is_main and not (directory / VOCABULARY_NAME).exists():
+    if parts.world.is_main and not training.vocabulary_path.exists():
         training.recipe.write_resolved(directory)
         write_json(directory / MACHINE_NAME, describe_machine())
-        training.vocabulary.save(directory / VOCABULARY_NAME)
+        training.vocabulary.save(training.vocabulary_path)
     parts.world.barrier()
     if checkpoint is None:
         return State(), window
@@ -306,19 +284,11 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     state = State.of(checkpoint)
     if lengthening.begins(training, checkpoint):
         state.schedule_from = state.step
-    tensors = checkpoint.tensors()
-    draft = training.draft.state_dict()
-    training.draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), draft))
-    checkpoints.restore_optimizer(parts.optimizer, _names(training), tensors)
-    parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
-    checkpoints.restore_rng(tensors)
+    saving.restore(training, checkpoint, window)
     if parts.world.is_main:
         # a damaged checkpoint counts for nothing: then all others stay
         keep = None if complaints else training.recipe.checkpoint.keep
         checkpoints.finish_save(directory, state.best_step, keep=keep)
-        kept = checkpoints.matching(tensors, vars(window), prefix="window.")
-        for name, tensor in vars(window).items():
-            tensor.copy_(kept[name])
     observer.note(f"resuming at step {state.step} of {training.stream.steps}")
     return state, window
 
@@ -331,6 +301,13 @@ def _check_same_run(training: Training, checkpoint: checkpoints.Checkpoint) -> N
             if name == "target" and model_name(training.recipe.target).lower().endswith(".gguf"):
                 fix = f"{DTYPE_VARIABLE}=float32 reads it as earlier versions did; or {fix}"
             raise BadInput(what, where=str(checkpoint.path), fix=fix)
+    now = training.stream.packs_per_step
+    before = checkpoint.state.get(checkpoints.PACKS, now)  # older ones do not say
+    if now != before:
+        what = f"the run takes {before} packs a step, not {now} (training.micro_batch x "
+        what += f"training.accumulate x {training.parts.world.data_size} processes)"
+        fix = "the product may be made in another way, but must stay the same"
+        raise BadInput(what, where=str(checkpoint.path), fix=fix)
 
 
 class _Logs:

@@ -22,6 +22,7 @@ from fledge.measure.packed import target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.target.finite import NotFinite
 from fledge.target.remember import colocated
+from fledge.train.sharding import whole
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
@@ -83,7 +84,7 @@ def _tried(training: "Training") -> Pace | None:
     """None: the target does not answer soundly, which the run itself will say better."""
     batch = _few_rows(training)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), whole(training.draft):
             _try(training, batch)  # the first passes of a process are slow and must not count
             return _try(training, batch)
     except (NotFinite, TargetUnreachable):

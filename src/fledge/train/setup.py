@@ -38,6 +38,7 @@ from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
 from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
+from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
 from fledge.train.vocabulary import choose_vocabulary
 
@@ -60,6 +61,11 @@ class OpenRun:
     fingerprints: dict[str, str]  # of what must not change between a run and its resumption
     warnings: list[str]  # what is allowed, and hardly meant
     data_s: float  # spent on preparing the data
+
+    @property
+    def vocabulary_path(self) -> Path:
+        """Written when a run begins: without it, there is none."""
+        return self.directory / VOCABULARY_NAME
 
 
 @dataclass
@@ -158,9 +164,14 @@ def tokenised(
     )  # fmt: skip
 
 
-def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> Training:
-    """Build a run. Nothing is written but caches."""
-    opened = open_run(recipe, on_progress)
+def set_up(
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+) -> Training:
+    """Build a run. Nothing is written but caches. `watched`: see `join_world`."""
+    opened = open_run(recipe, on_progress, watched=watched)
     recipe = opened.recipe
     with ExitStack() as undo:
         undo.enter_context(opened.parts.target)
@@ -169,7 +180,12 @@ def set_up(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: N
     return Training(**{**vars(opened), "parts": parts, "stream": stream})
 
 
-def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None) -> OpenRun:
+def open_run(
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+) -> OpenRun:
     """The rows and the models of a run; its target is let go of when something is missing."""
     recipe = as_begun(recipe).settled()
     device = pick_device(recipe.training.device)
@@ -177,7 +193,8 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     data_s = time.perf_counter() - begin
     training = recipe.training
-    world = join_world(device, shard=training.shard, context=training.context)
+    cut = {"shard": training.shard, "context": training.context}
+    world = join_world(device, **cut, watched=watched)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
         target = undo.enter_context(make_target(recipe, device))
@@ -214,8 +231,10 @@ def open_run(recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _:
 
 
 def _parts(recipe: Recipe, models: Models) -> Parts:
-    training = recipe.training
-    parameters = [p for p in models.objective.draft_model.parameters() if p.requires_grad]
+    training, draft = recipe.training, models.objective.draft_model
+    if models.world.shard > 1:
+        shard_draft(draft, models.world, compute_dtype=models.objective.compute_dtype)
+    parameters = [p for p in draft.parameters() if p.requires_grad]
     return Parts(
         **vars(models),
         parameters=parameters,

@@ -20,6 +20,7 @@ from fledge.target.finite import Verdict, inspect
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
 from fledge.train.optimizer import StepGuard
+from fledge.train.sharding import backward, whole, whole_tensor
 
 
 @dataclass
@@ -130,21 +131,24 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         counts[-2] += verdict.broken
     counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
     world.sum_(counts)
-    with parts.clock.phase("forward"):
-        acceptance = objective.acceptance(prepared, world)
-
     sums = Sums.zeros(objective.depths, parts.device)
-    for ready in prepared:
+    with whole(objective.draft_model):
         with parts.clock.phase("forward"):
-            output = objective.score(ready, counts[:-2], acceptance)
-        with parts.clock.phase("backward"):
-            output.loss.backward()  # type: ignore[no-untyped-call]
-        sums.add(output)
+            acceptance = objective.acceptance(prepared, world)
+        for ready in prepared:
+            with parts.clock.phase("forward"):
+                output = objective.score(ready, counts[:-2], acceptance)
+            with parts.clock.phase("backward"):
+                backward(objective.draft_model, output.loss)
+            sums.add(output)
+        for _ in range(len(batch.micro) - len(prepared)):
+            backward(objective.draft_model, None)
 
     with parts.clock.phase("update"):
-        world.sum_gradients(parts.parameters)
+        if world.shard == 1:
+            world.sum_gradients(parts.parameters)
         limit = float("inf") if parts.clip is None else parts.clip
-        norm = torch.nn.utils.clip_grad_norm_(parts.parameters, limit)
+        norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parts.parameters, limit))
         bad = parts.guard.judge(norm, broken=counts[-2] > 0)
         for group in parts.optimizer.param_groups:
             group["lr"] = lr

@@ -1,0 +1,122 @@
+"""A rank that is gone is named, once; one that leaves is not missed."""
+
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import nullcontext
+
+import pytest
+from torch.distributed import HashStore
+
+from fledge.core import heartbeat
+from fledge.core.heartbeat import Heartbeat, RankLost, ending_together
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.6)
+    monkeypatch.setattr(heartbeat, "SUSPECT_S", 0.3)
+
+
+@pytest.fixture
+def three(quick):
+    """Three ranks in one process; what each of them would end with."""
+    store, ended = HashStore(), {}
+    ranks = [Heartbeat(store, rank, 3, end=_keep(ended, rank)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    yield ranks, ended
+    for rank in ranks:
+        rank.stop()
+
+
+def _keep(ended, rank):
+    return lambda told: ended.setdefault(rank, told)
+
+
+def until(true, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_rank_that_falls_silent_is_named_by_all_others(three):
+    ranks, ended = three
+    ranks[1]._over.set()  # its thread ends without a word, as with its process
+    until(lambda: len(ended) == 2)
+    assert set(ended) == {0, 2}
+    for told in ended.values():
+        assert told.startswith(f"rank 1 on {os.uname().nodename} is gone: nothing heard")
+    assert ranks[0].speaks()
+    assert not ranks[2].speaks()  # one line a machine
+
+
+def test_a_rank_that_failed_says_why(three):
+    ranks, ended = three
+    ranks[2].stop("the disk is full")
+    until(lambda: len(ended) == 2)
+    assert ended[0].endswith("ended: the disk is full")
+
+
+def test_ranks_that_leave_are_not_missed(three):
+    ranks, ended = three
+    ranks[1].stop()
+    ranks[0].stop()
+    time.sleep(3 * heartbeat.SILENT_S)
+    assert ended == {}
+    assert ranks[2].lost(silent_s=heartbeat.SUSPECT_S) is None
+
+
+def test_a_store_that_is_gone_ends_the_rank(three, monkeypatch):
+    ranks, ended = three
+
+    def gone(_):
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(ranks[1], "_say", gone)
+    until(lambda: 1 in ended)
+    assert "rank 0 or its torchrun is gone" in ended[1]
+    monkeypatch.undo()
+
+
+def test_a_failed_collective_names_the_rank_that_died(three, monkeypatch):
+    ranks, _ = three
+    monkeypatch.setattr(heartbeat, "_current", ranks[0])
+    ranks[2]._over.set()
+    named = r"rank 2 .* is gone.*; the same command continues the run"
+    with pytest.raises(RankLost, match=named), ending_together(nullcontext):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+
+def test_a_failure_of_ones_own_stays_what_it_is(three, monkeypatch):
+    ranks, ended = three
+    monkeypatch.setattr(heartbeat, "_current", ranks[0])
+    with pytest.raises(RuntimeError, match="a bug"), ending_together(nullcontext):
+        raise RuntimeError("a bug")
+    until(lambda: len(ended) == 2)
+    assert ended[1].endswith("ended: a bug")
+
+
+def _waits_for_the_dead(store_path, rank):
+    from torch.distributed import FileStore
+
+    heartbeat.BEAT_S, heartbeat.SILENT_S = 0.05, 1.0
+    beating = Heartbeat(FileStore(store_path, 2), rank, 2)
+    time.sleep(0.5)
+    beating.start()
+    signal.pause()  # a collective that never ends
+
+
+def test_a_process_ends_while_its_main_thread_waits(tmp_path):
+    context = multiprocessing.get_context("fork")
+    arguments = [(str(tmp_path / "store"), rank) for rank in range(2)]
+    ranks = [context.Process(target=_waits_for_the_dead, args=given) for given in arguments]
+    for process in ranks:
+        process.start()
+    time.sleep(1.0)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    ranks[0].join(timeout=20)
+    assert ranks[0].exitcode == 2

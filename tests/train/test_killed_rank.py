@@ -1,0 +1,90 @@
+"""kill -9 of one rank, at any moment: the others end, nothing is lost, the end is the same."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from fledge.train.checkpoint import newest_checkpoint
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from ranks import _free_port, run_ranks
+from train.test_fit import differing
+from train.tiny import Notes
+
+pytestmark = pytest.mark.ranks
+
+
+def tensors(run):
+    found, complaints = newest_checkpoint(run)
+    assert complaints == []
+    files = {}
+    from safetensors.torch import load_file
+
+    for path in sorted(found.path.glob("*.safetensors")):
+        files |= {f"{path.name}/{name}": tensor for name, tensor in load_file(path).items()}
+    return {n: t for n, t in files.items() if "window" not in n}
+
+
+def train(recipe):
+    assert fit(set_up(recipe), Notes()).finished
+
+
+def _one_rank(rank, port, recipe):
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of the dead
+    train(recipe)
+
+
+def test_kill_nine_of_one_rank_at_ten_random_moments(recipe, tmp_path):
+    """Two ranks share the draft; a checkpoint at every step, so that kills meet the saving too."""
+    often = ("checkpoint.every_steps=1", "training.steps=60", "evaluation.every_steps=100")
+    options = (*often, "data.valid_rows=2", "training.micro_batch=1", "training.shard=2")
+    run_ranks(2, train, recipe(*options, run="whole"))
+    context, rng = multiprocessing.get_context("fork"), random.Random(7)
+    kills = steps = 0
+    for _ in range(60):
+        port = _free_port()
+        ranks = [
+            context.Process(target=_one_rank, args=(r, port, recipe(*options, run="cut")))
+            for r in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        if kills < 10:
+            _wait_for_a_step(tmp_path / "cut", beyond=steps, ranks=ranks)
+            time.sleep(rng.uniform(0.0, 0.4))
+            victim = rng.choice(ranks)
+            os.kill(victim.pid, signal.SIGKILL)
+            kills += 1
+        for process in ranks:
+            process.join(timeout=60)
+            assert not process.is_alive()
+        found, complaints = newest_checkpoint(tmp_path / "cut")
+        assert complaints == []
+        assert found.step >= steps  # never back behind what was saved
+        steps = found.step
+        if all(process.exitcode == 0 for process in ranks):
+            break
+    assert kills == 10
+    assert steps == 60
+    assert differing(tensors(tmp_path / "whole"), tensors(tmp_path / "cut")) == []
+    assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
+
+
+def _wait_for_a_step(run, *, beyond, ranks):
+    """Until one more checkpoint is there: the ranks are in the middle of their work."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and all(process.is_alive() for process in ranks):
+        names = [path.name for path in (run / "checkpoints").glob("step-*")]
+        if int(max(names, default="step-0").removeprefix("step-")) > beyond:
+            return
+        time.sleep(0.01)

@@ -1,0 +1,190 @@
+"""Checkpoints of sharded runs: whole or absent, and read by any number of ranks."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fledge.core.errors import BadInput
+from fledge.data.tokenise import checksum
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.train import setup as building
+from fledge.train.checkpoint import newest_checkpoint, read_checkpoint
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from fledge.train.shard_files import held_names, read_shares
+from ranks import run_ranks
+from train.test_sharding import doubled
+from train.tiny import Notes
+
+pytestmark = pytest.mark.ranks
+
+SAVED_AT = 3
+
+
+def run(recipe):
+    building.make_draft = doubled
+    assert fit(set_up(recipe), Notes()).finished
+
+
+def cut(recipe, name, *, ranks, shard):
+    """The same four packs a step on so many ranks, six steps, a checkpoint in the middle."""
+    step = f"training.micro_batch=1 training.accumulate={4 // ranks} training.shard={shard}"
+    often = f"checkpoint.every_steps={SAVED_AT} checkpoint.keep=9 evaluation.every_steps=9"
+    return recipe("training.steps=6", "data.valid_rows=2", *step.split(), *often.split(), run=name)
+
+
+def cut_off(run, copy):
+    """A run as it was at its first checkpoint."""
+    shutil.copytree(run, copy, symlinks=True)
+    for path in (copy / "checkpoints").iterdir():
+        if path.name != f"step-{SAVED_AT:08d}":
+            shutil.rmtree(path)
+    return copy
+
+
+def everything(run):
+    """Weights and moments of a run's newest checkpoint, put together."""
+    found, _ = newest_checkpoint(run)
+    assert found.step == 6
+    weights = found.draft_tensors()
+    trained = {n: w for n, w in weights.items() if w.is_floating_point() and "embed" not in n}
+    moments = {
+        f"optimizer.{name}.{key}": torch.zeros_like(weight)
+        for name, weight in trained.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    read_shares(found.path, moments)
+    return weights | moments
+
+
+def farthest(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def saved_on_four(tiny_target, tiny_chats, tmp_path_factory):
+    from train.tiny import recipe_for
+
+    root = tmp_path_factory.mktemp("runs")
+
+    def make(*overrides, run):
+        return recipe_for(tiny_target, tiny_chats, root / run, *overrides)
+
+    run_ranks(4, run, cut(make, "four", ranks=4, shard=4))
+    return make, root / "four"
+
+
+@pytest.mark.parametrize(("ranks", "shard"), [(4, 4), (4, 2), (2, 2), (1, 1)])
+def test_saved_on_four_ranks_and_resumed_on_others(saved_on_four, ranks, shard):
+    make, four = saved_on_four
+    name = f"resumed-{ranks}-{shard}"
+    copy = cut_off(four, four.parent / name)
+    run_ranks(ranks, run, cut(make, name, ranks=ranks, shard=shard))
+    difference = farthest(everything(four), everything(copy))
+    assert difference == 0.0 if (ranks, shard) == (4, 4) else difference < 1e-9
+
+
+def test_saved_by_one_rank_and_resumed_on_two(saved_on_four):
+    make, four = saved_on_four
+    run_ranks(1, run, cut(make, "one", ranks=1, shard=1))
+    one = four.parent / "one"
+    assert not read_checkpoint(next((one / "checkpoints").iterdir())).is_sharded
+    assert farthest(everything(four), everything(one)) < 1e-9
+    copy = cut_off(one, four.parent / "from-one")
+    run_ranks(2, run, cut(make, "from-one", ranks=2, shard=2))
+    assert newest_checkpoint(copy)[0].is_sharded
+    assert farthest(everything(one), everything(copy)) < 1e-9
+
+
+def test_another_number_of_packs_a_step_is_refused(saved_on_four):
+    make, four = saved_on_four
+    cut_off(four, four.parent / "fewer")
+    fewer = cut(make, "fewer", ranks=4, shard=1)  # as if there were four of us
+    with pytest.raises(BadInput, match="takes 4 packs a step, not 1"):
+        run_ranks(1, run, fewer)
+
+
+def test_a_sharded_run_leaves_a_loadable_draft_and_shares(saved_on_four):
+    """Each rank's file holds its share; no tensor is in two of them."""
+    _, four = saved_on_four
+    checkpoint, _ = newest_checkpoint(four)
+    assert LlamaEagle3DraftModel.from_pretrained(four / "best").config.draft_vocab_size == 128
+    files = sorted(checkpoint.path.glob("shard-*.safetensors"))
+    sizes = [sum(t.numel() for t in load_file(file).values()) for file in files]
+    trained = sum(
+        w.numel()
+        for n, w in checkpoint.draft_tensors().items()
+        if f"optimizer.{n}.exp_avg" in held_names(checkpoint.path)
+    )
+    assert sum(sizes) == 2 * trained
+    assert max(sizes) < 1.05 * min(sizes)
+    assert not any("exp_avg" in name for name in checkpoint.tensors())
+
+
+def spoil_size(tensors, info):
+    tensors[next(iter(tensors))] = torch.zeros(3, 3, dtype=torch.float64)
+
+
+def spoil_dtype(tensors, info):
+    for name in tensors:
+        tensors[name] = tensors[name].float()
+
+
+def drop_one(tensors, info):
+    del tensors[next(iter(tensors))]
+
+
+def negative(tensors, info):
+    for place in info.values():
+        place["saved_offsets"] = [-1 for _ in place["saved_offsets"]]
+
+
+def words(tensors, info):
+    for place in info.values():
+        place["saved_offsets"] = "here"
+
+
+def nowhere(tensors, info):
+    info.clear()
+
+
+@pytest.mark.parametrize("spoil", [spoil_size, spoil_dtype, drop_one, negative, words, nowhere])
+def test_shares_that_somebody_wrote_on_purpose(saved_on_four, tmp_path, spoil):
+    """Fitting checksums, and still one line."""
+    _, four = saved_on_four
+    path = newest_checkpoint(shutil.copytree(four, tmp_path / "run", symlinks=True))[0].path
+    wanted = {
+        name: torch.zeros(tensor.shape, dtype=torch.float64)
+        for name, tensor in newest_checkpoint(four)[0].draft_tensors().items()
+        if f"optimizer.{name}.exp_avg" in held_names(path)
+    }
+    wanted = {f"optimizer.{name}.exp_avg": tensor for name, tensor in wanted.items()}
+    read_shares(path, wanted)
+    file = path / "shard-00001-model-00001-of-00001.safetensors"
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as handle:
+        header = dict(handle.metadata())
+    tensors, info = load_file(file), json.loads(header["DCP_SHARDING_INFO"])
+    spoil(tensors, info)
+    save_file(tensors, file, metadata={**header, "DCP_SHARDING_INFO": json.dumps(info)})
+    state = json.loads((path / "state.json").read_bytes())
+    state["checksums"][file.name] = checksum(file)
+    (path / "state.json").write_text(json.dumps(state))
+    read_checkpoint(path)
+    with pytest.raises(BadInput) as refused:
+        read_shares(path, wanted)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_does_not_belong_there(saved_on_four, tmp_path):
+    _, four = saved_on_four
+    path = newest_checkpoint(shutil.copytree(four, tmp_path / "run", symlinks=True))[0].path
+    save_file({"x": torch.zeros(1)}, path / "other.safetensors")
+    with pytest.raises(BadInput, match=r"not of this checkpoint: other\.safetensors"):
+        read_checkpoint(path)

@@ -1,0 +1,73 @@
+"""One draft over several ranks (`training.shard`): the same weights as on one, and a share each."""
+
+import pytest
+
+from fledge.train import setup as building
+from fledge.train.setup import set_up
+from fledge.train.sharding import local_tensor, whole_tensor
+from fledge.train.step import train_step
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
+LAMBDA = ("objective.loss=lk_lambda", "objective.loss.scale=0.9", "draft.freeze_embeddings=true")
+EAGLE1 = ("objective.kind=eagle1",)
+KINDS = {"eagle3": (), "peagle": PEAGLE, "lambda": LAMBDA}
+
+
+def doubled(*given):
+    """Drafts in float64: what is not equal to the ninth place is not the same arithmetic."""
+    return building_make_draft(*given).double()
+
+
+building_make_draft = building.make_draft
+
+
+def weights_after_ten_steps(recipe):
+    """Ten steps; in the last one there are fewer micro-batches than places for them."""
+    building.make_draft = doubled
+    training = set_up(recipe)
+    stream, parts = training.stream, training.parts
+    norms = []
+    for step in range(stream.steps - 10, stream.steps):
+        result = train_step(parts, stream.batch(step), lr=3e-3)
+        norms.append(float(result.grad_norm))
+    weights = {name: whole_tensor(p).detach() for name, p in training.draft.named_parameters()}
+    moments = [state["exp_avg_sq"] for state in parts.optimizer.state.values()]
+    held = sum(local_tensor(t).numel() for t in [*parts.parameters, *moments])
+    last = [rows is None for rows in stream.batch(stream.steps - 1).micro]
+    return {n: w.numpy() for n, w in weights.items()}, norms, held, last
+
+
+def cut(recipe, *options, ranks, shard):
+    """The same four packs a step on so many ranks."""
+    parts = f"training.micro_batch=1 training.accumulate={4 // ranks} training.epochs=7"
+    return recipe(
+        *options,
+        *parts.split(),
+        f"training.shard={shard}",
+        "training.clip=0.5",
+        "data.valid_rows=12",
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_is_one_rank(recipe, kind):
+    options = KINDS[kind]
+    [(one, norms, held, last)] = run_ranks(
+        1, weights_after_ten_steps, cut(recipe, *options, ranks=1, shard=1)
+    )
+    assert any(last)
+    assert not all(last)
+    for ranks, shard in ((2, 2), (4, 4), (4, 2)):
+        results = run_ranks(
+            ranks, weights_after_ten_steps, cut(recipe, *options, ranks=ranks, shard=shard)
+        )
+        assert any(all(idle) for *_, idle in results)  # a rank that has nothing to do
+        for weights, their_norms, share, _ in results:
+            assert their_norms == pytest.approx(norms, rel=1e-9)
+            assert share == pytest.approx(held / shard, rel=0.05)
+            for name, weight in one.items():
+                difference = abs(weights[name] - weight).max()
+                assert difference < 1e-9, (name, ranks, shard)
