@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test fuzz test-speculators test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-ranks fuzz test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -24,8 +24,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## the whole story on a real 135M model
 	@$(BIN)/fledge demo
 
-test: $(READY)  ## every test that can run on this machine
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine"
+test: $(READY)  ## every test of one process that can run on this machine
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine and not ranks"
+
+test-ranks: $(READY)  ## several processes: sharded targets and drafts, long rows, lost ranks
+	@$(BIN)/python -m pytest -n 1 -m ranks
 
 MINUTES ?= 5
 fuzz: $(READY)  ## spoiled files and messages with new seeds: make fuzz MINUTES=10

@@ -1,0 +1,42 @@
+"""The helper itself: results by rank, the first error, nobody left behind."""
+
+import os
+import time
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from fledge.core.distributed import join_world
+
+pytestmark = pytest.mark.ranks
+
+
+def _sum(factor):
+    world = join_world(torch.device("cpu"), context=2)
+    total = int(world.sum_(torch.tensor(world.rank)))
+    return factor * world.rank, total, world.data_rank, world.context_rank
+
+
+def test_results_come_back_by_rank():
+    assert run_ranks(4, _sum, 10) == [(0, 6, 0, 0), (10, 6, 0, 1), (20, 6, 1, 0), (30, 6, 1, 1)]
+
+
+def _fail_on_one():
+    world = join_world(torch.device("cpu"))
+    if world.rank == 1:
+        raise KeyError("broken here")
+    world.barrier()  # waits for a rank that never comes
+
+
+def test_the_first_error_ends_all_ranks():
+    begin = time.monotonic()
+    with pytest.raises(KeyError, match="broken here") as caught:
+        run_ranks(2, _fail_on_one)
+    assert "on rank 1 of 2" in caught.value.__notes__[0]
+    assert time.monotonic() - begin < 60
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(RuntimeError, match="died without a word"):
+        run_ranks(2, os._exit, 3)
