@@ -24,7 +24,7 @@ _FREE = (
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
     "target.device", "training.extend", "training.max_bad_steps", "target.urls",
     "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
-    "target.wait_s", "target.shared_memory",
+    "target.wait_s", "target.shared_memory", "training.context",
 )  # fmt: skip
 
 

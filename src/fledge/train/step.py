@@ -96,21 +96,20 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
     micro = [rows for rows in batch.micro if rows is not None]
-    with parts.clock.phase("target"):
-        early = [future.result() for future in batch.answers]
-        answers = early or [parts.target.answer(rows) for rows in micro]
-        answers = [answer.to(parts.device, non_blocking=True) for answer in answers]
-
-    # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
-    # drawn for a document depends on it alone, not on ranks or packing.
+    # One seed a step: what is drawn for a document depends on it alone, not on ranks or packing.
     seed = parts.seed + 1_000_003 * batch.step
-    with parts.clock.phase("supervision"):
-        prepared = [
-            objective.prepare(rows, answer, seed)
-            for rows, answer in zip(micro, answers, strict=True)
-        ]
     layers = objective.draft_model.config.num_aux_hidden_states
-    verdicts = tuple(inspect(answer, layers) for answer in answers)  # read with the step, later
+    prepared, verdicts = [], []
+    for index, rows in enumerate(micro):
+        with parts.clock.phase("target"):
+            early = batch.answers[index] if batch.answers else None
+            answer = parts.target.answer(rows) if early is None else early.result()
+            answer = answer.to(parts.device, non_blocking=True)
+        with parts.clock.phase("supervision"):
+            # Planned from host masks while the GPU is still busy with the target.
+            prepared.append(objective.prepare(rows, answer, seed))
+        verdicts.append(inspect(answer, layers))  # read with the step, later
+        del answer  # of several ranks on the same rows, each has taken its part
     # [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
     counts = torch.zeros(objective.depths + 2, dtype=torch.int64, device=parts.device)
     for ready in prepared:
@@ -140,4 +139,6 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         parts.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
-    return StepResult(sums, norm, bad, verdicts, parts.guard.bad_in_a_row.clone(), counts[-1])
+    return StepResult(
+        sums, norm, bad, tuple(verdicts), parts.guard.bad_in_a_row.clone(), counts[-1]
+    )
