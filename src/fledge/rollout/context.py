@@ -32,6 +32,8 @@ from fledge.core.transfer import send
 from fledge.rollout.cod import Bools, Ints
 from fledge.rollout.slots import KeyAxis, Slots
 
+ELEMENT = 3  # what an element costs, in slots that only leave keys: about, in time and in memory
+
 
 @dataclass(frozen=True)
 class ContextRanks:
@@ -118,7 +120,7 @@ def owners(axis: KeyAxis, size: int, ends: Sequence[int] | None = None) -> Ints:
     shared out by itself."""
     load = np.ones(len(axis.slot), dtype=np.int64)
     for count in axis.counts:
-        load += np.bincount(axis.row_key[:count], minlength=len(load))
+        load += ELEMENT * np.bincount(axis.row_key[:count], minlength=len(load))
     sees = np.arange(len(load)) - axis.first + 1
     owner = np.zeros(len(load), dtype=np.int64)
     begin = 0

@@ -43,17 +43,13 @@ def evaluate(
     head = target.info().head.to(device)
     sums = Sums.zeros(objective.depths, device)
     replayed = Acceptance.none(objective.depths)
-    # Ranks on the same rows ask together, as a target that is cut along rows needs it, and measure
-    # in turns.
-    mine = range(world.data_rank, len(batches), world.data_size)
+    mine = range(world.rank, len(batches), world.size)
 
     def measure() -> None:
         nonlocal replayed
         asked = answers_ahead(target, [batches[index] for index in mine])
         for done, (index, (batch, on_host)) in enumerate(zip(mine, asked, strict=True)):
             on_pack(done, len(mine))
-            if done % world.context != world.context_rank:
-                continue
             answer = on_host.to(device)
             check_answer(target, answer, batch)
             ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time

@@ -8,11 +8,16 @@ together.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fledge.kernels.attention.blocked import KeysValues
 from fledge.rollout.context import Gathering
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # their names before torch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 
 def gathered(own: KeysValues, gathering: Gathering | None) -> KeysValues:
@@ -32,7 +37,7 @@ class _Gathered(torch.autograd.Function):
         filled = own_OX.new_zeros(longest, *own_OX.shape[1:])
         filled[: len(own_OX)] = own_OX
         everybody = own_OX.new_empty(ranks.size * longest, *own_OX.shape[1:])
-        dist.all_gather_into_tensor(everybody, filled, group=ranks.group)
+        all_gather_single(everybody, filled, group=ranks.group)
         return everybody.index_select(0, gathering.place_T)
 
     @staticmethod
@@ -43,5 +48,5 @@ class _Gathered(torch.autograd.Function):
         everybody = dall_TX.new_zeros(ranks.size * longest, *dall_TX.shape[1:])
         everybody.index_copy_(0, gathering.place_T, dall_TX)
         down = everybody.new_empty(longest, *dall_TX.shape[1:])
-        dist.reduce_scatter_tensor(down, everybody, group=ranks.group)
+        reduce_scatter_single(down, everybody, group=ranks.group)
         return down[: ctx.count], None
