@@ -94,10 +94,18 @@ if not hasattr(transformers, "MiniCPM3Config"):  # transformers 4.57 does not kn
 ARCHITECTURES = sorted(BUILDERS)
 
 
-def tiny_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A random model in eval mode, its weights spread so that every part of it matters."""
+def tiny_model(
+    name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Any:
+    """A random model in eval mode, its weights spread so that every part of it matters. `changes`
+    are those of its config."""
     torch.manual_seed(seed)
-    model = BUILDERS[name]().to(dtype).eval()
+    model = BUILDERS[name]()
+    if changes:
+        for key, value in changes.items():
+            setattr(model.config, key, value)
+        model = type(model)(model.config)
+    model = model.to(dtype).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim > 1:

@@ -61,6 +61,7 @@ class Eagle3TargetBackend(ABC):
     supervision: Supervision = "logits"
     supports_async: bool = False  # whether answer_async really overlaps with the caller
     prefetch: int = 0  # if so: how many batches a trainer should ask for in advance
+    joins: bool = False  # ranks share its work: whenever one asks, all ask, or `join`
     _selected_token_ids: Tensor | None = None
     _selected_token_mask: Tensor | None = None
     _closed = False
@@ -85,6 +86,11 @@ class Eagle3TargetBackend(ABC):
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         """Run the target once over these rows, which may lie on any device."""
         return self.generate_batch(*rows.arguments())
+
+    def join(self) -> None:
+        """Take part in the answers of the other ranks, having no rows of one's own. Does nothing
+        unless the target `joins`."""
+        self._check_open()
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
         """`answer` as a future. A backend without `supports_async` has finished already."""

@@ -21,7 +21,7 @@ from fledge.core.rows import TokenBatch, shift_left
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.capture import layer_outputs
 from fledge.target.layers import find_layers
-from fledge.target.weights import stored_tensors
+from fledge.target.weights import local_part, stored_tensors
 
 _NAMES: dict[Supervision, str] = {
     "hidden": "last hidden state",
@@ -199,7 +199,7 @@ def bad_weight(model: nn.Module) -> tuple[str, str] | None:
 
 def not_numbers(tensor: Tensor) -> str:
     """ "NaN" or "infinity" if a tensor holds it, else nothing."""
-    for part in stored_tensors(tensor):
+    for part in stored_tensors(local_part(tensor)):  # each rank looks at what it holds
         # 8-bit and packed parts have no such reductions, and none of these numbers to speak of
         plain = part.is_floating_point() and part.itemsize > 1 and part.device.type != "meta"
         if plain and part.numel():

@@ -19,6 +19,7 @@ from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
 from fledge.target.capture import AuxBuffer
 from fledge.target.layers import inner_layers
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
+from fledge.target.together import Together
 from fledge.target.weights import tokenizer_fingerprint
 
 
@@ -29,6 +30,7 @@ class InProcessTarget(Eagle3TargetBackend):
     tokenizer: Any
     _depth: int  # decoder layers
     _info: TargetInfo | None = None
+    _together: Together | None = None  # ranks that run it with this one
 
     @abstractmethod
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
@@ -78,28 +80,78 @@ class InProcessTarget(Eagle3TargetBackend):
         """Run the target and capture aux hidden states plus supervision.
 
         Documents of packed rows never see each other (see `packing`); padded rows run as they are,
-        under their attention mask.
+        under their attention mask. Ranks that share the target run each other's rows too.
         """
         self._check_open()
         documents = find_documents(rows)
+        if documents is not None and not documents.lengths:
+            raise ValueError("attention_mask marks no token at all")
         size = self._vocabulary_rows()
         if size is not None and rows.input_ids.device.type == "cpu":  # looked at on the host only
             check_token_ids(rows.input_ids, size)
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
-        batch = self._run_rows(rows.to(device), documents)
+        if self._together is None:
+            here = rows.to(device)
+            batch = self._run_rows(here, self._passes(here, documents))
+        else:
+            ours = self._run_together(rows, self._together)
+            assert ours is not None
+            batch = ours
         if mapping is not None:
             head = None if self._answers_logits() else self._head_of_states()
             batch = batch.with_probs(head, *mapping)
         return batch
 
-    def _run_rows(self, rows: TokenBatch, documents: Documents | None) -> Eagle3TargetBatch:
+    @torch.no_grad()
+    def join(self) -> None:
+        self._check_open()
+        if self._together is not None:
+            self._run_together(None, self._together)
+
+    def _run_together(
+        self, rows: TokenBatch | None, together: Together
+    ) -> Eagle3TargetBatch | None:
+        """What every rank asks, in the same order on all of them; only our answer is kept."""
+        device = self._device()
+        questions, ours = together.exchange(rows)
+        here = [question.to(device) for question in questions]
+        passes = [
+            self._passes(there, find_documents(question))
+            for question, there in zip(questions, here, strict=True)
+        ]
+        count = sum(map(len, passes))
+        idle = together.most(count) - count
+        kept = None
+        for index, question in enumerate(here):
+            batch = self._run_rows(question, passes[index])
+            kept = batch if index == ours else kept
+        nothing_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
+        for _ in range(idle):
+            aux = AuxBuffer(nothing_11.shape, self.aux_layer_ids)
+            self._forward(nothing_11, torch.ones_like(nothing_11), aux, None)
+        return kept
+
+    def _passes(self, rows: TokenBatch, documents: Documents | None) -> Sequence[Group | None]:
+        """The forward passes that rows take: one for padded rows, else by document."""
+        return [None] if documents is None else self._groups(documents, rows.input_ids)
+
+    def _run_rows(self, rows: TokenBatch, passes: Sequence[Group | None]) -> Eagle3TargetBatch:
         aux = AuxBuffer(rows.input_ids.shape, self.aux_layer_ids)
-        if documents is None:
-            answer_BTX = self._forward(rows.input_ids, rows.attention_mask, aux, None)
-            self._keep_last(answer_BTX, aux, None)
-        else:
-            answer_BTX = self._run_documents(rows.input_ids, documents, aux)
+        answer_BTX: Tensor | None = None
+        for group in passes:
+            if group is None:
+                ids_NL, mask_NL = rows.input_ids, rows.attention_mask
+            else:
+                ids_NL, mask_NL = group.take(rows.input_ids), group.attention_mask_NL
+            answer_NLX = self._forward(ids_NL, mask_NL, aux, group)
+            self._keep_last(answer_NLX, aux, group)
+            if group is None:
+                answer_BTX = answer_NLX
+                continue
+            if answer_BTX is None:
+                answer_BTX = answer_NLX.new_zeros((*rows.shape, answer_NLX.shape[-1]))
+            group.put(answer_NLX, answer_BTX)
         self._check_captured(aux.captured)
         return Eagle3TargetBatch.about(
             rows,
@@ -107,18 +159,6 @@ class InProcessTarget(Eagle3TargetBackend):
             logits=answer_BTX if self._answers_logits() else None,
             last_hidden_states=None if self._answers_logits() else answer_BTX,
         )
-
-    def _run_documents(self, ids_BT: Tensor, documents: Documents, aux: AuxBuffer) -> Tensor:
-        answer_BTX: Tensor | None = None
-        for group in self._groups(documents, ids_BT):
-            answer_NLX = self._forward(group.take(ids_BT), group.attention_mask_NL, aux, group)
-            self._keep_last(answer_NLX, aux, group)
-            if answer_BTX is None:
-                answer_BTX = answer_NLX.new_zeros((*ids_BT.shape, answer_NLX.shape[-1]))
-            group.put(answer_NLX, answer_BTX)
-        if answer_BTX is None:
-            raise ValueError("attention_mask marks no token at all")
-        return answer_BTX
 
     def _keep_last(self, answer: Tensor, aux: AuxBuffer, group: Group | None) -> None:
         """The last hidden state is the answer itself: as an aux state it costs one copy."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fledge.core.errors import BadInput, in_words
+from fledge.target.weights import whole_weight
 
 EAGLE3_AUX_LAYERS = 3  # low, middle, high; other methods say their own number
 
@@ -62,12 +63,13 @@ def describe_final_norm(model: nn.Module) -> FinalNorm | None:
         norm = getattr(parent, name, None)
         if isinstance(norm, nn.Module):
             eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
-            weight = getattr(norm, "weight", None)
+            norm_path = f"{parent_path}.{name}" if parent_path else name
+            has_weight = isinstance(getattr(norm, "weight", None), Tensor)
             return FinalNorm(
-                path=f"{parent_path}.{name}" if parent_path else name,
+                path=norm_path,
                 kind=type(norm).__name__,
                 eps=None if eps is None else float(eps),
-                weight_D=weight.detach() if isinstance(weight, Tensor) else None,
+                weight_D=whole_weight(model, f"{norm_path}.weight") if has_weight else None,
             )
     return None
 

@@ -6,6 +6,7 @@ from other weights, or from the same weights at another precision, is noticed.
 
 import hashlib
 import json
+import logging
 from typing import Any
 
 import numpy as np
@@ -15,29 +16,90 @@ from torch import Tensor, nn
 from fledge.core.errors import BadInput
 
 _COLUMNS = 4096
-_WHOLE = "run it whole on one device, or inside an engine (target.backend=sglang or vllm)"
 
 
-def refuse_offloaded(model: nn.Module) -> None:
-    """Weights that offloading keeps elsewhere (on the meta device) cannot be run or read here."""
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise BadInput(
-            "its weights are not here (meta device): offloaded models are not supported yet",
-            where=type(model).__name__,
-            fix=_WHOLE,
-        )
+def refuse_missing(model: nn.Module) -> None:
+    """Weights on the meta device are nowhere, unless offloading keeps them somewhere else."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" and _keeper(model, name) is None:
+            raise BadInput(
+                f"its weights are not here: {name} is on the meta device",
+                where=type(model).__name__,
+                fix="load the weights first",
+            )
 
 
-def refuse_sharded(module: nn.Module, what: str, *, where: str) -> None:
-    """Weights of which each rank holds a part (FSDP2, tensor parallelism) cannot be read here."""
+def is_here(tensor: Tensor) -> bool:
+    """Whether a tensor lies in this process, and all of it."""
     from torch.distributed.tensor import DTensor
 
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise BadInput(
-            f"{what} sharded over ranks, which hidden, probs and info() do not support yet",
-            where=where,
-            fix=f"use supervision 'logits', or {_WHOLE}",
-        )
+    return not isinstance(tensor, DTensor) and tensor.device.type != "meta"
+
+
+def whole_weight(model: nn.Module, name: str) -> Tensor:
+    """One parameter or buffer as one process would have it.
+
+    Gathered where ranks hold a part each (FSDP2, tensor parallelism): every rank must ask for it.
+    Fetched where accelerate's offloading keeps it in host memory or on disk.
+    """
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor = getattr(module, attribute)
+    assert isinstance(tensor, Tensor)
+    return whole_tensor(tensor if tensor.device.type != "meta" else _fetched(model, name))
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what the ranks that share it hold together."""
+    from torch.distributed.tensor import DTensor
+
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    quiet = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)  # it would advise on how to gather faster
+    try:
+        return tensor.full_tensor()
+    finally:
+        quiet.setLevel(level)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies in this process."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part: Tensor = tensor.to_local()
+    return part.detach()
+
+
+def _keeper(model: nn.Module, name: str) -> nn.Module | None:
+    """The module whose accelerate hook brings this weight in, the owner or one above it."""
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return None
+    from accelerate.utils import has_offloaded_params
+
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if has_offloaded_params(module):
+            return module
+    return None
+
+
+def _fetched(model: nn.Module, name: str) -> Tensor:
+    keeper = _keeper(model, name)
+    if keeper is None:
+        raise ValueError(f"{name} has no data (meta device): load the weights first")
+    from accelerate.utils import align_module_device
+
+    path, _, attribute = name.rpartition(".")
+    with align_module_device(keeper, torch.device("cpu")):
+        tensor: Tensor = getattr(model.get_submodule(path), attribute).detach()
+    return tensor
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -45,27 +107,30 @@ def weights_fingerprint(model: nn.Module) -> str:
 
     Contents enter as integer checksums computed where the weights lie (exact, so CPU and GPU agree;
     sensitive to order), and not byte by byte: an 8B target takes a fraction of a second. This
-    guards against mix-ups, not against forgery.
+    guards against mix-ups, not against forgery. Sharded and offloaded weights are looked at whole,
+    one tensor at a time: how a model is spread over memory does not change it.
     """
     digest = hashlib.sha256()
     sums: dict[tuple[Any, ...], list[int]] = {}
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor):
             continue
-        if tensor.device.type == "meta":
-            raise ValueError(f"{name} has no data (meta device): load the weights first")
-        for part in stored_tensors(tensor):
-            place = (part.data_ptr(), part.dtype, part.shape)
+        away = tensor.device.type == "meta"
+        for part in stored_tensors(_fetched(model, name) if away else tensor):
+            place = (name if away else local_part(part).data_ptr(), part.dtype, part.shape)
             if place not in sums:  # a tied weight is read once
-                sums[place] = _checksum(part)
+                sums[place] = _checksum(whole_tensor(part))
             entry = [name, str(part.dtype), list(part.shape), sums[place]]
             digest.update(json.dumps(entry).encode())
     return digest.hexdigest()[:16]
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """What a tensor keeps in memory: itself, or the parts that a quantised subclass wraps."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    """What a tensor keeps in memory: itself, or the parts that a quantised subclass wraps. One that
+    ranks share is left as it is."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in stored_tensors(getattr(tensor, name))]

@@ -57,6 +57,8 @@ def evaluate(
             if index not in picks:
                 picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
             replayed += replay_held_out(answer, batch, rollouts, picks[index])
+        for _ in range(len(mine), -(-len(batches) // world.size)):
+            target.join()  # other ranks have one pack more
 
     together(models, measure)
     draft.train(was_training)

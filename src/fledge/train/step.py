@@ -5,13 +5,16 @@ by the number of charged elements over all micro-batches and ranks; so is the me
 LK-lambda weighs by. Nothing waits for the device.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
+from fledge.core.rows import TokenBatch
 from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite import Verdict, inspect
@@ -92,19 +95,30 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
+def _answers(parts: Parts, batch: StepBatch) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
+    """This rank's rows and the target's answers, one after another; where it has no rows, the
+    others may need it for theirs."""
+    early = iter(batch.answers)
+    for rows in batch.micro:
+        with parts.clock.phase("target"):
+            if rows is None:
+                parts.target.join()
+                continue
+            future = next(early, None)
+            answer = parts.target.answer(rows) if future is None else future.result()
+            answer = answer.to(parts.device, non_blocking=True)
+        yield rows, answer
+        del answer
+
+
 def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
-    micro = [rows for rows in batch.micro if rows is not None]
     # One seed a step: what is drawn for a document depends on it alone, not on ranks or packing.
     seed = parts.seed + 1_000_003 * batch.step
     layers = objective.draft_model.config.num_aux_hidden_states
     prepared, verdicts = [], []
-    for index, rows in enumerate(micro):
-        with parts.clock.phase("target"):
-            early = batch.answers[index] if batch.answers else None
-            answer = parts.target.answer(rows) if early is None else early.result()
-            answer = answer.to(parts.device, non_blocking=True)
+    for rows, answer in _answers(parts, batch):
         with parts.clock.phase("supervision"):
             # Planned from host masks while the GPU is still busy with the target.
             prepared.append(objective.prepare(rows, answer, seed))

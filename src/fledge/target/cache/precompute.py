@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from fledge.core.distributed import join_world, leave_world
+from fledge.core.distributed import World, join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
 from fledge.core.rows import TokenRow
@@ -99,9 +99,12 @@ def execute(
         with _locked(job.directory, world.is_main):
             begin_cache(job, target, write=world.is_main)
             world.barrier()  # the manifest is there before the first shard
+            behind = _behind(job, plan, world)
             written = write_shards(
                 job, plan, target, rank=world.rank, world=world.size, on_progress=on_progress
             )
+            for _ in range(behind):  # ranks that share the target need this one to the end
+                target.join()
     leave_world(world)
     complete = all(index < plan.allowed for index in plan.missing)
     if not complete:
@@ -177,7 +180,7 @@ def write_shards(
         ids = torch.from_numpy(job.vocabulary.selected_token_ids)
         vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
         target.set_vocab_mapping(*vocabulary)
-    shards = [index for index in plan.missing if index < plan.allowed][rank::world]
+    shards = _share(plan, rank, world)
     with _Disk(job, on_progress, module_of(target)) as disk:
         for index in shards:
             if not (job.directory / MANIFEST).exists():
@@ -189,6 +192,24 @@ def write_shards(
                 disk.take((members, _compute(job, target, asked, vocabulary)))
             disk.take(None)
     return len(shards)
+
+
+def _share(plan: CachePlan, rank: int, world: int) -> list[int]:
+    """The missing shards that one process of so many writes."""
+    return [index for index in plan.missing if index < plan.allowed][rank::world]
+
+
+def _behind(job: CacheJob, plan: CachePlan, world: World) -> int:
+    """How many questions less than the busiest process this one has."""
+    sizes = [
+        min(len(job.rows), (index + 1) * job.shard_size) - index * job.shard_size
+        for index in range(len(plan.shard_bytes))
+    ]
+    asks = [
+        sum(-(-sizes[index] // job.batch_size) for index in _share(plan, rank, world.size))
+        for rank in range(world.size)
+    ]
+    return max(asks) - asks[world.rank]
 
 
 def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:

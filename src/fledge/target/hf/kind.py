@@ -2,13 +2,32 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from fledge.core.settings import Device, NonNegative
+from pydantic import Field, model_validator
+
+from fledge.core.settings import Device, NonNegative, PositiveCount, Section
 from fledge.target.kinds import LoadedKind, LoadedTarget
 
 if TYPE_CHECKING:
     import torch
 
     from fledge.target.base import Eagle3TargetBackend
+
+
+class Parallel(Section):
+    """How many processes hold one copy of the target together: fsdp x tp x cp of them."""
+
+    fsdp: PositiveCount = 1
+    """Each holds a slice of every weight, and runs its own rows."""
+
+    tp: PositiveCount = 1
+    """Each holds some heads and some of every layer's width; all run the same rows."""
+
+    cp: PositiveCount = 1
+    """Each holds all weights, and runs a part of each row: for rows too long for one."""
+
+    @property
+    def ranks(self) -> int:
+        return self.fsdp * self.tp * self.cp
 
 
 class HfTarget(LoadedTarget):
@@ -31,6 +50,15 @@ class HfTarget(LoadedTarget):
     keep_states_gb: NonNegative = 0.0
     """Keep the target's states in memory up to this size: later epochs then need no target."""
 
+    parallel: Parallel = Field(default_factory=Parallel)
+    """Processes that share one target, where it is larger than a GPU: parallel.fsdp, .tp, .cp."""
+
+    @model_validator(mode="after")
+    def _shared_or_kept(self) -> "HfTarget":
+        if self.parallel.ranks > 1 and self.keep_states_gb:
+            raise ValueError("keep_states_gb needs a target of its own: leave parallel out")
+        return self
+
 
 class HfKind(LoadedKind[HfTarget]):
     name = "hf"
@@ -41,9 +69,12 @@ class HfKind(LoadedKind[HfTarget]):
     ) -> "Eagle3TargetBackend":
         from fledge.core.machine import find_device
         from fledge.target.hf.model import HFEagle3TargetModel
+        from fledge.target.hf.sharded import target_mesh
         from fledge.target.remember import RememberingTarget
 
         device = find_device(device if section.device == "auto" else section.device)
+        parallel = section.parallel
+        mesh = target_mesh(device, fsdp=parallel.fsdp, cp=parallel.cp, tp=parallel.tp)
         target = HFEagle3TargetModel.from_pretrained(
             section.model,
             aux_layer_ids=section.aux_layer_ids,
@@ -54,6 +85,7 @@ class HfKind(LoadedKind[HfTarget]):
             compile_layers=section.compile,
             trust_remote_code=section.trust_remote_code,
             num_aux_layers=aux_layers,
+            mesh=mesh,
         )
         if section.keep_states_gb and section.supervision == "hidden":
             return RememberingTarget(target, self.kept_bytes(section))

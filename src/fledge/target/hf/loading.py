@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line
 from fledge.core.machine import find_device
+from fledge.target.hf.sharded import loading_options, sharded_class
 from fledge.target.weights import quantisation_method
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,10 @@ def load_hf_model(
     attn_implementation: str | None = None,
     quantization_config: Any = None,
     trust_remote_code: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> LoadedModel:
-    """The model on `device` (a GPU where there is one), with its tokenizer."""
+    """The model on `device` (a GPU where there is one), with its tokenizer. Ranks of a `mesh` load
+    a part each (`sharded`)."""
     import transformers
 
     from fledge.models.resolve import local_model, wants_trust
@@ -53,11 +57,19 @@ def load_hf_model(
             directory, trust_remote_code=trust_remote_code
         )
         stored_as = quantisation_method(config)
+        loader = _loader_for(config)
         if stored_as is not None or quantization_config is not None:
+            _refuse_sharding(mesh, stored_as or "this quantization", where=str(name_or_path))
             options["device_map"] = {"": device}  # quantised weights are packed where they will run
-        model, report = _loader_for(config).from_pretrained(
+        elif mesh is not None:
+            loader = sharded_class(_class_for(config, loader), mesh, device)
+            options |= loading_options(mesh)
+            options.pop("trust_remote_code")  # nothing of a checkpoint's own code runs here
+        model, report = loader.from_pretrained(
             directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    except BadInput:
+        raise
     except broken_files() as error:
         if wants_trust(error):
             raise UntrustedCode.of(str(name_or_path)) from error
@@ -69,10 +81,29 @@ def load_hf_model(
     if "device_map" in options:  # quantised: what is missing is made from what is there
         report["missing_keys"] = ()
     _check_complete(report, str(name_or_path))
-    if "device_map" not in options:
+    if "device_map" not in options and mesh is None:
         model = model.to(device)
     tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
     return LoadedModel(model, tokenizer, stored_as)
+
+
+def _refuse_sharding(mesh: DeviceMesh | None, method: str, *, where: str) -> None:
+    if mesh is not None:
+        what = f"weights quantized by {method} cannot be sharded"
+        fix = "take the model in bfloat16, or an engine (target.backend=sglang or vllm)"
+        raise BadInput(what, where=where, fix=fix)
+
+
+def _class_for(config: Any, auto: Any) -> Any:
+    """The model class that an auto class would take; sharding needs one that transformers has."""
+    if type(config) not in auto._model_mapping:
+        what = f"{type(config).__name__} brings code of its own, which cannot be sharded"
+        raise BadInput(what, where="target.parallel", fix="leave target.parallel out")
+    found = auto._model_mapping[type(config)]
+    if not isinstance(found, list | tuple):
+        return found
+    named = {one.__name__: one for one in found}
+    return next((named[n] for n in config.architectures or () if n in named), found[0])
 
 
 def _check_complete(report: dict[str, Any], where: str) -> None:

@@ -14,19 +14,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
+from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
 from fledge.target.hf import fp8
 from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
+from fledge.target.hf.context import share_of, shared_rows
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
     OneRow,
     Unsupported,
     WholeRow,
+    caps_scores,
     causal_rows,
     documents_apart,
     kernel_takes,
@@ -36,6 +40,7 @@ from fledge.target.hf.one_row import (
     whole_row,
 )
 from fledge.target.hf.probe import find_head_module, learn_head
+from fledge.target.hf.sharded import along
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
@@ -46,11 +51,13 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Documents, Group, overhead_in_tokens
+from fledge.target.together import find_together
 from fledge.target.weights import (
     describe_weights,
-    refuse_offloaded,
-    refuse_sharded,
+    is_here,
+    refuse_missing,
     weights_fingerprint,
+    whole_weight,
 )
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
@@ -81,13 +88,9 @@ class HFEagle3TargetModel(InProcessTarget):
     ) -> None:
         super().__init__(supervision)
         self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
-        if self._cp_size > 1:
-            raise BadInput(
-                f"cp_mesh of size {self._cp_size}: context parallelism is not supported yet",
-                fix="pass cp_mesh=None or a mesh of size 1",
-            )
         self.cp_mesh = cp_mesh
-        refuse_offloaded(model)
+        self._check_mesh(model)
+        refuse_missing(model)
         self.tokenizer = tokenizer
         self.model = model
         self._layers = self._get_transformer_layers()
@@ -101,17 +104,24 @@ class HFEagle3TargetModel(InProcessTarget):
         self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
         self._head_module: nn.Module | None = None
         self._head: TargetHead | None = None
-        self.try_one_row = self._device().type != "cpu"  # a CPU starts passes at no cost
+        device = self._device()
+        self._together = find_together(model, cp_mesh if self._cp_size > 1 else None, device)
+        self.joins = self._together is not None
+        # a CPU starts passes at no cost; ranks that share rows have an attention of their own
+        self.try_one_row = device.type != "cpu" and self._cp_size == 1
         self._one_row_checked: bool | None = None
         self._whole_row = False  # which kind of row was found exact
-        gpu = self._device().type == "cuda"
+        gpu = device.type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
-        self._compiled = CompiledLayers(self._layers if compile_layers and gpu else ())
+        compiles = compile_layers and gpu and not self.joins and not self._is_offloaded()
+        self._compiled = CompiledLayers(self._layers if compiles else ())
         self._recorded = RecordedSizes[list[Tensor]]()
-        self.record_passes = compile_layers and gpu
+        self.record_passes = compiles
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
+        if self.joins:
+            self._meet()
 
     @classmethod
     def from_pretrained(
@@ -127,6 +137,7 @@ class HFEagle3TargetModel(InProcessTarget):
         trust_remote_code: bool = False,
         compile_layers: bool = False,
         num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        mesh: DeviceMesh | None = None,
     ) -> "HFEagle3TargetModel":
         """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
 
@@ -134,9 +145,12 @@ class HFEagle3TargetModel(InProcessTarget):
         `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`target.fp8`).
         For a quantised target name the quantised checkpoint, or give a `quantization_config` of
         transformers: a draft must learn from the states that will be served.
+
+        The ranks of a `mesh` hold one model together, along its dimensions named tp and fsdp, and
+        share long rows along the one named cp. Every rank calls this, each loads its part.
         """
         device = find_device(device)
-        if dtype == "fp8" and (reason := fp8.why_not(device)):
+        if dtype == "fp8" and (reason := "sharded" if mesh else fp8.why_not(device)):
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_hf_model(
             name_or_path,
@@ -145,12 +159,14 @@ class HFEagle3TargetModel(InProcessTarget):
             attn_implementation=attn_implementation,
             quantization_config=quantization_config,
             trust_remote_code=trust_remote_code,
+            mesh=mesh,
         )
         if dtype == "fp8":
             fp8.convert_linears(loaded.model)
         target = cls(
             loaded.model,
             aux_layer_ids,
+            along(mesh, "cp"),
             supervision=supervision,
             tokenizer=loaded.tokenizer,
             compile_layers=compile_layers,
@@ -158,6 +174,35 @@ class HFEagle3TargetModel(InProcessTarget):
         )
         target._stored_as = loaded.stored_as
         return target
+
+    def _check_mesh(self, model: nn.Module) -> None:
+        """Refuse what cannot share rows; a mesh of one rank is no mesh."""
+        if self._cp_size == 1:
+            return
+        what = f"cp_mesh of size {self._cp_size}"
+        if not isinstance(self.cp_mesh, DeviceMesh) or self.cp_mesh.ndim != 1:
+            fix = "pass one dimension of a torch.distributed DeviceMesh, or None"
+            raise BadInput(f"{what} is no mesh of ranks", fix=fix)
+        if not may_support(model):
+            raise BadInput(
+                f"{what}: its layers are more than causal attention, and cannot share rows",
+                where=type(model).__name__,
+                fix="shard the weights instead (target.parallel.fsdp or tp)",
+            )
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        """What needs every rank, done while all of them are here: later one alone may ask."""
+        if self.supervision != "logits":
+            self.info()
+        if self.try_one_row:
+            self._one_row_is_exact()
+        if self._cp_size > 1 and not self._share_is_exact():
+            raise BadInput(
+                f"cp_mesh of size {self._cp_size}: its attention cannot be shared among ranks",
+                where=type(self.model).__name__,
+                fix="shard the weights instead (target.parallel.fsdp or tp)",
+            )
 
     def _get_transformer_layers(self) -> list[nn.Module]:
         """The decoder layers in order, of a ModuleList or of a ModuleDict keyed by str(i)."""
@@ -171,12 +216,23 @@ class HFEagle3TargetModel(InProcessTarget):
         depth = min(self._depth, len(self._layers))
         return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
 
-    def get_input_embeddings(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> HasWeight:
+        """The model's own module; of a sharded or offloaded one, its whole weight. Where ranks
+        share the model, every rank must ask."""
         self._check_open()
-        return cast(nn.Embedding, self.model.get_input_embeddings())  # type: ignore[operator]
+        module = self._embedding()
+        weight = cast(Tensor, module.weight)
+        if is_here(weight):
+            return cast(nn.Embedding, module)
+        return InputEmbedding(whole_weight(module, "weight").to(self._device()))
+
+    def _embedding(self) -> nn.Module:
+        return cast(nn.Module, self.model.get_input_embeddings())  # type: ignore[operator]
+
+    def _is_offloaded(self) -> bool:
+        return any(hasattr(module, "_hf_hook") for module in self.model.modules())
 
     def _facts(self) -> dict[str, Any]:
-        refuse_sharded(self.model, "its weights are", where=type(self.model).__name__)
         return {
             "final_norm": describe_final_norm(self.model),
             "dtype": self._state_dtype,
@@ -197,6 +253,8 @@ class HFEagle3TargetModel(InProcessTarget):
         if self.model.training:  # the caller may have called train() on the shared module
             self.model.eval()
         write = partial(aux.write, group=group)
+        if self._cp_size > 1:
+            return self._run_share(ids, mask if group is None else None, write)
         # one pass over the whole batch has the same shape every time: worth compiling
         if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
             return self._run(ids, mask, group, write)
@@ -213,6 +271,31 @@ class HFEagle3TargetModel(InProcessTarget):
         self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
     ) -> Tensor:
         """The model's own forward: `write` gets the aux layers' states, the answer is returned."""
+        with ExitStack() as stack:
+            if isinstance(group, OneRow | WholeRow):
+                stack.enter_context(documents_apart(self.model, group))
+                return self._captured(write, ids, None, **group.options())
+            # documents need no mask, and without one the causal kernels are faster
+            if group is not None and self.skip_masks:
+                stack.enter_context(causal_rows(self.model))
+            return self._captured(write, ids, mask if group is None else None)
+
+    def _run_share(self, ids_NL: Tensor, mask_NL: Tensor | None, write: StatesOf) -> Tensor:
+        """The same for rows that the ranks of `cp_mesh` share: each runs some slots of them, and
+        all get the states of all."""
+        share = share_of(self.cp_mesh, ids_NL.shape[1], mask_NL, caps=caps_scores(self.model))
+        positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
+        with shared_rows(self.model, share):
+            answer_NQX = self._captured(
+                lambda layer_id, states_NQD: write(layer_id, share.whole(states_NQD)),
+                share.take(ids_NL),
+                None,
+                position_ids=share.take(positions_NL),
+            )
+        return share.whole(answer_NQX)
+
+    def _captured(self, write: StatesOf, *arguments: Any, **options: Any) -> Tensor:
+        """`_call`, its aux layers' states handed to `write`; logits, or what the head would get."""
         seen: list[Tensor] = []
 
         def keep(hidden: Tensor) -> Tensor:
@@ -224,13 +307,7 @@ class HFEagle3TargetModel(InProcessTarget):
             if self.supervision != "logits":
                 assert self._head_module is not None
                 stack.enter_context(muted_head(self._head_module, keep))
-            if isinstance(group, OneRow | WholeRow):
-                stack.enter_context(documents_apart(self.model, group))
-                logits = self._call(ids, None, **group.options())
-            else:  # documents need no mask, and without one the causal kernels are faster
-                if group is not None and self.skip_masks:
-                    stack.enter_context(causal_rows(self.model))
-                logits = self._call(ids, mask if group is None else None)
+            logits = self._call(*arguments, **options)
         return logits if self.supervision == "logits" else seen[0]
 
     def _worth_recording(self, slots: int) -> bool:
@@ -282,17 +359,42 @@ class HFEagle3TargetModel(InProcessTarget):
 
     def _compare_one_row(self, *, whole: bool) -> bool:
         self._whole_row = whole
-        device = self._device()
-        ids_BT = torch.arange(12, device=device)[None]
         documents = Documents((0, 7), (7, 5))
+
+        def as_rows(ids_BT: Tensor, aux: AuxBuffer) -> None:
+            for group in InProcessTarget._groups(self, documents, ids_BT):
+                self._probe_pass(ids_BT, aux, group)
+
+        def as_one(ids_BT: Tensor, aux: AuxBuffer) -> None:
+            self._probe_pass(ids_BT, aux, self._row_of(documents, ids_BT))
+
+        return self._agree(as_rows, as_one)
+
+    def _probe_pass(self, ids_BT: Tensor, aux: AuxBuffer, group: Group) -> None:
+        answer = self._run(group.take(ids_BT), None, group, partial(aux.write, group=group))
+        self._keep_last(answer, aux, group)
+
+    def _share_is_exact(self) -> bool:
+        """Whether a small row that ranks share has the states that it has alone."""
+
+        def alone(ids_BT: Tensor, aux: AuxBuffer) -> None:
+            answer = self._run(ids_BT, None, None, partial(aux.write, group=None))
+            self._keep_last(answer, aux, None)
+
+        def shared(ids_BT: Tensor, aux: AuxBuffer) -> None:
+            answer = self._run_share(ids_BT, None, partial(aux.write, group=None))
+            self._keep_last(answer, aux, None)
+
+        return self._agree(alone, shared)
+
+    def _agree(self, *ways: Callable[[Tensor, AuxBuffer], None]) -> bool:
+        """Whether two ways to run twelve tokens fill the aux buffer alike."""
+        ids_BT = torch.arange(12, device=self._device())[None]
         answers = []
         try:
-            for groups in (super()._groups(documents, ids_BT), [self._row_of(documents, ids_BT)]):
+            for way in ways:
                 aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
-                for group in groups:
-                    write = partial(aux.write, group=group)
-                    answer = self._run(group.take(ids_BT), None, group, write)
-                    self._keep_last(answer, aux, group)
+                way(ids_BT, aux)
                 answers.append(aux.result().double())
         except _REFUSALS:
             return False
@@ -308,7 +410,6 @@ class HFEagle3TargetModel(InProcessTarget):
     def _head_of_states(self) -> TargetHead:
         if self._head is None:
             name, module = type(self.model).__name__, find_head_module(self.model)
-            refuse_sharded(module, "its output head is", where=name)
             self._head_module = module
             probe_BT = torch.arange(4, device=self._device())[None]
             self._head, self._state_dtype = learn_head(
@@ -316,17 +417,22 @@ class HFEagle3TargetModel(InProcessTarget):
                 module,
                 model=self.model,
                 where=name,
+                alone=all(map(is_here, module.parameters())),
             )
         return self._head
 
     def _device(self) -> torch.device:
+        for module in self.model.modules() if self._is_offloaded() else ():
+            runs_on = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if runs_on is not None:
+                return torch.device(runs_on)
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
     def _vocabulary_rows(self) -> int | None:
         if not hasattr(self.model, "get_input_embeddings"):
             return None
-        return len(self.get_input_embeddings().weight)
+        return len(cast(Tensor, self._embedding().weight))
 
 
 def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from fledge.target.packing import Documents, Group, group_documents, plan_groups
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Keyword arguments of attention functions that say nothing about which keys are seen, or how.
-_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
-_HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
 FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models hand down to attention
 
 
@@ -132,7 +132,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: each document attends to itself, causally."""
     first_N, slot_N = options.pop(FIRST, None), options.pop(SLOT, None)
-    odd = [name for name, v in options.items() if v is not None and name not in _HARMLESS]
+    odd = [name for name, v in options.items() if v is not None and name not in HARMLESS]
     if attention_mask is not None or odd or options.get("is_causal") is False:
         raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
     query_NHC, key_NGC, value_NGC = (
@@ -192,6 +192,11 @@ def kernel_takes(model: nn.Module) -> bool:
     weight = next(model.parameters())
     dims: set[Any] = {getattr(module, "head_dim", None) for module in model.modules()} - {None}
     return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
+
+
+def caps_scores(model: nn.Module) -> bool:
+    """Whether its attention heeds a soft cap on scores; transformers' SDPA does not know one."""
+    return all(config._attn_implementation != "sdpa" for config in _attention_configs(model))
 
 
 def needs_no_mask(model: nn.Module) -> bool:

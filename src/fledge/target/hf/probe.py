@@ -7,6 +7,7 @@ output, and what the model makes of them shows scale and cap.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
 from fledge.target.capture import muted_head
 from fledge.target.finite import bad_weight, bad_weights
+from fledge.target.weights import whole_weight
 
 _SMALL, _LARGE = 2.0**-20, 2.0**20  # far below and far above any soft cap in use (15 .. 50)
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -37,10 +39,17 @@ def find_head_module(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def learn_head(
-    run_logits: Callable[[], Tensor], head: nn.Module, *, where: str, model: nn.Module | None = None
+    run_logits: Callable[[], Tensor],
+    head: nn.Module,
+    *,
+    where: str,
+    model: nn.Module | None = None,
+    alone: bool = True,
 ) -> tuple[TargetHead, torch.dtype]:
     """The frozen head, checked against the model, and the dtype of the states it is given.
-    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]."""
+    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]. A head
+    that cannot be called `alone`, because its weights are put together for the model's forward
+    only, is asked within one."""
     weight_VD, bias_V = _linear_of(head, where=where)
     seen: list[Tensor] = []
     wave_V = torch.linspace(-60.0, 60.0, len(weight_VD), dtype=_widest(weight_VD.device))
@@ -60,12 +69,15 @@ def learn_head(
             where=where,
             fix="use supervision 'logits'",
         )
+    weight_VD = weight_VD.to(seen[0].device)  # it may have been fetched from where it is kept
+    bias_V = None if bias_V is None else bias_V.to(seen[0].device)
     learned = replace(
         _arithmetic(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
     )
-    hidden_BTD = _some_numbers(seen[0], head, model or head, where=where)
+    ask = head if alone else partial(_within, run_logits, head)
+    hidden_BTD = _some_numbers(seen[0], ask, model or head, where=where)
     plain = TargetHead(weight_VD, bias_V).logits(hidden_BTD)
-    torch_logits = head(hidden_BTD)
+    torch_logits = ask(hidden_BTD)
     if not torch.allclose(torch_logits.float(), plain.float(), rtol=2e-2, atol=1e-3):
         raise BadInput(
             f"its head ({type(head).__name__}) does more than a matrix product",
@@ -75,7 +87,24 @@ def learn_head(
     return learned, hidden_BTD.dtype
 
 
-def _some_numbers(hidden: Tensor, head: nn.Module, whole: nn.Module, *, where: str) -> Tensor:
+def _within(run_logits: Callable[[], Tensor], head: nn.Module, hidden: Tensor) -> Tensor:
+    """What the head makes of these states, in place of the model's own."""
+    seen: list[Tensor] = []
+    hooks = (
+        head.register_forward_pre_hook(lambda _, args: (hidden, *args[1:])),
+        head.register_forward_hook(lambda _, args, output: seen.append(output)),
+    )
+    try:
+        run_logits()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen[0]
+
+
+def _some_numbers(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], whole: nn.Module, *, where: str
+) -> Tensor:
     """States to compare two heads on: the model's own, unless these are not finite, or the head
     overflows on them. That is no matter of the head's arithmetic, and told from real answers; but
     weights that hold NaN are refused here."""
@@ -96,7 +125,8 @@ def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
             where=where,
             fix="keep the head unquantised (modules_to_not_convert) or use supervision 'logits'",
         )
-    return weight.detach(), None if bias is None else bias.detach()
+    whole_VD = whole_weight(head, "weight")
+    return whole_VD, None if bias is None else whole_weight(head, "bias")
 
 
 def _arithmetic(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead:

@@ -1,0 +1,218 @@
+"""Targets that several ranks hold together keep the contract, and are the model of one process."""
+
+import math
+import os
+from functools import partial
+from typing import Any, get_args
+
+import pytest
+import torch
+from contract import CHECKS, Case, answer, packed_rows, padded_rows, some_documents
+from tiny_models import tiny_model
+from torch.distributed.fsdp import fully_shard
+
+from fledge.bench.live_bytes import LiveBytes
+from fledge.core.batch import SUPERVISIONS, Supervision
+from fledge.core.distributed import join_world
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.target.hf.loading import load_hf_model
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.hf.sharded import target_mesh
+from fledge.target.weights import local_part, weights_fingerprint
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+ARCHITECTURES = ("llama", "qwen3-moe", "gemma3-text")
+EVEN = {"vocab_size": 96, "num_key_value_heads": 4}  # vocabulary and heads can be cut in four
+CPU = torch.device("cpu")
+Layout = dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("models")
+    for architecture in ARCHITECTURES:
+        tiny_model(architecture, **EVEN).save_pretrained(directory / architecture)
+    return directory
+
+
+def layouts(*wanted: Layout) -> Any:
+    def name(layout: Layout) -> str:
+        return "x".join(f"{kind}{size}" for kind, size in layout.items())
+
+    return pytest.mark.parametrize("layout", wanted, ids=name)
+
+
+def mesh_of(layout: Layout) -> Any:
+    join_world(CPU)
+    return target_mesh(CPU, **{"fsdp": 1, "cp": 1, "tp": 1, **layout})
+
+
+def ranks_of(layout: Layout) -> int:
+    return math.prod(layout.values())
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Within 1e-5 of one process, by the size of what is compared."""
+    return bool((found - expected).norm() <= 1e-5 * expected.norm())
+
+
+def assert_same_answers(target: Any, model: Any, supervision: Supervision) -> None:
+    alone = HFEagle3TargetModel(model, supervision=supervision)
+    for backend in (target, alone):
+        backend.set_vocab_mapping(torch.arange(0, 96, 3))
+    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
+        found, expected = (backend.answer(TokenBatch(*rows)) for backend in (target, alone))
+        real = rows[1].bool()
+        assert near(found.aux_hidden_states[real], expected.aux_hidden_states[real])
+        assert near(answer(found), answer(expected))
+
+
+def _contract(architecture: str, directory: str, layout: Layout) -> None:
+    mesh, reference = mesh_of(layout), tiny_model(architecture, **EVEN)
+    loaded = HFEagle3TargetModel.from_pretrained(directory, supervision="logits", mesh=mesh)
+    make = partial(HFEagle3TargetModel, loaded.model, None, loaded.cp_mesh)
+    for supervision in get_args(Supervision):
+        assert_same_answers(make(supervision=supervision), reference, supervision)
+        case = Case(
+            architecture,
+            reference,
+            lambda encoding: make(supervision=encoding),
+            supervision,
+            rtol=1e-4,
+            atol=1e-4,
+        )
+        for check in CHECKS:
+            check(case)
+    info = make(supervision="hidden").info()
+    assert info.weights_fingerprint == weights_fingerprint(reference)
+    assert torch.equal(info.head.weight_VD, reference.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@layouts({"fsdp": 2}, {"tp": 2}, {"tp": 4}, {"fsdp": 2, "tp": 2})
+def test_contract(saved: Any, architecture: str, layout: Layout) -> None:
+    run_ranks(ranks_of(layout), _contract, architecture, str(saved / architecture), layout)
+
+
+def _every_dimension(directory: str, layout: Layout, changes: dict[str, int]) -> None:
+    model = tiny_model("llama", **{**EVEN, **changes})
+    mesh = mesh_of(layout)
+    target = HFEagle3TargetModel.from_pretrained(directory, mesh=mesh)
+    assert target.joins
+    assert target.info().weights_fingerprint == weights_fingerprint(model)
+    real = packed_rows(some_documents(), 14)[1].bool()
+    rows = TokenBatch(*packed_rows(some_documents(), 14))
+    alone = HFEagle3TargetModel(model, supervision="hidden").answer(rows)
+    assert near(target.answer(rows).aux_hidden_states[real], alone.aux_hidden_states[real])
+
+
+@layouts({"cp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}, {"tp": 2})
+def test_all_dimensions_work_together(saved: Any, layout: Layout) -> None:
+    run_ranks(4, _every_dimension, str(saved / "llama"), layout, {})  # tp2: two copies
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Any) -> None:
+    tiny_model("llama", **{**EVEN, "vocab_size": 97}).save_pretrained(tmp_path)
+    run_ranks(2, _every_dimension, str(tmp_path), {"tp": 2}, {"vocab_size": 97})
+
+
+def _by_hand(how: str, directory: str) -> None:
+    """A model that the user has cut up himself."""
+    import transformers
+
+    join_world(CPU)
+    reference = tiny_model("llama", **EVEN)
+    if how == "tp_plan":
+        options = {"tp_plan": "auto", "dtype": torch.float32}
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+    else:
+        model = tiny_model("llama", **EVEN)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    for supervision in SUPERVISIONS:
+        target = HFEagle3TargetModel(model, supervision=supervision)
+        assert target.joins
+        assert_same_answers(target, reference, supervision)
+        assert target.info().weights_fingerprint == weights_fingerprint(reference)
+        embedding = target.get_input_embeddings().weight
+        assert torch.equal(embedding, reference.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("how", ["tp_plan", "fully_shard"])
+def test_a_model_that_somebody_else_has_sharded(saved: Any, how: str) -> None:
+    run_ranks(2, _by_hand, how, str(saved / "llama"))
+
+
+def _uneven(directory: str, layout: Layout) -> int:
+    """Each rank asks about its own rows, with another number of passes; one has nothing to ask."""
+    mesh, model = mesh_of(layout), tiny_model("llama", **EVEN)
+    target = HFEagle3TargetModel.from_pretrained(directory, mesh=mesh)
+    target.overhead_tokens = 0  # documents of every length are a pass of their own
+    alone = HFEagle3TargetModel(model, supervision="hidden")
+    rank, passes = torch.distributed.get_rank(), []
+    model_of_target = target.model
+    model_of_target.register_forward_hook(lambda *_: passes.append(1))
+    for turn in range(3):
+        if (rank + turn) % 4 == 3:
+            target.join()
+            continue
+        lengths = list(range(2, 3 + (rank + turn) % 4))
+        generator = torch.Generator().manual_seed(rank)
+        documents = [torch.randint(3, 90, (n,), generator=generator).tolist() for n in lengths]
+        rows = TokenBatch(*packed_rows([documents], 20))
+        found, expected = target.answer(rows), alone.answer(rows)
+        real = rows.attention_mask.bool()
+        assert near(found.aux_hidden_states[real], expected.aux_hidden_states[real])
+        assert near(answer(found)[:-1], answer(expected)[:-1])
+    return len(passes)
+
+
+@layouts({"fsdp": 4}, {"tp": 4}, {"fsdp": 2, "tp": 2})
+def test_ranks_ask_about_different_rows_and_some_about_none(saved: Any, layout: Layout) -> None:
+    passes = run_ranks(4, _uneven, str(saved / "llama"), layout)
+    assert len(set(passes)) == 1
+    if layout == {"fsdp": 4}:  # as many as the busiest rank has to run, not as all together
+        assert passes[0] == 3 * 3
+
+
+def _loaded(directory: str, layout: Layout) -> tuple[int, int, int, int]:
+    mesh = mesh_of(layout)
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # one thread, which the counter sees
+    with LiveBytes() as seen:
+        model = load_hf_model(directory, device=CPU, mesh=mesh).model
+    held = [local_part(p).nbytes for p in model.parameters()]
+    return seen.largest, max(held), seen.peak, sum(held)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_larger_than_a_shard_is_ever_loaded(saved: Any, architecture: str) -> None:
+    whole = tiny_model(architecture, **EVEN)
+    bytes_of_all = sum(p.nbytes for p in whole.parameters())
+    for layout in ({"fsdp": 2}, {"fsdp": 4}, {"tp": 2}, {"tp": 4}, {"fsdp": 2, "tp": 2}):
+        ranks = ranks_of(layout)
+        for largest, shard, peak, held in run_ranks(
+            ranks, _loaded, str(saved / architecture), layout
+        ):
+            assert largest <= shard, layout
+            assert shard <= max(p.nbytes for p in whole.parameters()) / ranks + 1
+            # norms stay whole under tensor parallelism
+            assert held < 1.15 * bytes_of_all / ranks
+            assert peak < held + 4 * shard
+
+
+def _refusals(directory: str) -> None:
+    mesh = mesh_of({"tp": 2})
+    with pytest.raises(BadInput, match="3 num_key_value_heads cannot be divided"):
+        HFEagle3TargetModel.from_pretrained(directory, mesh=mesh)
+
+
+def test_what_cannot_be_cut_is_refused_in_one_line(tmp_path: Any) -> None:
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+    tiny_model("llama", **odd).save_pretrained(tmp_path)
+    run_ranks(2, _refusals, str(tmp_path))
+    with pytest.raises(BadInput, match="torchrun --nproc-per-node 4"):
+        target_mesh(CPU, fsdp=2, cp=1, tp=2)
