@@ -54,13 +54,13 @@ class StepMemory:
             mlp = self.tokens / context * 4 * config.intermediate_size / config.num_hidden_layers
         keys = 2 * self.tokens * config.num_key_value_heads * config.head_dim
         shared = keys if context > 1 else 0
-        return (rows * per_row + mlp + shared) * self.width * config.num_hidden_layers
+        return float((rows * per_row + mlp + shared) * self.width * config.num_hidden_layers)
 
     def _states(self, context: int) -> float:
         """The target's answer: while it is made in two pieces, then this rank's part of it."""
         config = self.config
         per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size
-        answer = self.tokens * per_token * self.width
+        answer = float(self.tokens * per_token * self.width)
         if context == 1:
             return 2 * answer * self.accumulate
         return 2 * answer + answer * self.accumulate / context
