@@ -192,7 +192,7 @@ def _loaded(directory: str, layout: Layout) -> tuple[int, int, int, int]:
 def test_nothing_larger_than_a_shard_is_ever_loaded(saved: Any, architecture: str) -> None:
     whole = tiny_model(architecture, **EVEN)
     bytes_of_all = sum(p.nbytes for p in whole.parameters())
-    for layout in ({"fsdp": 2}, {"fsdp": 4}, {"tp": 2}, {"tp": 4}, {"fsdp": 2, "tp": 2}):
+    for layout in ({"fsdp": 4}, {"tp": 4}, {"fsdp": 2, "tp": 2}):
         ranks = ranks_of(layout)
         for largest, shard, peak, held in run_ranks(
             ranks, _loaded, str(saved / architecture), layout
@@ -206,13 +206,12 @@ def test_nothing_larger_than_a_shard_is_ever_loaded(saved: Any, architecture: st
 
 def _refusals(directory: str) -> None:
     mesh = mesh_of({"tp": 2})
-    with pytest.raises(BadInput, match="3 num_key_value_heads cannot be divided"):
+    with pytest.raises(BadInput, match="1 num_key_value_heads cannot be divided"):
         HFEagle3TargetModel.from_pretrained(directory, mesh=mesh)
 
 
 def test_what_cannot_be_cut_is_refused_in_one_line(tmp_path: Any) -> None:
-    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
-    tiny_model("llama", **odd).save_pretrained(tmp_path)
+    tiny_model("llama", num_key_value_heads=1).save_pretrained(tmp_path)
     run_ranks(2, _refusals, str(tmp_path))
     with pytest.raises(BadInput, match="torchrun --nproc-per-node 4"):
         target_mesh(CPU, fsdp=2, cp=1, tp=2)

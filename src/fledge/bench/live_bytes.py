@@ -1,18 +1,27 @@
-"""Memory of tensors, counted op by op: on a CPU nobody else says which of it a process needs."""
+"""Memory of tensors, counted op by op: on a CPU nobody else says how much of it a process needs."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_PAGE = 4096  # what is smaller is not worth the question whether it is memory
+
 
 class LiveBytes(TorchDispatchMode):
     """While open, `peak` is the most bytes that tensors seen since then held at one time, and
-    `largest` those of the largest one. Tensors without memory (meta) do not count; of a tensor that
-    ranks share, this rank's part does. Sees the thread that opened it."""
+    `largest` those of the largest one.
+
+    What takes no memory does not count: meta and fake tensors, and files that are mapped, of which
+    only what is read is there. Of a tensor that ranks share, this rank's part counts. Sees only the
+    thread that opened it.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -22,15 +31,41 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come by afterwards
+        for leaf in tree_leaves((args, kwargs)):
+            self._see(leaf, ours=False)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self._see(leaf)
-        self._live = {key: seen for key, seen in self._live.items() if not seen[0].expired()}
+        for leaf in tree_leaves(result):
+            self._see(leaf, ours=True)
+        self._live = {key: seen for key, seen in self._live.items() if not _is_gone(seen[0])}
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
         return result
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.largest = max(self.largest, storage.nbytes())
-        self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+    def _see(self, leaf: object, *, ours: bool) -> None:
+        """Count a tensor; `ours` were made by an op, others out of our sight."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor) or leaf.is_meta:
+            return
+        storage = leaf.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None and not _is_gone(known[0]):
+            return
+        plain = ours and leaf.dtype != torch.uint8  # a window on a file comes as bytes
+        size = 0 if not plain and _is_mapped(storage) else storage.nbytes()
+        self._live[storage._cdata] = StorageWeakRef(storage), size  # type: ignore[no-untyped-call]
+        self.largest = max(self.largest, size)
+
+
+def _is_gone(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+def _is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is a window on a file."""
+    maps, address = Path("/proc/self/maps"), storage.data_ptr()
+    if storage.device.type != "cpu" or storage.nbytes() < _PAGE or not maps.exists():
+        return False
+    for line in maps.read_text().splitlines():
+        span, *_, inode, path = (*line.split(maxsplit=5), "")[:6]
+        begin, end = (int(number, 16) for number in span.split("-"))
+        if begin <= address < end:
+            return inode != "0" and path != ""
+    return False

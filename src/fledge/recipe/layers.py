@@ -203,13 +203,18 @@ def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, be
     elif inside:
         if key not in shape.all_keys():
             raise _unknown_key(section, key, where, shapes=shapes, kind=shape.default_kind)
-        if not any(get_origin(field.annotation) is dict for field in shape.fields_named(key)):
+        if not any(_has_parts(field.annotation) for field in shape.fields_named(key)):
             fix = f"write {section}.{key}=value"
             raise BadInput(f"'{section}.{key}' has no parts", where=where, fix=fix)
         old = earlier or below[section].get(key)
         base = old.value if old is not None and isinstance(old.value, dict) else {}
         value = _with(base, inside, value)
     set_here[key] = Setting(value, where)
+
+
+def _has_parts(annotation: Any) -> bool:
+    """Whether a field is a mapping, or a section within a section (`target.parallel`)."""
+    return get_origin(annotation) is dict or hasattr(annotation, "model_fields")
 
 
 def _override_value(raw: str, *, where: str) -> Any:

@@ -4,8 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
+
 from fledge.core.settings import Tagged
 from fledge.objective.losses.base import Loss
+from fledge.recipe.layers import Shape
 from fledge.recipe.schema import Recipe, recipe_shapes
 
 
@@ -31,12 +34,22 @@ def _lines() -> Iterator[str]:
                 yield ""
             yield "| key | default | meaning |"
             yield "|---|---|---|"
-            for key, field in model.model_fields.items():
+            for key, field in _fields(model, shape):
                 default = "required" if field.is_required() else _default(field)
                 yield f"| `{key}` | {default} | {_plain(field.description)} |"
             yield ""
         for key in sorted(shape.all_keys()):
             yield from _nested_lines(f"{section}.{key}", shape.nested(key))
+
+
+def _fields(model: type[BaseModel], shape: Shape) -> Iterator[tuple[str, Any]]:
+    """Every key; a section within the section by the keys in it."""
+    for key, field in model.model_fields.items():
+        parts = getattr(field.annotation, "model_fields", None)
+        if parts and shape.nested(key) is None:
+            yield from ((f"{key}.{part}", within) for part, within in parts.items())
+        else:
+            yield key, field
 
 
 def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:

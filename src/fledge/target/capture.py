@@ -4,6 +4,7 @@ Hooks live exactly as long as the `with` block, also when the forward raises; st
 once into the tensor that will be returned, so nothing else of the model's memory is held.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
@@ -54,13 +55,17 @@ def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[
 
     The model's own forward still runs from root to end, and what arrives is by definition the
     head's input: after the final norm and after any scaling that an architecture does in front of
-    its head.
+    its head. Hooks of the head rest too: those of sharding would fetch weights for nothing, and
+    take the stand-in's answer for a part of one.
     """
     wrapped = head.__dict__.get("forward")  # offloading tools put their own forward here
+    hooks = head._forward_pre_hooks, head._forward_hooks
+    head._forward_pre_hooks, head._forward_hooks = OrderedDict(), OrderedDict()
     head.forward = answer
     try:
         yield
     finally:
+        head._forward_pre_hooks, head._forward_hooks = hooks
         if wrapped is None:
             del head.forward
         else:

@@ -75,9 +75,24 @@ def local_part(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether accelerate brings weights in when they are needed."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def runs_on(model: nn.Module) -> torch.device:
+    """Where its tokens must lie: beside its weights, or where offloading runs it."""
+    for module in model.modules() if is_offloaded(model) else ():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
 def _keeper(model: nn.Module, name: str) -> nn.Module | None:
     """The module whose accelerate hook brings this weight in, the owner or one above it."""
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if not is_offloaded(model):
         return None
     from accelerate.utils import has_offloaded_params
 

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from fledge.target.hf.one_row import HARMLESS, Unsupported, lent_attention
+from fledge.core.errors import BadInput
+from fledge.target.hf.one_row import HARMLESS, Unsupported, lent_attention, may_support
 
 NAME = "fledge_context"
 _SCORES = 1 << 26  # of attention, held at a time where they are written out
@@ -83,6 +85,24 @@ def share_of(mesh: Any, length: int, mask_NL: Tensor | None, *, caps: bool = Tru
     if mask_NL is not None and not bool(mask_NL.all()):
         hidden_NL = mask_NL == 0
     return Share(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length, hidden_NL, caps)
+
+
+def check_shareable(model: nn.Module, mesh: Any) -> None:
+    """Refuse what is no mesh of ranks, and a model whose layers carry more than attention does."""
+    what = f"cp_mesh of size {mesh.size()}"
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        fix = "pass one dimension of a torch.distributed DeviceMesh, or None"
+        raise BadInput(f"{what} is no mesh of ranks", fix=fix)
+    if not may_support(model):
+        raise not_shareable(model, mesh)
+
+
+def not_shareable(model: nn.Module, mesh: DeviceMesh) -> BadInput:
+    """The line about a model that gives other states when ranks share its rows."""
+    what = f"cp_mesh of size {mesh.size()}: its layers are more than causal attention, and ranks "
+    what += "cannot share rows"
+    fix = "shard the weights instead (target.parallel.fsdp or tp)"
+    return BadInput(what, where=type(model).__name__, fix=fix)
 
 
 @contextmanager

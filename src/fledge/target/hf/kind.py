@@ -17,13 +17,13 @@ class Parallel(Section):
     """How many processes hold one copy of the target together: fsdp x tp x cp of them."""
 
     fsdp: PositiveCount = 1
-    """Each holds a slice of every weight, and runs its own rows."""
+    """Processes that each hold a slice of every weight, and run their own rows (FSDP2)."""
 
     tp: PositiveCount = 1
-    """Each holds some heads and some of every layer's width; all run the same rows."""
+    """Processes that each hold some heads and some of every layer's width, and run all rows."""
 
     cp: PositiveCount = 1
-    """Each holds all weights, and runs a part of each row: for rows too long for one."""
+    """Processes that each run a part of every row: for rows too long for one."""
 
     @property
     def ranks(self) -> int:

@@ -5,7 +5,6 @@ taken where the head would run: in `hidden` encoding the head never runs, in `pr
 rows only, chunk by chunk, and in `logits` (the constructor's default) on every row.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,11 +23,16 @@ from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
 from fledge.target.hf import fp8
 from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
-from fledge.target.hf.context import share_of, shared_rows
+from fledge.target.hf.context import (
+    check_shareable,
+    not_shareable,
+    share_of,
+    shared_rows,
+)
+from fledge.target.hf.exact import fill_alike
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
     OneRow,
-    Unsupported,
     WholeRow,
     caps_scores,
     causal_rows,
@@ -39,7 +43,7 @@ from fledge.target.hf.one_row import (
     one_row,
     whole_row,
 )
-from fledge.target.hf.probe import find_head_module, learn_head
+from fledge.target.hf.probe import accepted_options, find_head_module, learn_head
 from fledge.target.hf.sharded import along
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
@@ -55,15 +59,14 @@ from fledge.target.together import find_together
 from fledge.target.weights import (
     describe_weights,
     is_here,
+    is_offloaded,
     refuse_missing,
+    runs_on,
     weights_fingerprint,
     whole_weight,
 )
 
 StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
-# What architectures raise that cannot take packed documents in one row (TypeError: a forward that
-# takes no more arguments). Run as rows, documents always work.
-_REFUSALS = (Unsupported, TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 
 
 class HFEagle3TargetModel(InProcessTarget):
@@ -89,7 +92,8 @@ class HFEagle3TargetModel(InProcessTarget):
         super().__init__(supervision)
         self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
         self.cp_mesh = cp_mesh
-        self._check_mesh(model)
+        if self._cp_size > 1:
+            check_shareable(model, cp_mesh)
         refuse_missing(model)
         self.tokenizer = tokenizer
         self.model = model
@@ -100,7 +104,7 @@ class HFEagle3TargetModel(InProcessTarget):
         self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
         self._check_last_state()
         self.model = model.eval().requires_grad_(False)
-        self._options = _accepted(model, use_cache=False, output_hidden_states=False)
+        self._options = accepted_options(model, use_cache=False, output_hidden_states=False)
         self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
         self._head_module: nn.Module | None = None
         self._head: TargetHead | None = None
@@ -113,7 +117,7 @@ class HFEagle3TargetModel(InProcessTarget):
         self._whole_row = False  # which kind of row was found exact
         gpu = device.type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
-        compiles = compile_layers and gpu and not self.joins and not self._is_offloaded()
+        compiles = compile_layers and gpu and not self.joins and not is_offloaded(model)
         self._compiled = CompiledLayers(self._layers if compiles else ())
         self._recorded = RecordedSizes[list[Tensor]]()
         self.record_passes = compiles
@@ -175,21 +179,6 @@ class HFEagle3TargetModel(InProcessTarget):
         target._stored_as = loaded.stored_as
         return target
 
-    def _check_mesh(self, model: nn.Module) -> None:
-        """Refuse what cannot share rows; a mesh of one rank is no mesh."""
-        if self._cp_size == 1:
-            return
-        what = f"cp_mesh of size {self._cp_size}"
-        if not isinstance(self.cp_mesh, DeviceMesh) or self.cp_mesh.ndim != 1:
-            fix = "pass one dimension of a torch.distributed DeviceMesh, or None"
-            raise BadInput(f"{what} is no mesh of ranks", fix=fix)
-        if not may_support(model):
-            raise BadInput(
-                f"{what}: its layers are more than causal attention, and cannot share rows",
-                where=type(model).__name__,
-                fix="shard the weights instead (target.parallel.fsdp or tp)",
-            )
-
     @torch.no_grad()
     def _meet(self) -> None:
         """What needs every rank, done while all of them are here: later one alone may ask."""
@@ -198,11 +187,7 @@ class HFEagle3TargetModel(InProcessTarget):
         if self.try_one_row:
             self._one_row_is_exact()
         if self._cp_size > 1 and not self._share_is_exact():
-            raise BadInput(
-                f"cp_mesh of size {self._cp_size}: its attention cannot be shared among ranks",
-                where=type(self.model).__name__,
-                fix="shard the weights instead (target.parallel.fsdp or tp)",
-            )
+            raise not_shareable(self.model, self.cp_mesh)
 
     def _get_transformer_layers(self) -> list[nn.Module]:
         """The decoder layers in order, of a ModuleList or of a ModuleDict keyed by str(i)."""
@@ -228,9 +213,6 @@ class HFEagle3TargetModel(InProcessTarget):
 
     def _embedding(self) -> nn.Module:
         return cast(nn.Module, self.model.get_input_embeddings())  # type: ignore[operator]
-
-    def _is_offloaded(self) -> bool:
-        return any(hasattr(module, "_hf_hook") for module in self.model.modules())
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -368,7 +350,7 @@ class HFEagle3TargetModel(InProcessTarget):
         def as_one(ids_BT: Tensor, aux: AuxBuffer) -> None:
             self._probe_pass(ids_BT, aux, self._row_of(documents, ids_BT))
 
-        return self._agree(as_rows, as_one)
+        return fill_alike(as_rows, as_one, self.aux_layer_ids, self._device())
 
     def _probe_pass(self, ids_BT: Tensor, aux: AuxBuffer, group: Group) -> None:
         answer = self._run(group.take(ids_BT), None, group, partial(aux.write, group=group))
@@ -385,23 +367,7 @@ class HFEagle3TargetModel(InProcessTarget):
             answer = self._run_share(ids_BT, None, partial(aux.write, group=None))
             self._keep_last(answer, aux, None)
 
-        return self._agree(alone, shared)
-
-    def _agree(self, *ways: Callable[[Tensor, AuxBuffer], None]) -> bool:
-        """Whether two ways to run twelve tokens fill the aux buffer alike."""
-        ids_BT = torch.arange(12, device=self._device())[None]
-        answers = []
-        try:
-            for way in ways:
-                aux = AuxBuffer(ids_BT.shape, self.aux_layer_ids)
-                way(ids_BT, aux)
-                answers.append(aux.result().double())
-        except _REFUSALS:
-            return False
-        error = (answers[0] - answers[1]).abs().mean() / answers[0].abs().mean()
-        return bool(
-            error < (1e-4 if aux.result().dtype in (torch.float32, torch.float64) else 3e-2)
-        )
+        return fill_alike(alone, shared, self.aux_layer_ids, self._device())
 
     def _answers_logits(self) -> bool:
         return self.supervision == "logits"
@@ -422,22 +388,9 @@ class HFEagle3TargetModel(InProcessTarget):
         return self._head
 
     def _device(self) -> torch.device:
-        for module in self.model.modules() if self._is_offloaded() else ():
-            runs_on = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-            if runs_on is not None:
-                return torch.device(runs_on)
-        parameter = next(self.model.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
+        return runs_on(self.model)
 
     def _vocabulary_rows(self) -> int | None:
         if not hasattr(self.model, "get_input_embeddings"):
             return None
         return len(cast(Tensor, self._embedding().weight))
-
-
-def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
-    """Those of `options` that the model's forward takes; not every causal LM knows a cache."""
-    parameters = inspect.signature(model.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return options
-    return {name: value for name, value in options.items() if name in parameters}

@@ -27,6 +27,7 @@ from fledge.kernels.attention.blocked import kernel_runs
 from fledge.kernels.attention.documents import attend_documents
 from fledge.rollout.plan import to_device
 from fledge.target.packing import Documents, Group, group_documents, plan_groups
+from fledge.target.weights import local_part
 
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -189,7 +190,7 @@ def may_support(model: nn.Module) -> bool:
 
 def kernel_takes(model: nn.Module) -> bool:
     """Whether the rollout's attention kernel runs this model's heads, on the model's device."""
-    weight = next(model.parameters())
+    weight = local_part(next(model.parameters()))
     dims: set[Any] = {getattr(module, "head_dim", None) for module in model.modules()} - {None}
     return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
 

@@ -1,10 +1,11 @@
-"""Learning a model's output head from the model itself, without knowing its class.
+"""Learning a model's output head, and its forward, from the model itself and not from its class.
 
 After the head's linear layer architectures multiply (Cohere), divide (Granite) or soft-cap (Gemma),
 and configs name that differently. So it is measured: the head is muted, known numbers replace its
 output, and what the model makes of them shows scale and cap.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -91,7 +92,7 @@ def _within(run_logits: Callable[[], Tensor], head: nn.Module, hidden: Tensor) -
     """What the head makes of these states, in place of the model's own."""
     seen: list[Tensor] = []
     hooks = (
-        head.register_forward_pre_hook(lambda _, args: (hidden, *args[1:])),
+        head.register_forward_pre_hook(lambda _, args: (hidden, *args[1:]), prepend=True),
         head.register_forward_hook(lambda _, args, output: seen.append(output)),
     )
     try:
@@ -163,3 +164,11 @@ def _round(value: float) -> float:
 
 def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def accepted_options(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Those of `options` that the model's forward takes; not every causal LM knows a cache."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return options
+    return {name: value for name, value in options.items() if name in parameters}

@@ -90,11 +90,12 @@ def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
     if fsdp is not None:
         from torch.distributed.fsdp import fully_shard
 
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        tied = head is not None and head.weight is embedding.weight
-        ends = [embedding] if head is None or tied else [embedding, head]
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        if getattr(text_config(model.config), "tie_word_embeddings", False):
+            ends = []  # one weight, needed at both ends: it stays with the model's own forward
         for module in (*find_layers(model), *ends):
-            fully_shard(module, mesh=fsdp)
+            if module is not None:
+                fully_shard(module, mesh=fsdp)
         fully_shard(model, mesh=fsdp, reshard_after_forward=True)
     return model
 
