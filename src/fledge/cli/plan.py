@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: fledge plan recipes/smollm2_gpu.yaml data.train=chats.jsonl  "
-    "Example: fledge plan recipes/llama33_70b_8gpu.yaml --ranks 8"
+    "(or recipes/llama33_70b_8gpu.yaml --ranks 8)"
 )
 
 

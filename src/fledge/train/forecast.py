@@ -16,7 +16,7 @@ from fledge.core.errors import BadInput
 from fledge.draft.base import DraftModel
 from fledge.models.shapes import shape_of
 from fledge.recipe.schema import Recipe
-from fledge.target.hf.kind import HfTarget, Parallel
+from fledge.target.kinds import Cut, kind_of, model_name
 from fledge.target.layers import text_config
 from fledge.train.drafts import config_of_draft
 from fledge.train.memory import SUPERVISED, StepMemory, draft_bytes
@@ -81,28 +81,29 @@ class Forecast:
     ranks: int
     target: TargetShape
     draft: DraftModel  # without memory
-    parallel: Parallel
+    cut: Cut
 
     @classmethod
     def of(cls, recipe: Recipe, ranks: int) -> "Forecast":
         section = recipe.target
-        if not isinstance(section, HfTarget):
-            what = f"target.backend={section.backend} runs elsewhere: --ranks is for backend=hf"
+        cut = kind_of(section).cut(section)
+        if cut is None:
+            what = "the target runs elsewhere: --ranks is for targets beside the draft"
             raise BadInput(what, where="target.backend", fix="leave --ranks out")
         if recipe.training.steps is None:
             what = "the data is not read, so the number of steps must be said"
             raise BadInput(what, where="training.steps", fix="training.steps=10000, for example")
-        parallel, training = section.parallel, recipe.training
+        training = recipe.training
         for key, size in (
-            ("target.parallel", parallel.ranks),
+            ("target.parallel", cut.ranks),
             ("training.shard x training.context", training.shard * training.context),
         ):
             if ranks % size:
                 what = f"{ranks} ranks cannot be cut into {size} ({key})"
                 raise BadInput(what, where="--ranks", fix=f"a multiple of {size}")
         trusted = section.trust_remote_code
-        config = shape_of(section.model, trust_remote_code=trusted)
-        return cls(recipe, ranks, TargetShape.of(config), _draft(recipe, config), parallel)
+        config = shape_of(model_name(section), trust_remote_code=trusted)
+        return cls(recipe, ranks, TargetShape.of(config), _draft(recipe, config), cut)
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class Forecast:
     def target_bytes(self) -> int:
         """A rank's share of the weights, the layers that are whole while they run, the head that
         the loss reads, and what a pass holds."""
-        target, cut, width = self.target, self.parallel, self._target_width
+        target, cut, width = self.target, self.cut, self._target_width
         held = target.weights * width / (cut.fsdp * cut.tp)
         if cut.fsdp > 1:
             held += 2 * target.layer * width / cut.tp  # this layer, and the next on its way
@@ -180,7 +181,7 @@ class Forecast:
     def _target_s(self, *, alone: bool = False) -> float:
         """Seconds that a rank spends on the answer about a pack of its own. `alone`: ranks ask
         about different packs, as in an evaluation."""
-        target, cut, tokens = self.target, self.parallel, self.recipe.packing.tokens
+        target, cut, tokens = self.target, self.cut, self.recipe.packing.tokens
         text, together = target.config, cut.tp * cut.cp
         context = 1 if alone else self.recipe.training.context
         asked = max(1, together // context)  # packs that ranks of one target ask about at a time
