@@ -27,7 +27,8 @@ from fledge.kernels.attention import triton as triton_attention
 from fledge.kernels.attention.blocked import blocked_attention
 from fledge.kernels.attention.reference import reference_attention
 from fledge.kernels.attention.triton import Tile, fused_attention
-from fledge.rollout.plan import QueryRows, RolloutPlan, RowMasks, plan_rollout
+from fledge.rollout.plan import QueryRows, RolloutPlan, plan_rollout
+from fledge.rollout.slots import RowMasks
 
 DEPTHS = 7
 SUPERVISED = 0.6

@@ -11,7 +11,8 @@ from fledge.decode.proposal import Chooser
 from fledge.decode.strategies.drafter import Drafter
 from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.decode.strategies.tree import Tree, tree_layout
-from fledge.rollout.plan import RowMasks, plan_rollout
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
 from fledge.target.hf.model import HFEagle3TargetModel
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}

@@ -12,7 +12,8 @@ from fledge.draft import parallel as parallel_draft
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.warm_start import peagle_from_eagle3
 from fledge.rollout.parallel_plan import plan_parallel
-from fledge.rollout.plan import RowMasks, plan_rollout
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
 
 MASK_ID = 21
 LENGTHS, WIDTH = [5, 9, 2], 18  # two slots of padding

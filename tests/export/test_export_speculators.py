@@ -10,7 +10,8 @@ from export.export_cases import KINDS, make_draft, rewrite, tensors_of
 from fledge import export_draft
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.export.self_check import CheckOptions
-from fledge.rollout.plan import RowMasks, plan_rollout
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from fledge.kernels.attention.reference import rollout_attention
 from fledge.rollout import plan as plan_module
-from fledge.rollout.plan import RowMasks, plan_rollout
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
 
 
 def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):

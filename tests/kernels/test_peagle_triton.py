@@ -11,7 +11,7 @@ import interpreted_triton  # before the kernels
 from fledge.kernels.attention import parallel
 from fledge.kernels.attention.parallel import parallel_attention
 from fledge.rollout.parallel_plan import plan_parallel
-from fledge.rollout.plan import RowMasks
+from fledge.rollout.slots import RowMasks
 
 DEVICE = interpreted_triton.DEVICE
 

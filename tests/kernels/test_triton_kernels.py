@@ -14,7 +14,8 @@ from fledge.kernels.attention import blocked
 from fledge.kernels.attention import triton as triton_attention
 from fledge.kernels.attention.reference import reference_attention, rollout_attention
 from fledge.kernels.attention.triton import GRANULE, Chain, Job, Tile, fused_attention
-from fledge.rollout.plan import QueryRows, RowMasks, plan_rollout
+from fledge.rollout.plan import QueryRows, plan_rollout
+from fledge.rollout.slots import RowMasks
 
 DEVICE = interpreted_triton.DEVICE
 

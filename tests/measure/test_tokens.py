@@ -74,7 +74,8 @@ def test_the_drafts_probability_is_that_of_its_own_distribution(target, drafts):
     ids = (one.prompt_ids + one.token_ids)[: first.context]
     ones = torch.ones(1, len(ids), dtype=torch.long)
     batch = backend.generate_batch(torch.tensor([ids]), ones, ones)
-    from fledge.rollout.plan import RowMasks, plan_rollout
+    from fledge.rollout.plan import plan_rollout
+    from fledge.rollout.slots import RowMasks
 
     with torch.no_grad():
         mask = torch.zeros(1, len(ids), dtype=torch.long)

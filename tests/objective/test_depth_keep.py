@@ -17,7 +17,7 @@ from naive_eagle3 import (
 from fledge import Eagle3TrainerModule
 from fledge.rollout import plan as plans
 from fledge.rollout.cod import Documents, surviving_depths
-from fledge.rollout.plan import RowMasks
+from fledge.rollout.slots import RowMasks
 
 STEPS, KEEP = 4, 0.6
 LENGTHS = [9, 1, 6, 13, 2]

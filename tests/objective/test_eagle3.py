@@ -30,7 +30,7 @@ from fledge.objective.losses.hard import HardCrossEntropy
 from fledge.objective.losses.kl import KLDivergence
 from fledge.objective.losses.lk_alpha import LkAlpha
 from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.rollout.plan import RowMasks
+from fledge.rollout.slots import RowMasks
 
 STEPS = 4
 LENGTHS = [9, 1, 6, 13, 2]

@@ -25,7 +25,7 @@ from fledge import (
     simulated_accept_length,
 )
 from fledge.objective.losses import registry
-from fledge.rollout.plan import RowMasks
+from fledge.rollout.slots import RowMasks
 
 DEPTHS, SEED = 4, 11
 LENGTHS = [9, 1, 6, 13, 2, 21]

@@ -15,7 +15,7 @@ from fledge.compat.flex_peagle import peagle_block_mask, peagle_flex_attention
 from fledge.kernels.attention.parallel import parallel_attention, parallel_visible
 from fledge.rollout import plan as plan_module
 from fledge.rollout.parallel_plan import lay_out_parallel, plan_parallel
-from fledge.rollout.plan import RowMasks, Slots
+from fledge.rollout.slots import RowMasks, Slots
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.rollout import plan as plan_module
-from fledge.rollout.plan import RowMasks, plan_rollout
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
 
 DOCUMENTS = st.lists(
     st.lists(st.booleans(), min_size=1, max_size=7), min_size=1, max_size=4

@@ -25,8 +25,8 @@ PACE = Pace(target_s=1e-3, step_s=1e-2, replay_s=1e-4, picks_s=1e-5)
 def paced(monkeypatch):
     """A machine whose speed is known, and whose steps and disks cost nothing besides."""
     monkeypatch.setattr(predict_module, "pace_of", lambda _: PACE)
-    monkeypatch.setattr(predict_module, "_STEP_SECONDS", {"cpu": 0.0})
-    monkeypatch.setattr(predict_module, "_UPDATE_BYTES", {"cpu": 1e18})
+    monkeypatch.setattr(predict_module, "STEP_SECONDS", {"cpu": 0.0})
+    monkeypatch.setattr(predict_module, "UPDATE_BYTES", {"cpu": 1e18})
 
 
 def counted(training):
@@ -54,7 +54,7 @@ def test_every_part_is_counted(recipe, paced):
     weights = sum(p.numel() for p in training.draft.parameters())
     saved = 4 * weights + 8 * sum(p.numel() for p in training.parts.parameters)
     saves = 6  # 3, 4 (may be the best), 6, 8, 9, 11
-    assert found["checkpoints"] == pytest.approx(saves * saved / predict_module._SAVE_BYTES)
+    assert found["checkpoints"] == pytest.approx(saves * saved / predict_module.SAVE_BYTES)
     assert found["data"] == training.data_s > 0
 
 

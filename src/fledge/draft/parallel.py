@@ -5,7 +5,8 @@ flattened by the caller, one flex-attention mask. `unroll_parallel` is what trai
 on a plan (`rollout.parallel_plan`), through the attention primitive that EAGLE-3 shares, and
 computes nothing that no loss needs. Tests hold them equal.
 
-Shapes: Q flat axis of a segment, M its chain rows (depths >= 1).
+Shapes: Q flat axis of a segment, M its chain rows (depths >= 1). Of several ranks on the same rows
+(`rollout.context`) each has its own slots O; on one rank they are the key axis.
 """
 
 import torch
@@ -17,6 +18,7 @@ from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import LayerWeights, forget_mlp, rms_norm
 from fledge.draft.rotary import rotate
 from fledge.kernels.attention.blocked import KeysValues
+from fledge.kernels.attention.gathered import gathered
 from fledge.kernels.attention.parallel import parallel_attention
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.parallel_plan import ParallelPlan, Segment
@@ -24,8 +26,8 @@ from fledge.rollout.parallel_plan import ParallelPlan, Segment
 
 def unroll_parallel(
     draft: LlamaEagle3DraftModel,
-    aux_TD: Tensor,  # [T, 3 * D] on the plan's key axis
-    input_ids_T: Tensor,
+    aux_OD: Tensor,  # [O, 3 * D]: on the plan's key axis, or this rank's part of it
+    input_ids_O: Tensor,
     plan: ParallelPlan,
     *,
     compute_dtype: torch.dtype | None = None,
@@ -41,11 +43,11 @@ def unroll_parallel(
         raise ValueError("mask_token_id: the draft's config has none")
     dtype = compute_dtype or draft.fc.weight.dtype
     step = _ParallelStep(draft, plan, dtype, attention)
-    mask_id = input_ids_T.new_full((1,), draft.config.mask_token_id)  # a fill: nothing to copy
-    embedding = F.embedding(torch.cat([input_ids_T, mask_id]), draft.embed_tokens.weight)
+    mask_id = input_ids_O.new_full((1,), draft.config.mask_token_id)  # a fill: nothing to copy
+    embedding = F.embedding(torch.cat([input_ids_O, mask_id]), draft.embed_tokens.weight)
     token = step.layers[0].token_part(embedding.to(dtype))
     assert token is not None
-    aux = torch.cat([aux_TD.to(dtype), draft.mask_hidden.reshape(1, -1).to(dtype)])
+    aux = torch.cat([aux_OD.to(dtype), draft.mask_hidden.reshape(1, -1).to(dtype)])
     state = draft.project_hidden_states(aux, dtype)
     outputs: list[Tensor] = []
     earlier: list[tuple[KeysValues, ...]] = [() for _ in step.layers]
@@ -101,7 +103,7 @@ class _ParallelStep:
         earlier: list[tuple[KeysValues, ...]],
     ) -> tuple[Tensor, list[KeysValues]]:
         slots = slice(segment.begin, segment.end)
-        position_Q = torch.cat([self.plan.position_T[slots], segment.chain_position_M])
+        position_Q = torch.cat([self.plan.position_L[slots], segment.chain_position_M])
         turn = self.model.rotary(position_Q, self.dtype)
         own = []
         for index, layer in enumerate(self.layers):
@@ -136,9 +138,10 @@ class _ParallelStep:
             token = None if token is None else _asking(token, segment)
         q = self._unfold(layer.project(normed, token, slice(0, layer.q_size)), segment, asking)
         state = self._unfold(state, segment, asking)
-        left = prefix = (keys[:slots], values[:slots])
-        if len(self.plan.segments) > 1:  # a copy of their own: the chain rows' need not live on
-            left = (left[0].clone(), left[1].clone())
+        left = prefix = gathered((keys[:slots], values[:slots]), segment.gathering)
+        if len(self.plan.segments) > 1:
+            if segment.gathering is None:  # a copy of their own: the chain rows' need not live on
+                left = (left[0].clone(), left[1].clone())
             keys_so_far, values_so_far = zip(*earlier, left, strict=True)
             prefix = (torch.cat(keys_so_far), torch.cat(values_so_far))
         out = parallel_attention(

@@ -3,7 +3,9 @@
 `unroll` is the whole forward of training and replay: features of the target in, one state per
 (anchor, depth) element out. `objective` scores the states.
 
-Shapes: N rows of a depth (see `rollout.plan`).
+Shapes: N rows of a depth (see `rollout.plan`). Of several ranks on the same rows
+(`rollout.context`) each has the states of its own slots O and reads the tokens of slots L; on one
+rank both are the key axis T.
 """
 
 from abc import abstractmethod
@@ -18,6 +20,7 @@ from fledge.draft.base import DraftModel
 from fledge.draft.layer import DraftLayer, LayerWeights, forget_mlp, rms_norm
 from fledge.draft.rotary import Rotary, rotate
 from fledge.kernels.attention.blocked import KeysValues
+from fledge.kernels.attention.gathered import gathered
 from fledge.kernels.attention.reference import AttentionKind, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
 
@@ -51,8 +54,8 @@ class UnrolledDraftModel(DraftModel):
 
     def unroll(
         self,
-        aux_TD: Tensor,  # [T, A * D] on the plan's key axis
-        input_ids_T: Tensor,
+        aux_OD: Tensor,  # [O, A * D]: on the plan's key axis, or this rank's part of it
+        input_ids_L: Tensor,
         plan: RolloutPlan,
         *,
         compute_dtype: torch.dtype | None = None,
@@ -65,15 +68,15 @@ class UnrolledDraftModel(DraftModel):
         """
         dtype = compute_dtype or self.fc.weight.dtype
         step = _Step(self, plan, dtype, attention)
-        embedding_TE = F.embedding(input_ids_T, self.embed_tokens.weight).to(dtype)
-        token_T = step.layers[0].token_part(embedding_TE)
-        assert token_T is not None
-        state_NE = step.depth_zero(self.project_hidden_states(aux_TD, dtype), token_T)
+        embedding_LE = F.embedding(input_ids_L, self.embed_tokens.weight).to(dtype)
+        token_L = step.layers[0].token_part(embedding_LE)
+        assert token_L is not None
+        state_NE = step.depth_zero(self.project_hidden_states(aux_OD, dtype), token_L)
         norm = self.norm_weight(dtype)
         outputs = []
         for depth, rows in enumerate(plan.depths):
             if depth > 0:
-                state_NE = step.deeper(state_NE[: len(rows)], token_T, depth, rows)
+                state_NE = step.deeper(state_NE[: len(rows)], token_L, depth, rows)
             outputs.append(rms_norm(state_NE, norm, self.config.rms_norm_eps))
             if self.config.norm_output:
                 state_NE = outputs[-1]
@@ -99,25 +102,28 @@ class _Step:
             model.config, rows, dtype, kept_gib=2.5
         )
         self.layers = model.layer_weights(dtype, recompute_mlp=forget)
-        self.cos_TC, self.sin_TC = model.rotary(plan.position_T, dtype)
+        self.cos_LC, self.sin_LC = model.rotary(plan.position_L, dtype)
         self.prefix: list[KeysValues] = []
         self.chains: list[list[KeysValues]] = [[] for _ in self.layers]
 
-    def depth_zero(self, state_TE: Tensor, token_T: Tensor) -> Tensor:
+    def depth_zero(self, state_OE: Tensor, token_L: Tensor) -> Tensor:
         """Every slot leaves keys and values; only the last layer's queries are the anchors' own."""
-        token: Tensor | None = token_T
+        token: Tensor | None = self._own(token_L)
+        turn = (self._own(self.cos_LC), self._own(self.sin_LC))
         for index, layer in enumerate(self.layers):
             rows = self.plan.depths[0] if index == len(self.layers) - 1 else self.plan.every
-            state_TE, keys, values = self.model._run_draft_layer(
-                self._layer_zero, layer, state_TE, token, rows
+            state_OE, keys, values = self.model._run_draft_layer(
+                self._layer_zero, layer, state_OE, token, turn, rows
             )
             self.prefix.append((keys, values))
             token = None
-        return state_TE
+        return state_OE
 
-    def deeper(self, state_NE: Tensor, token_T: Tensor, depth: int, rows: QueryRows) -> Tensor:
-        slot_N = rows.slot_N + depth  # documents are contiguous: k tokens on is k places on
-        token: Tensor | None = token_T.index_select(0, slot_N)
+    def deeper(self, state_NE: Tensor, token_L: Tensor, depth: int, rows: QueryRows) -> Tensor:
+        share = self.plan.share
+        read_N = rows.slot_N if share is None else share.read_N[: len(rows)]
+        slot_N = read_N + depth  # documents are contiguous: k tokens on is k places on
+        token: Tensor | None = token_L.index_select(0, slot_N)
         for index, layer in enumerate(self.layers):
             # the chain as it is now: a checkpointed layer runs again after it has grown
             before = tuple(self.chains[index])
@@ -128,27 +134,40 @@ class _Step:
             token = None
         return state_NE
 
+    def _own(self, values_L: Tensor) -> Tensor:
+        """[O, ...] of the slots whose tokens are read, those whose states are computed here."""
+        share = self.plan.share
+        return values_L if share is None else values_L.index_select(0, share.own_O)
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(len(x), x.shape[1] // self.channels, self.channels)
 
     def _layer_zero(
-        self, layer: LayerWeights, state_TE: Tensor, token_T: Tensor | None, rows: QueryRows
+        self,
+        layer: LayerWeights,
+        state_OE: Tensor,
+        token_O: Tensor | None,
+        turn: tuple[Tensor, Tensor],
+        rows: QueryRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        state_TE, token_T = layer.enter(state_TE, token_T)
-        normed_TE = layer.normed(state_TE)
-        kv = layer.project(normed_TE, token_T, slice(layer.q_size, None))
+        share = self.plan.share
+        state_OE, token_O = layer.enter(state_OE, token_O)
+        normed_OE = layer.normed(state_OE)
+        kv = layer.project(normed_OE, token_O, slice(layer.q_size, None))
         keys, values = self._heads(kv).chunk(2, dim=1)
-        keys = rotate(layer.keys(keys), self.cos_TC, self.sin_TC)
-        cos, sin = self.cos_TC, self.sin_TC
+        own = (rotate(layer.keys(keys), *turn), values)
+        keys, values = gathered(own, None if share is None else share.gathering)
+        cos, sin = turn
         if rows is not self.plan.every:
-            state_TE, normed_TE = (x.index_select(0, rows.slot_N) for x in (state_TE, normed_TE))
-            cos, sin = (x.index_select(0, rows.slot_N) for x in (cos, sin))
-            if token_T is not None:
-                token_T = token_T[:, : layer.q_size].index_select(0, rows.slot_N)
-        q = layer.project(normed_TE, token_T, slice(0, layer.q_size))
+            anchor_N = rows.slot_N if share is None else share.anchor_N
+            state_OE, normed_OE = (x.index_select(0, anchor_N) for x in (state_OE, normed_OE))
+            cos, sin = (x.index_select(0, anchor_N) for x in (cos, sin))
+            if token_O is not None:
+                token_O = token_O[:, : layer.q_size].index_select(0, anchor_N)
+        q = layer.project(normed_OE, token_O, slice(0, layer.q_size))
         q = rotate(layer.queries(self._heads(q)), cos, sin)
         out = rollout_attention(q, keys, values, rows, kind=self.kind)
-        return layer.finish(state_TE, out), keys, values
+        return layer.finish(state_OE, out), keys, values
 
     def _layer_deeper(
         self,
@@ -165,7 +184,7 @@ class _Step:
         kv_size = (qkv.shape[1] - layer.q_size) // 2
         parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # gradient: one cat
         q, keys, values = map(self._heads, parts)
-        cos, sin = (x.index_select(0, slot_N) for x in (self.cos_TC, self.sin_TC))
+        cos, sin = (x.index_select(0, slot_N) for x in (self.cos_LC, self.sin_LC))
         q, keys = rotate(layer.queries(q), cos, sin), rotate(layer.keys(keys), cos, sin)
         chain = (*before, (keys, values))
         out = rollout_attention(q, *prefix, rows, chain=chain, kind=self.kind)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
     from fledge.methods.section import ObjectiveSection
     from fledge.objective.base import Objective
+    from fledge.rollout.context import ContextRanks
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,14 @@ class TrainerInputs:
     selected_token_mask: "Tensor"  # [V]
     target_head: "HeadLike"
     compute_dtype: "torch.dtype | None"
+    context: "ContextRanks | None" = None  # only for methods that split rows
 
     def arguments(self) -> dict[str, Any]:
         """The same as keyword arguments of a trainer module."""
-        return dict(vars(self))
+        given = dict(vars(self))
+        if self.context is None:  # not every method knows the word
+            del given["context"]
+        return given
 
 
 class Method(ABC):
@@ -53,6 +58,10 @@ class Method(ABC):
 
     carries_states: ClassVar[bool] = True
     """Whether its drafts carry a state from depth to depth."""
+
+    splits_rows: ClassVar[bool] = False
+    """Whether several ranks can train on the same rows, each on a part (`training.context`): its
+    objective takes `context`."""
 
     strategies: ClassVar[Mapping[str, "type[Strategy]"]]
     """The ways in which its drafts propose (`decode.strategies`) by name, its own first."""

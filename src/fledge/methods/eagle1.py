@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Eagle1(Method):
     name = "eagle1"
     title = "EAGLE-1"
+    splits_rows = True
     config_version: ClassVar[int] = 1
     """`eagle_version` in its drafts' configs."""
 

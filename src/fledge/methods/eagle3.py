@@ -19,6 +19,7 @@ TREE = {"tree": "fledge.decode.strategies.tree:Tree"}
 class Eagle3(Method):
     name = "eagle3"
     title = "EAGLE-3"
+    splits_rows = True
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", CHAIN | TREE)
     formats: ClassVar[Mapping[str, str]] = {
         "vllm": "plain-vllm",

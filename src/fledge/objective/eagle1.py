@@ -22,14 +22,16 @@ from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
 from fledge.objective.supervision import HiddenSupervision
-from fledge.rollout.cod import draw_seed, slot_words
+from fledge.rollout.cod import slot_words
+from fledge.rollout.context import ContextRanks
 from fledge.rollout.noise import uniform_noise
-from fledge.rollout.plan import RolloutPlan, RowMasks, flatten_slots, plan_rollout
+from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.slots import RowMasks, flatten_slots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Plan(RolloutPlan):
-    word_T: Tensor | None  # the root of each slot's noise; None: no noise
+    word_O: Tensor | None  # the root of each slot's noise; None: no noise
 
 
 class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
@@ -58,9 +60,10 @@ class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
         compute_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
+        context: ContextRanks | None = None,
     ) -> None:
         vocabulary = (selected_token_ids, selected_token_mask)
-        options = (target_head, compute_dtype, chunk_rows, attention)
+        options = (target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, loss_of(loss), *options)
         assert self.target_head is not None
         if self.target_head.bias_V is not None:
@@ -80,23 +83,24 @@ class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
         """One step from every supervised slot; in eval mode, as many as are drafted."""
         training, device = self.draft_model.training, self.selected_token_ids.device
         depths = 1 if training else self.draft_tokens
-        plan = plan_rollout(masks, num_depths=depths, device=device)
-        word_T = None
+        plan = plan_rollout(masks, num_depths=depths, device=device, ranks=self._ranks)
+        word_O = None
         if training and self.feature_noise > 0:
-            seed = draw_seed() if seed is None else seed
+            seed = self._drawn_seed() if seed is None else seed
             words = slot_words(flatten_slots(masks).documents, seed).view(np.int64)
             word_BT = send(torch.from_numpy(words), device).view(masks.loss_mask.shape)
-            word_T = plan.on_key_axis(word_BT)
-        return Eagle1Plan(**vars(plan), word_T=word_T)
+            share = plan.share
+            word_O = plan.on_key_axis(word_BT) if share is None else share.states(word_BT)
+        return Eagle1Plan(**vars(plan), word_O=word_O)
 
     def _states(
-        self, plan: Eagle1Plan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+        self, plan: Eagle1Plan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
-        if plan.word_T is not None:
-            aux_TD = aux_TD + uniform_noise(plan.word_T, aux_TD.shape[1], self.feature_noise)
+        if plan.word_O is not None:
+            aux_OD = aux_OD + uniform_noise(plan.word_O, aux_OD.shape[1], self.feature_noise)
         return torch.cat(
             self.draft_model.unroll(
-                aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
+                aux_OD, input_ids_L, plan, compute_dtype=dtype, attention=self.attention
             )
         )
 

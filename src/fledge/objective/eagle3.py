@@ -16,8 +16,9 @@ from fledge.objective.base import RolloutOutput
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import RolloutTrainerModule
-from fledge.rollout.cod import draw_seed
-from fledge.rollout.plan import RolloutPlan, RowMasks, plan_rollout
+from fledge.rollout.context import ContextRanks
+from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.slots import RowMasks
 
 Eagle3Output = RolloutOutput
 
@@ -52,6 +53,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         compute_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
+        context: ContextRanks | None = None,
         compact: bool = True,
     ) -> None:
         if isinstance(ttt_steps, bool) or not isinstance(ttt_steps, int) or ttt_steps < 1:
@@ -60,7 +62,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
         vocabulary = (selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
-        options = (target_head, compute_dtype, chunk_rows, attention)
+        options = (target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, *options)
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
@@ -74,7 +76,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         """Every supervised element; with `depth_keep` a sample of them, drawn from `seed` (None:
         from torch's generator)."""
         if seed is None:
-            seed = draw_seed() if self._keep < 1 else 0
+            seed = self._drawn_seed() if self._keep < 1 else 0
         return plan_rollout(
             masks,
             num_depths=self.ttt_steps,
@@ -82,6 +84,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             keep=self._keep,
             seed=seed,
             device=self.selected_token_ids.device,
+            ranks=self._ranks,
         )
 
     @property
@@ -89,10 +92,10 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         return self.depth_keep if self.draft_model.training else 1.0
 
     def _states(
-        self, plan: RolloutPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+        self, plan: RolloutPlan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
         states = self.draft_model(
-            aux_TD, input_ids_T, plan, compute_dtype=dtype, attention=self.attention
+            aux_OD, input_ids_L, plan, compute_dtype=dtype, attention=self.attention
         )
         return torch.cat(states)
 

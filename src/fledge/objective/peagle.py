@@ -16,9 +16,10 @@ from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import RolloutTrainerModule
-from fledge.rollout.cod import check_cod_options, draw_seed
+from fledge.rollout.cod import check_cod_options
+from fledge.rollout.context import ContextRanks
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
-from fledge.rollout.plan import RowMasks
+from fledge.rollout.slots import RowMasks
 
 EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is the draft
 
@@ -59,6 +60,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         compute_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
+        context: ContextRanks | None = None,
     ) -> None:
         check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
         for name, value in (
@@ -70,7 +72,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         _settle_mask_token(draft_model, mask_token_id)
         vocabulary = (selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
-        options = (target_head, compute_dtype, chunk_rows, attention)
+        options = (target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, *options)
         self.num_depths, self.balance_depths = num_depths, balance_depths
         self.down_sample_ratio = down_sample_ratio
@@ -93,7 +95,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> ParallelPlan:
         if seed is None:
-            seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
+            seed = self._drawn_seed() if self.draft_model.training else EVALUATION_SEED
         return plan_parallel(
             masks,
             num_depths=self.num_depths,
@@ -103,15 +105,16 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             max_anchors=self.max_anchors,
             partitions=self.sequence_partitions,
             device=self.selected_token_ids.device,
+            ranks=self._ranks,
         )
 
     def _states(
-        self, plan: ParallelPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+        self, plan: ParallelPlan, aux_OD: Tensor, input_ids_O: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
         return unroll_parallel(
             self.draft_model,
-            aux_TD,
-            input_ids_T,
+            aux_OD,
+            input_ids_O,
             plan,
             compute_dtype=dtype,
             attention=self.attention,

@@ -40,7 +40,10 @@ from fledge.objective.supervision import (
     VocabularyTensors,
     head_rows,
 )
-from fledge.rollout.plan import RolloutPlan, RowMasks
+from fledge.rollout.cod import draw_seed
+from fledge.rollout.context import ContextRanks
+from fledge.rollout.plan import RolloutPlan
+from fledge.rollout.slots import RowMasks
 
 Plan = TypeVar("Plan", bound=RolloutPlan)
 
@@ -50,8 +53,8 @@ class ReadyBatch(Generic[Plan]):
     """What can be known of a batch before the draft runs, so that it is found out only once."""
 
     plan: Plan
-    input_ids_BT: Tensor
-    aux_BTD: Tensor
+    input_ids: Tensor  # [B, T] of the batch; of several ranks on the same rows [L], cut already
+    aux: Tensor  # [B, T, A * D], and [O, A * D]
     supervision: Supervision
     covered_M: Tensor  # bool per target slot: the draft can say the target's top token
     charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
@@ -85,6 +88,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         compute_dtype: torch.dtype | None,
         chunk_rows: int | None,
         attention: AttentionKind,
+        context: ContextRanks | None,
     ) -> None:
         super().__init__()
         if chunk_rows is not None and chunk_rows < 1:
@@ -97,7 +101,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self.register_buffer("selected_token_mask", member_V, persistent=False)
         self.loss = loss
         self.compute_dtype, self.attention = compute_dtype, attention
-        self.chunk_rows = chunk_rows
+        self.chunk_rows, self.context = chunk_rows, context
         self.target_head = None if target_head is None else TargetHead.of(target_head)
         if self.target_head is not None and len(self.target_head.weight_VD) != len(member_V):
             raise ValueError(
@@ -114,6 +118,18 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         """Depths of a rollout: the length of every per-depth count."""
 
     @property
+    def _ranks(self) -> ContextRanks | None:
+        """The ranks that train on the same rows. What is measured in eval mode is each rank's own:
+        there is no backward pass to keep anything for."""
+        return self.context if self.draft_model.training else None
+
+    def _drawn_seed(self) -> int:
+        """From torch's generator, where a call brings no seed."""
+        if self._ranks is not None:
+            raise ValueError("seed: ranks on the same rows must sample alike; give the step's seed")
+        return draw_seed()
+
+    @property
     def _num_losses(self) -> int:
         """How many means the loss is made of: one a depth, or 1 over all elements together."""
         return self.depths
@@ -125,7 +141,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
 
     @abstractmethod
     def _states(
-        self, plan: Plan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+        self, plan: Plan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
         """Head inputs [all depths' rows end to end, E], after the final norm, computed in `dtype`
         (None: the parameters')."""
@@ -178,7 +194,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             charged_K = self._per_depth(plan, self._charged(covered_M[plan.head.target_N]))
         else:  # thinned: the rest stands for all of them
             charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
-        return ReadyBatch(plan, input_ids, aux_hidden_states, supervision, covered_M, charged_K)
+        inputs = (input_ids, aux_hidden_states)
+        if plan.share is not None:  # now, so that the rest of the answer can go
+            inputs = (plan.share.tokens(input_ids), plan.share.states(aux_hidden_states))
+        return ReadyBatch(plan, *inputs, supervision, covered_M, charged_K)
 
     @torch.no_grad()
     def acceptance(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> Tensor | None:
@@ -252,9 +271,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     # --- its parts ------------------------------------------------------------------------------
 
     def _hidden(self, ready: ReadyBatch[Plan], asked_dtype: torch.dtype | None) -> Tensor:
-        aux_TD = ready.plan.on_key_axis(ready.aux_BTD)
-        input_ids_T = ready.plan.on_key_axis(ready.input_ids_BT)
-        return self._states(ready.plan, aux_TD, input_ids_T, self.compute_dtype or asked_dtype)
+        plan, aux, input_ids = ready.plan, ready.aux, ready.input_ids
+        if plan.share is None:
+            aux, input_ids = plan.on_key_axis(aux), plan.on_key_axis(input_ids)
+        return self._states(plan, aux, input_ids, self.compute_dtype or asked_dtype)
 
     def _head_task(self, ready: ReadyBatch[Plan]) -> HeadTask:
         elements = ready.plan.head
@@ -349,17 +369,23 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
                 "supervision: give exactly one of target_logits, target_probs with position_mask, "
                 "target_last_hidden_states"
             )
-        vocabulary = self._vocabulary
+        vocabulary, slot_M = self._vocabulary, plan.target_M
+        if plan.share is not None:
+            slot_M = torch.arange(len(slot_M), device=slot_M.device)
+
+        def flat(answer_BTX: Tensor) -> Tensor:
+            """All slots; of several ranks on the same rows, those that this one is asked about."""
+            answer_SX = answer_BTX.flatten(0, 1)
+            return answer_SX if plan.share is None else answer_SX.index_select(0, plan.target_M)
+
         if target_logits is not None:
-            return LogitsSupervision(target_logits.flatten(0, 1), plan.target_M, vocabulary)
+            return LogitsSupervision(flat(target_logits), slot_M, vocabulary)
         if target_probs is not None and position_mask is not None:
-            return ProbsSupervision(
-                target_probs.flatten(0, 1), position_mask.reshape(-1), plan.target_M
-            )
+            return ProbsSupervision(flat(target_probs), flat(position_mask)[..., 0], slot_M)
         assert target_last_hidden_states is not None
-        hidden_SD = target_last_hidden_states.flatten(0, 1)
+        hidden_SD = flat(target_last_hidden_states)
         head, draft_head = self._heads(hidden_SD.device)
-        return HiddenSupervision(hidden_SD, plan.target_M, head, draft_head, vocabulary)
+        return HiddenSupervision(hidden_SD, slot_M, head, draft_head, vocabulary)
 
     @property
     def _vocabulary(self) -> VocabularyTensors:

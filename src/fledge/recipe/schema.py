@@ -94,6 +94,9 @@ class Recipe(Section):
             words = "one layer is" if layers == 1 else f"{in_words(layers)} distinct layers are"
             why = f"{words} wanted"
             raise refused("target", "aux_layer_ids", value=list(ids), why=why)
+        if self.training.context > 1 and not self.method.splits_rows:
+            why = f"must be 1: {self.method.title} needs each row on one rank"
+            raise refused("training", "context", value=self.training.context, why=why)
         for key, value in self.method.fixed_draft.items():
             if (asked := getattr(self.draft, key)) != value:
                 wanted = "null" if value is None else str(value).lower()

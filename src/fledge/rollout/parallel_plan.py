@@ -23,29 +23,21 @@ from torch import Tensor
 
 from fledge.core.transfer import send
 from fledge.rollout.cod import Ints, sample_depths
-from fledge.rollout.plan import (
-    KeyAxis,
-    QueryRows,
-    RolloutPlan,
-    RowMasks,
-    Slots,
-    flatten_slots,
-    key_axis,
-    lay_out,
-    query_rows,
-    to_device,
-)
+from fledge.rollout.context import ContextRanks, Gathering, Part, gathering, owners, part_of
+from fledge.rollout.plan import QueryRows, RolloutPlan, lay_out, query_rows, to_device
+from fledge.rollout.slots import KeyAxis, RowMasks, Slots, flatten_slots, key_axis
 
 
 @dataclass(frozen=True)
 class Segment:
-    begin: int  # its depth-0 slots are [begin, end) of the key axis
+    begin: int  # its depth-0 slots are [begin, end) of the key axis, or of this rank's part of it
     end: int
     counts: tuple[int, ...]  # chain rows at depths 1, 2, ...
     chain_position_M: Tensor  # rotary positions of the chain rows: anchor's + depth
     every: QueryRows  # its slots and chain rows, as they ask in all layers but the last
     anchor_N: Tensor  # the slots that ask in the last layer, counted from `begin`
     asking: QueryRows  # these and the chain rows
+    gathering: Gathering | None  # of several ranks on the same rows, of the segment's keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +60,10 @@ def plan_parallel(
     max_anchors: int | None = None,
     partitions: int = 1,
     device: torch.device | None = None,
+    ranks: ContextRanks | None = None,
 ) -> ParallelPlan:
-    """Sample the rollouts of a batch and lay them out; one host sync, as `plan_rollout`."""
+    """Sample the rollouts of a batch and lay them out; one host sync, as `plan_rollout`. With
+    `ranks`, which all read the same rows, the plan is this rank's part."""
     slots = flatten_slots(masks)
     deepest_S = sample_depths(
         slots.documents,
@@ -81,11 +75,19 @@ def plan_parallel(
         max_anchors=max_anchors,
     )
     device = device or masks.loss_mask.device
-    return lay_out_parallel(slots, deepest_S, num_depths, partitions=partitions, device=device)
+    return lay_out_parallel(
+        slots, deepest_S, num_depths, partitions=partitions, device=device, ranks=ranks
+    )
 
 
 def lay_out_parallel(
-    slots: Slots, deepest_S: Ints, num_depths: int, *, partitions: int = 1, device: torch.device
+    slots: Slots,
+    deepest_S: Ints,
+    num_depths: int,
+    *,
+    partitions: int = 1,
+    device: torch.device,
+    ranks: ContextRanks | None = None,
 ) -> ParallelPlan:
     """The plan of a given draw: the deepest depth of each slot's rollout."""
     supervised_SK = np.zeros((len(deepest_S), num_depths), dtype=np.bool_)
@@ -93,65 +95,84 @@ def lay_out_parallel(
     supervised_SK[:, 1:] = deepest_S[:, None] >= np.arange(1, num_depths)
     last_S = np.where(supervised_SK.any(axis=1), deepest_S, -1)
     axis = key_axis(slots, last_S, num_depths)
+    ends = _boundaries(axis, partitions)
+    part, share = None, None
+    if ranks is not None:
+        owner = owners(axis, ranks.size, ends)
+        part = part_of(slots, supervised_SK, axis, owner, ranks.rank)
+        slots, axis = part.slots, part.axis
+        supervised_SK &= part.mine[:, None]
+        share = part.share(ranks, device, depths=1)
     plan = lay_out(slots, supervised_SK, axis, device=device)
-    segments, element_P = _cut(axis, partitions, device)
+    segments, element_P = _Cut(axis, part, ranks, device).segments(ends)
     shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
-    return ParallelPlan(**shared, segments=segments, element_P=element_P)
+    return ParallelPlan(**(shared | {"share": share}), segments=segments, element_P=element_P)
 
 
-def _cut(
-    axis: KeyAxis, partitions: int, device: torch.device
-) -> tuple[tuple[Segment, ...], Tensor | None]:
-    """The segments, and where their rows put each element."""
-    chain_home = np.minimum(axis.row_key + 1, len(axis.slot) - 1)  # the slot that decides
-    ends = _boundaries(axis, chain_home, partitions)
-    segments, elements, begin = [], [], 0
-    for end in ends:
-        segment, element = _segment(axis, begin, end, chain_home, device)
-        segments.append(segment)
-        elements.append(element)
-        begin = end
-    if len(segments) == 1:
-        return tuple(segments), None
-    lies_at = np.argsort(np.concatenate(elements))
-    return tuple(segments), send(torch.from_numpy(lies_at), device)
-
-
-def _boundaries(axis: KeyAxis, chain_home: Ints, partitions: int) -> list[int]:
+def _boundaries(axis: KeyAxis, partitions: int) -> list[int]:
     """Ends of the segments on the key axis: as equal in rows as whole positions allow."""
     size = len(axis.slot)
     load = np.ones(size, dtype=np.int64)
     for count in axis.counts[1:]:
-        load += np.bincount(chain_home[:count], minlength=size)
+        load += np.bincount(_chain_home(axis)[:count], minlength=size)
     shares = np.arange(1, partitions + 1) * load.sum() / partitions
     ends = np.searchsorted(np.cumsum(load), shares - 0.5) + 1
     return [int(end) for end in np.unique(np.minimum(ends, size))] if size else [0]
 
 
-def _segment(
-    axis: KeyAxis, begin: int, end: int, chain_home: Ints, device: torch.device
-) -> tuple[Segment, Ints]:
-    """One segment, and the element (all depths' rows end to end) of each last-layer row."""
-    anchors = np.flatnonzero((axis.row_key >= begin) & (axis.row_key < end))
-    chains = np.flatnonzero((chain_home >= begin) & (chain_home < end))
-    offsets = np.cumsum((0, *axis.counts))
-    rows = [chains[chains < count] for count in axis.counts[1:]]
-    elements = [anchors, *(offsets[depth] + row for depth, row in enumerate(rows, start=1))]
-    chain = axis.row_key[np.concatenate([anchors[:0], *rows])]
-    counts = tuple(len(row) for row in rows)
-    depth = np.repeat(np.arange(1, len(rows) + 1), np.array(counts, dtype=np.int64))
-    every = np.concatenate([np.arange(begin, end), chain])
-    asking = np.concatenate([axis.row_key[anchors], chain])
-    position_M, anchor_N = to_device(
-        [axis.position[chain] + depth, axis.row_key[anchors] - begin], device
-    )
-    segment = Segment(
-        begin=begin,
-        end=end,
-        counts=counts,
-        chain_position_M=position_M,
-        every=query_rows(every, axis.first[every], device),
-        anchor_N=anchor_N,
-        asking=query_rows(asking, axis.first[asking], device),
-    )
-    return segment, np.concatenate(elements)
+def _chain_home(axis: KeyAxis) -> Ints:
+    """[N] the slot that decides in which segment a rollout runs."""
+    home: Ints = np.minimum(axis.row_key + 1, len(axis.slot) - 1)
+    return home
+
+
+class _Cut:
+    """Cuts the rows of an axis, a rank's own or all of them, into segments."""
+
+    def __init__(
+        self, axis: KeyAxis, part: Part | None, ranks: ContextRanks | None, device: torch.device
+    ) -> None:
+        self.axis, self.part, self.ranks, self.device = axis, part, ranks, device
+        self.own = np.arange(len(axis.slot), dtype=np.int64) if part is None else part.own
+
+    def segments(self, ends: list[int]) -> tuple[tuple[Segment, ...], Tensor | None]:
+        """The segments, and where their rows put each element."""
+        begins = [0, *ends[:-1]]
+        segments, elements = zip(*map(self._segment, begins, ends), strict=True)
+        if len(segments) == 1:
+            return segments, None
+        lies_at = np.argsort(np.concatenate(elements))
+        return segments, send(torch.from_numpy(lies_at), self.device)
+
+    def _segment(self, begin: int, end: int) -> tuple[Segment, Ints]:
+        """One segment, and the element (all depths' rows end to end) of each last-layer row."""
+        axis, device, chain_home = self.axis, self.device, _chain_home(self.axis)
+        anchors = np.flatnonzero((axis.row_key >= begin) & (axis.row_key < end))
+        chains = np.flatnonzero((chain_home >= begin) & (chain_home < end))
+        offsets = np.cumsum((0, *axis.counts))
+        rows = [chains[chains < count] for count in axis.counts[1:]]
+        elements = [anchors, *(offsets[depth] + row for depth, row in enumerate(rows, start=1))]
+        chain = axis.row_key[np.concatenate([anchors[:0], *rows])]
+        counts = tuple(len(row) for row in rows)
+        depth = np.repeat(np.arange(1, len(rows) + 1), np.array(counts, dtype=np.int64))
+        first, last = (int(at) for at in np.searchsorted(self.own, [begin, end]))
+        every = np.concatenate([self.own[first:last], chain])
+        asking = np.concatenate([axis.row_key[anchors], chain])
+        anchor = np.searchsorted(self.own, axis.row_key[anchors]) - first
+        position_M, anchor_N = to_device([axis.position[chain] + depth, anchor], device)
+        segment = Segment(
+            begin=first,
+            end=last,
+            counts=counts,
+            chain_position_M=position_M,
+            every=query_rows(every, axis.first[every], device),
+            anchor_N=anchor_N,
+            asking=query_rows(asking, axis.first[asking], device),
+            gathering=self._gathering(begin, end),
+        )
+        return segment, np.concatenate(elements)
+
+    def _gathering(self, begin: int, end: int) -> Gathering | None:
+        if self.part is None or self.ranks is None:
+            return None
+        return gathering(self.part.owner[begin:end], self.ranks, self.device)

@@ -27,15 +27,15 @@ Not for the arithmetic: attention lives next door, the head in `objective`.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.core.rows import TokenBatch
 from fledge.core.transfer import send
-from fledge.rollout.cod import Bools, Documents, Ints, surviving_depths
+from fledge.rollout.cod import Bools, Ints, surviving_depths
+from fledge.rollout.context import ContextRanks, Share, owners, part_of
+from fledge.rollout.slots import KeyAxis, RowMasks, Slots, flatten_slots, key_axis, per_document
 
 BLOCK_ROWS = 256  # query rows that share one block of scores
 BLOCK_SCORES = 2**19  # rows x keys of a block, per head: what bounds the memory of long documents
@@ -92,6 +92,13 @@ class RolloutPlan:
     step_valid_K: Tensor  # int64: slots supervised at all depths <= k
     # bool, only when rollouts were left out: the elements (target, depth) that the rest stands for
     asked_MK: Tensor | None = None
+    # of several ranks on the same rows this one's part: all but the key axis is cut down to it
+    share: Share | None = None
+
+    @property
+    def position_L(self) -> Tensor:  # noqa: N802  (its shape)
+        """Rotary positions of the slots whose tokens are read: the key axis, or this rank's."""
+        return self.position_T if self.share is None else self.share.position_L
 
     def by_depth(self, values_P: Tensor) -> tuple[Tensor, ...]:
         """Split per-element values laid end to end into one tensor per depth."""
@@ -105,40 +112,6 @@ class RolloutPlan:
         return flat.index_select(0, self.slot_T)
 
 
-@dataclass(frozen=True)
-class Slots:
-    """The batch flattened to one axis of B * T slots, on the host."""
-
-    start: Ints  # first slot of the slot's document
-    end: Ints  # one past its last slot, padding included
-    real: Bools
-    target: Bools  # the slot holds something to predict
-    reach: Ints  # depths k < reach stay inside the document
-    position: Ints
-
-    @property
-    def documents(self) -> Documents:
-        """The same as sampling sees it."""
-        ordinal: Ints = np.unique(self.start, return_inverse=True)[1].astype(np.int64)
-        place = np.arange(len(self.start), dtype=np.int64) - self.start
-        return Documents(self.target, ordinal, place)
-
-
-class RowMasks(NamedTuple):
-    """What a plan reads of a batch, on any device; the loss mask shifted."""
-
-    loss_mask: Tensor  # [B, T]
-    attention_mask: Tensor
-    position_ids: Tensor | None = None
-    seq_lens: Tensor | None = None
-    doc_remaining: Tensor | None = None
-
-    @classmethod
-    def of(cls, rows: TokenBatch, loss_mask: Tensor) -> "RowMasks":
-        packing = (rows.position_ids, rows.seq_lens, rows.doc_remaining)
-        return cls(loss_mask, rows.attention_mask, *packing)
-
-
 def plan_rollout(
     masks: RowMasks,
     *,
@@ -147,6 +120,7 @@ def plan_rollout(
     keep: float = 1.0,
     seed: int = 0,
     device: torch.device | None = None,
+    ranks: ContextRanks | None = None,
 ) -> RolloutPlan:
     """Read the masks (the only host sync of a step) and lay out the rollout on `device`.
 
@@ -157,18 +131,28 @@ def plan_rollout(
 
     With `keep` < 1 a rollout goes one depth deeper with that chance only, drawn from `seed` and the
     document's own loss mask.
+
+    With `ranks`, which all read the same rows, the plan is this rank's part.
     """
     slots = flatten_slots(masks)
-    supervised_SK = _supervised(slots, num_depths)
+    asked_SK = supervised_SK = _supervised(slots, num_depths)
     device = device or masks.loss_mask.device
-    asked_MK = None
     if keep < 1:
-        asked_MK = _asked(slots, supervised_SK, device)
         survived_S = surviving_depths(slots.documents, num_depths=num_depths, keep=keep, seed=seed)
-        supervised_SK &= np.arange(num_depths) <= survived_S[:, None]
+        supervised_SK = asked_SK & (np.arange(num_depths) <= survived_S[:, None])
     last_S = _last_depth(slots, supervised_SK, compact=compact)
     axis = key_axis(slots, last_S, num_depths)
-    return replace(lay_out(slots, supervised_SK, axis, device=device), asked_MK=asked_MK)
+    if ranks is None:
+        plan = lay_out(slots, supervised_SK, axis, device=device)
+    else:
+        part = part_of(slots, asked_SK, axis, owners(axis, ranks.size), ranks.rank)
+        slots, asked_SK = part.slots, asked_SK & part.mine[:, None]
+        plan = lay_out(slots, supervised_SK & part.mine[:, None], part.axis, device=device)
+        every = query_rows(part.own, axis.first[part.own], device)
+        plan = replace(plan, every=every, share=part.share(ranks, device, depths=num_depths))
+    if keep < 1:
+        return replace(plan, asked_MK=_asked(slots, asked_SK, device))
+    return plan
 
 
 def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
@@ -178,56 +162,6 @@ def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
     anchor_MK = target[:, None] - depth
     asked_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
     return send(torch.from_numpy(asked_MK), device)
-
-
-def flatten_slots(masks: RowMasks) -> Slots:
-    loss_mask, attention_mask, *packing = masks
-    rows, width = loss_mask.shape
-    loss, attend, position, lens, remaining = _to_host(
-        [loss_mask != 0, attention_mask != 0, *packing]
-    )
-    assert loss is not None
-    assert attend is not None
-    index = np.arange(rows * width, dtype=np.int64)
-    real = attend.reshape(-1) != 0
-    if alone := lens is None:  # padding in front of a row is a document of its own, without rows
-        ahead = np.argmax(real.reshape(rows, width), axis=1) if width else np.zeros(rows, np.int64)
-        lens = np.stack([ahead, width - ahead], axis=1)
-    start, end = _document_bounds(lens, width)
-    reach = end - index
-    if remaining is None and not alone:
-        count = np.cumsum(real)
-        remaining = count[end - 1] - count
-    if remaining is not None:
-        reach = np.minimum(reach, remaining.reshape(-1))
-    place = index - start if position is None else position.reshape(-1)
-    if (place - place[start] != index - start)[real].any():
-        raise ValueError("position_ids: positions must rise by one inside a document")
-    if alone and (place != index - start)[real].any():
-        raise ValueError("position_ids: without seq_lens a row's tokens are at 0 .. n - 1")
-    target = (loss.reshape(-1) != 0) & real & (reach > 0)
-    return Slots(start, end, real, target, reach, place)
-
-
-def _to_host(tensors: list[Tensor | None]) -> list[Ints | None]:
-    """All of them in one copy, so that a batch on the device costs one wait."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    flat = torch.cat([tensor.detach().reshape(-1).to(torch.int64) for tensor in present]).cpu()
-    parts = iter(torch.split(flat, [tensor.numel() for tensor in present]))
-    return [
-        None if tensor is None else next(parts).numpy().reshape(tuple(tensor.shape))
-        for tensor in tensors
-    ]
-
-
-def _document_bounds(lens: Ints, width: int) -> tuple[Ints, Ints]:
-    if (lens < 0).any() or (lens.sum(axis=1) != width).any():
-        raise ValueError(
-            f"seq_lens: every row must sum to the width {width}, got {lens.sum(axis=1).tolist()}"
-        )
-    flat = lens.reshape(-1)
-    end = np.cumsum(flat)
-    return np.repeat(end - flat, flat), np.repeat(end, flat)
 
 
 def _supervised(slots: Slots, num_depths: int) -> Bools:
@@ -246,43 +180,8 @@ def _last_depth(slots: Slots, supervised_SK: Bools, *, compact: bool) -> Ints:
         from_the_back = np.argmax(supervised_SK[:, ::-1], axis=1)
         return np.where(supervised_SK.any(axis=1), num_depths - 1 - from_the_back, -1)
     index = np.arange(len(slots.start), dtype=np.int64)
-    real_end = slots.start + _per_document(slots, slots.real.astype(np.int64), np.add)
+    real_end = slots.start + per_document(slots, slots.real.astype(np.int64), np.add)
     return np.where(slots.real, np.minimum(num_depths, real_end - index) - 1, -1)
-
-
-def _per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
-    """Reduce a value over each document and hand the result to each of its slots."""
-    if len(values) == 0:
-        return values
-    starts, inverse = np.unique(slots.start, return_inverse=True)
-    reduced: Ints = reduce.reduceat(values, starts)[inverse]
-    return reduced
-
-
-class KeyAxis(NamedTuple):
-    """The slots that some row attends to, and the rows on them, on the host."""
-
-    slot: Ints  # [T] position in the flattened batch
-    first: Ints  # [T] key-axis index of the first slot of the document
-    position: Ints  # [T]
-    row_slot: Ints  # [N] anchors of depth 0 in the flattened batch, deepest rollouts first
-    row_key: Ints  # [N] the same on the key axis
-    counts: tuple[int, ...]  # rows per depth
-
-
-def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
-    """`last_S`: the deepest depth of each slot's rollout, -1 where none starts."""
-    index = np.arange(len(last_S), dtype=np.int64)
-    last_anchor = _per_document(slots, np.where(last_S >= 0, index, -1), np.maximum)
-    keep = np.flatnonzero(index <= last_anchor)
-    if not slots.real[keep].all():
-        raise ValueError("attention_mask: padding lies inside a document, not at a row's ends")
-    key_of = np.cumsum(index <= last_anchor) - 1  # slot -> key axis
-    anchors = np.flatnonzero(last_S >= 0)
-    rows = anchors[np.lexsort((anchors, -last_S[anchors]))]
-    counts = tuple(int((last_S >= k).sum()) for k in range(num_depths))
-    first, position = key_of[slots.start[keep]], slots.position[keep]
-    return KeyAxis(keep, first, position, rows, key_of[rows], counts)
 
 
 def lay_out(

@@ -7,7 +7,7 @@ torch nor an engine when it is loaded: recipes are read before anything heavy is
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -52,6 +52,18 @@ class TargetSection(Section):
 SectionT = TypeVar("SectionT", bound=TargetSection)
 
 
+class Cut(NamedTuple):
+    """How a target is cut over the ranks that train: `fsdp * tp * cp` of them hold it together."""
+
+    fsdp: int = 1
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.fsdp * self.tp * self.cp
+
+
 class TargetKind(ABC, Generic[SectionT]):
     """One kind of target."""
 
@@ -92,6 +104,10 @@ class TargetKind(ABC, Generic[SectionT]):
         if stored not in DTYPES.values() or (device.type == "cuda" and stored == torch.float32):
             return torch.bfloat16  # what such a model runs in
         return stored
+
+    def cut(self, section: SectionT) -> Cut | None:
+        """How it lies on the ranks that train; None: it runs elsewhere."""
+        return None
 
     def draft_vocab_size(self, section: SectionT) -> int | None:
         """Size of the draft vocabulary that comes with its answers; None: it has no say."""

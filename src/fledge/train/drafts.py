@@ -58,13 +58,20 @@ def _draft_config(
     recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
 ) -> Any:
     """The config of the draft that a recipe describes."""
-    section = recipe.draft
     settings = recipe.method.draft_settings(
         recipe.objective, tokenizer=tokenizer, vocab_size=target.info().vocab_size
     )
+    return config_of_draft(recipe, target_config(recipe.target), vocabulary.size, settings)
+
+
+def config_of_draft(
+    recipe: Recipe, target_config: Any, draft_vocab_size: int, settings: dict[str, Any]
+) -> Any:
+    """The same for any target of that config; `settings`: what the method adds."""
+    section = recipe.draft
     return derive_draft_config(
-        target_config(recipe.target),
-        draft_vocab_size=vocabulary.size,
+        target_config,
+        draft_vocab_size=draft_vocab_size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,
         fc_norm=section.fc_norm,

@@ -22,6 +22,7 @@ from fledge.measure.packed import target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.target.finite import NotFinite
 from fledge.target.remember import colocated
+from fledge.train.memory import SUPERVISED
 from fledge.train.sharding import whole
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
 # Operations per second on whole steps (a CPU's per thread, float32; H200: 8B shape 0.43 s, 135M
 # shape 0.15 s a step).
-_RATES = {"cpu": 55e9, "cuda": 600e12}
-_SUPERVISED = 0.8  # a usual share of the tokens; what is not supervised pays almost nothing
+RATES = {"cpu": 55e9, "cuda": 600e12}
 _TRIAL_TOKENS, _TRIAL_ROWS = 256, 64  # about so many tokens, out of the first rows
 
 
@@ -65,7 +65,7 @@ def _by_rate(training: "Training") -> Pace:
     """Multiply-adds count twice, a backward twice its forward."""
     parts, config = training.parts, training.draft.config
     kind = parts.device.type
-    rate = _RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
+    rate = RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
     target = sum(p.numel() for p in target_weights(training) if p.ndim == 2)
     weights = training.draft.named_parameters()
     layer = sum(p.numel() for name, p in weights if name.startswith("layers.") and p.ndim == 2)
@@ -74,9 +74,9 @@ def _by_rate(training: "Training") -> Pace:
     head = parts.target.info().vocab_size * config.target_hidden_size
     return Pace(
         target_s=2 * target / rate,
-        step_s=6 * (_SUPERVISED * rollouts + inputs) / rate,
-        replay_s=2 * ((_SUPERVISED + 1) * rollouts + 2 * inputs) / rate,
-        picks_s=2 * _SUPERVISED * head / rate,
+        step_s=6 * (SUPERVISED * rollouts + inputs) / rate / parts.world.context,
+        replay_s=2 * ((SUPERVISED + 1) * rollouts + 2 * inputs) / rate,
+        picks_s=2 * SUPERVISED * head / rate,
     )
 
 

@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 from fledge.target.kinds import kind_of
 from fledge.train.checkpoint import newest_step
+from fledge.train.memory import StepMemory, draft_bytes
 from fledge.train.pace import pace_of, target_weights
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 # Besides its tokens: seconds that a step takes however small it is, bytes a second of the update
 # (which reads and writes weights, gradients and moments) and of a checkpoint, checksums included.
-_STEP_SECONDS = {"cpu": 0.02, "cuda": 0.12}
-_UPDATE_BYTES = {"cpu": 5e9, "cuda": 2e12}
-_SAVE_BYTES = 250e6
+STEP_SECONDS = {"cpu": 0.02, "cuda": 0.12}
+UPDATE_BYTES = {"cpu": 5e9, "cuda": 2e12}
+SAVE_BYTES = 250e6
 
 PARTS = ("start_up", "data", "steps", "evaluations", "checkpoints")
 
@@ -79,33 +80,40 @@ def predict(training: "Training", begin: float | None = None) -> Prediction:
     """Cost of a run that is set up: its target and draft are there to be counted. `begin`: when the
     command began, by `time.perf_counter`."""
     recipe, parts, stream, draft = training.recipe, training.parts, training.stream, training.draft
+    world = parts.world
     target_bytes = sum(p.nbytes for p in target_weights(training)) + _kept_states(training)
     trained = sum(p.numel() for p in parts.parameters)
     frozen = sum(p.numel() for p in draft.parameters()) - trained
-    depths = parts.objective.depths
-    tokens_per_step = recipe.training.micro_batch * stream.tokens
     tokens = stream.steps * stream.packs_per_step * stream.tokens
-    config, width = draft.config, 2 if parts.device.type == "cuda" else 4
-    # Per token and depth the backward keeps: q, k, v, attention's output, MLP's gate and up, norms.
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
-    layer_bytes = tokens_per_step * depths * per_depth * width * config.num_hidden_layers
-    state_width = (config.num_aux_hidden_states + 1) * config.target_hidden_size
-    states = tokens_per_step * state_width * width * recipe.training.accumulate
-    chunk = 4 * (1 << 26) * 4  # the head's chunk of logits, probabilities and gradients
-    head_grad = config.draft_vocab_size * config.hidden_size * 4
     saved = 4 * (trained + frozen) + 8 * trained
     to_come = _seconds(training, trained, saved)
     now = time.perf_counter()
     start_up_s = 0.0 if begin is None else now - begin - training.data_s
     return Prediction(
         target_bytes=target_bytes,
-        draft_bytes=16 * trained + 4 * frozen,
-        step_bytes=int(layer_bytes + 2 * states + chunk + head_grad),
+        draft_bytes=draft_bytes(trained, frozen, shard=world.shard, width=_width(training)),
+        step_bytes=step_memory(training).bytes(world.context),
         disk_bytes=(recipe.checkpoint.keep + 1) * saved,
         seconds_by_part={"start_up": start_up_s, "data": training.data_s, **to_come},
         tokens=tokens,
     )
+
+
+def step_memory(training: "Training") -> StepMemory:
+    """What a step of the run holds, on however many ranks."""
+    section, stream = training.recipe.training, training.stream
+    return StepMemory(
+        training.draft.config,
+        training.parts.objective.depths,
+        section.micro_batch * stream.tokens,
+        section.accumulate,
+        _width(training),
+    )
+
+
+def _width(training: "Training") -> int:
+    """Bytes of a number that a step computes with."""
+    return 2 if training.parts.device.type == "cuda" else 4
 
 
 def _kept_states(training: "Training") -> int:
@@ -126,28 +134,28 @@ def _kept_at_most(training: "Training") -> int:
 
 def _seconds(training: "Training", trained: int, saved: int) -> dict[str, float]:
     """What is still to do, from the newest checkpoint on."""
-    recipe, stream, world = training.recipe, training.stream, training.parts.world.size
+    recipe, stream, world = training.recipe, training.stream, training.parts.world
     pace, device = pace_of(training), training.parts.device.type
     begun, total = newest_step(training.directory), stream.steps
     # packs are padded, and padding costs next to nothing
-    packs = stream.packs_per_step // world * max(0, total - begun)
+    packs = stream.packs_per_step // world.data_size * max(0, total - begun)
     tokens = packs * stream.tokens * (1 - stream.padding_share)
-    held_out = sum(int(batch.attention_mask.sum()) for batch in training.held_out) / world
-    measured = _times(begun, total, recipe.evaluation.every_steps) if training.held_out else set()
-    saves = _times(begun, total, recipe.checkpoint.every_steps) | measured  # each may be the best
+    held_out = sum(int(batch.attention_mask.sum()) for batch in training.held_out) / world.size
+    measured = times(begun, total, recipe.evaluation.every_steps) if training.held_out else set()
+    saves = times(begun, total, recipe.checkpoint.every_steps) | measured  # each may be the best
     asked, asked_held_out = tokens, held_out * len(measured)
     if _keeps_all(training):  # the target is asked about each row once
         asked, asked_held_out = min(tokens, float(stream.rows.lengths.sum())), held_out
-    update = _STEP_SECONDS[device] + 36 * trained / _UPDATE_BYTES[device]
+    update = STEP_SECONDS[device] + 36 * trained / UPDATE_BYTES[device]
     return {
         "steps": asked * pace.target_s + tokens * pace.step_s + max(0, total - begun) * update,
         "evaluations": asked_held_out * pace.target_s
         + held_out * (len(measured) * pace.replay_s + pace.picks_s),
-        "checkpoints": len(saves - {0}) * saved / _SAVE_BYTES,
+        "checkpoints": len(saves - {0}) * saved / SAVE_BYTES,
     }
 
 
-def _times(begun: int, total: int, every: int) -> set[int]:
+def times(begun: int, total: int, every: int) -> set[int]:
     """The steps at which something is done that is done every so many, at the end, and, if that is
     still to come, before the first."""
     if begun >= total:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fledge.core.distributed import join_world, pick_device
+from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput, in_words
 from fledge.core.rows import TokenBatch
 from fledge.core.text import counted
@@ -31,6 +31,7 @@ from fledge.models.resolve import tokenizer_directory
 from fledge.objective.base import Objective
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
+from fledge.rollout.context import ContextRanks
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.kinds import kind_of, model_name, target_tokenizer
 from fledge.train.batches import PackStream
@@ -207,7 +208,7 @@ def open_run(
         train, held_out = target.read_ahead(train), target.read_ahead(held_out)
         draft = make_draft(recipe, target, vocabulary, tokenizer, device)
         world.copy_from_main(draft)
-        objective = make_objective(recipe, draft, vocabulary, target, device)
+        objective = make_objective(recipe, draft, vocabulary, target, device, world)
         pad_id = tokenizer.pad_token_id or 0
         opened = OpenRun(
             recipe=recipe,
@@ -326,6 +327,7 @@ def make_objective(
     vocabulary: DraftVocabulary,
     target: Eagle3TargetBackend,
     device: torch.device,
+    world: World,
 ) -> Objective[Any]:
     wanted = recipe.training.compute_dtype
     bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
@@ -334,5 +336,6 @@ def make_objective(
         selected_token_mask=torch.from_numpy(vocabulary.t2d),
         target_head=target.info().head.to(device),
         compute_dtype=torch.bfloat16 if bfloat16 else None,
+        context=ContextRanks.of(world),
     )
     return recipe.method.objective(draft, given, **recipe.objective.options())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
+from fledge.core.rows import TokenBatch
 from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite import Verdict, inspect
@@ -95,34 +96,35 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
-def _asked(target: Eagle3TargetBackend, batch: StepBatch) -> Iterator[Eagle3TargetBatch]:
-    """The answers about this rank's rows; where it has none, the others may need it for theirs."""
+def _answers(parts: Parts, batch: StepBatch) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
+    """This rank's rows and the target's answers, one after another; where it has no rows, the
+    others may need it for theirs."""
+    early = iter(batch.answers)
     for rows in batch.micro:
-        if rows is not None:
-            yield target.answer(rows)
-        else:
-            target.join()
+        with parts.clock.phase("target"):
+            if rows is None:
+                parts.target.join()
+                continue
+            future = next(early, None)
+            answer = parts.target.answer(rows) if future is None else future.result()
+            answer = answer.to(parts.device, non_blocking=True)
+        yield rows, answer
+        del answer
 
 
 def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
     objective, world = parts.objective, parts.world
-    micro = [rows for rows in batch.micro if rows is not None]
-    with parts.clock.phase("target"):
-        early = [future.result() for future in batch.answers]
-        answers = early or list(_asked(parts.target, batch))
-        answers = [answer.to(parts.device, non_blocking=True) for answer in answers]
-
-    # Planned from host masks while the GPU is still busy with the target. One seed a step: what is
-    # drawn for a document depends on it alone, not on ranks or packing.
+    # One seed a step: what is drawn for a document depends on it alone, not on ranks or packing.
     seed = parts.seed + 1_000_003 * batch.step
-    with parts.clock.phase("supervision"):
-        prepared = [
-            objective.prepare(rows, answer, seed)
-            for rows, answer in zip(micro, answers, strict=True)
-        ]
     layers = objective.draft_model.config.num_aux_hidden_states
-    verdicts = tuple(inspect(answer, layers) for answer in answers)  # read with the step, later
+    prepared, verdicts = [], []
+    for rows, answer in _answers(parts, batch):
+        with parts.clock.phase("supervision"):
+            # Planned from host masks while the GPU is still busy with the target.
+            prepared.append(objective.prepare(rows, answer, seed))
+        verdicts.append(inspect(answer, layers))  # read with the step, later
+        del answer  # of several ranks on the same rows, each has taken its part
     # [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
     counts = torch.zeros(objective.depths + 2, dtype=torch.int64, device=parts.device)
     for ready in prepared:
@@ -155,4 +157,6 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         parts.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
-    return StepResult(sums, norm, bad, verdicts, parts.guard.bad_in_a_row.clone(), counts[-1])
+    return StepResult(
+        sums, norm, bad, tuple(verdicts), parts.guard.bad_in_a_row.clone(), counts[-1]
+    )

@@ -18,7 +18,8 @@ from fledge.draft.base import DraftModel
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.parallel import unroll_parallel
 from fledge.rollout.parallel_plan import ParallelPlan, lay_out_parallel
-from fledge.rollout.plan import RolloutPlan, RowMasks, flatten_slots
+from fledge.rollout.plan import RolloutPlan
+from fledge.rollout.slots import RowMasks, flatten_slots
 
 
 class ParallelRollouts(Rollouts):

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
-from fledge.rollout.plan import RolloutPlan, RowMasks, plan_rollout
+from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.slots import RowMasks
 
 
 def drafting_slots(tokens: TokenBatch) -> Tensor:

@@ -28,7 +28,8 @@ from fledge.measure.answers import cached_answers
 from fledge.measure.figures import Acceptance, Sample, acceptance
 from fledge.measure.prompts import read_prompts
 from fledge.measure.replay import Text, replay
-from fledge.rollout.plan import RowMasks, plan_rollout
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite import checked_answer
 from fledge.target.hf.model import HFEagle3TargetModel

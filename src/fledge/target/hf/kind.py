@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from fledge.core.settings import Device, NonNegative, PositiveCount, Section
-from fledge.target.kinds import LoadedKind, LoadedTarget
+from fledge.target.kinds import Cut, LoadedKind, LoadedTarget
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +95,9 @@ class HfKind(LoadedKind[HfTarget]):
         """States are not kept, and layers not compiled: every batch of a precompute has a width of
         its own, and would be compiled for."""
         return section.model_copy(update={"keep_states_gb": 0.0, "compile": False})
+
+    def cut(self, section: HfTarget) -> Cut:
+        return Cut(section.parallel.fsdp, section.parallel.tp, section.parallel.cp)
 
     def kept_bytes(self, section: HfTarget) -> int:
         return int(section.keep_states_gb * 2**30)

@@ -1,0 +1,137 @@
+"""What a recipe would cost on GPUs that are not here: from shapes alone, and as its header says."""
+
+import json
+import re
+
+import pytest
+
+from conftest import ROOT
+from fledge.cli.console import out
+from fledge.cli.plan import plan
+from fledge.core.errors import BadInput
+from fledge.recipe.schema import load_recipe
+from fledge.train.forecast import Forecast
+from fledge.train.memory import StepMemory, context_needed, draft_bytes
+from fledge.train.predict import predict, step_memory
+from fledge.train.setup import set_up
+
+GIB = 2**30
+NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu": 8}
+
+
+def forecast(name, *overrides):
+    return Forecast.of(load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides), NOT_RUN[name])
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_headers_say_what_plan_says(name):
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    said = re.search(
+        r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
+        r"(\d+\.\d)", text,
+    )  # fmt: skip
+    hours, tokens = re.search(r"time +([\d.]+) h for (\d+) million tokens", text).groups()
+    predicted = forecast(name).predict()
+    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
+    assert [float(n) for n in said.groups()] == pytest.approx(
+        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+    )
+    assert float(hours) == pytest.approx(predicted.seconds / 3600, abs=0.051)
+    assert float(tokens) == pytest.approx(predicted.tokens / 1e6, abs=0.51)
+    assert predicted.peak_bytes < 0.92 * 80 * GIB
+    assert "NOT RUN" in text
+
+
+def test_weights_are_counted_as_the_models_have_them():
+    """Published sizes: 70.55, 235.09 (22.2 active, embedding and head in) and 8.03 billion."""
+    big, moe, small = (forecast(name).target for name in NOT_RUN)
+    assert [round(x.weights / 1e9, 2) for x in (big, moe, small)] == [70.55, 235.09, 8.03]
+    assert (moe.active + 2 * moe.head) / 1e9 == pytest.approx(22.2, abs=0.1)
+
+
+def test_cutting_a_target_cuts_its_bytes():
+    whole = forecast("llama33_70b_8gpu", "target.parallel={fsdp: 1}").target_bytes()
+    for cut in ("{tp: 8}", "{fsdp: 8}", "{fsdp: 4, tp: 2}"):
+        part = forecast("llama33_70b_8gpu", f"target.parallel={cut}").target_bytes()
+        assert whole / 8 < part < whole / 4
+    rows = [
+        forecast("llama31_8b_128k_8gpu", f"target.parallel={{cp: {n}}}").target_bytes()
+        for n in (1, 2, 4, 8)
+    ]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] > 8.03e9 * 2  # its ranks share rows, not weights
+
+
+def test_sharing_rows_cuts_a_step_down_to_what_all_ranks_need():
+    step = forecast("llama31_8b_128k_8gpu").step
+    sizes = [step.bytes(n) for n in (1, 2, 4, 8, 16)]
+    assert sizes == sorted(sizes, reverse=True)
+    answer = 2 * step.tokens * 4 * 4096 * 2  # whole on every rank, for a moment
+    for n in (2, 4, 8):
+        assert step.bytes(n) - answer < 1.25 * (sizes[0] - answer) / n + 2 * GIB
+    assert context_needed(step, sizes[0]) == 1
+    assert context_needed(step, sizes[2]) == 4
+    assert context_needed(step, sizes[2] - 1) == 8
+    assert context_needed(step, 1e9) is None
+
+
+def test_sharing_weights_leaves_the_whole_ones_of_a_step():
+    assert draft_bytes(1000, 10) == 16_040
+    assert draft_bytes(1000, 10, shard=4, width=2) == 3000 + 6000 + 40
+
+
+def test_ranks_and_rows_cost_time():
+    one = forecast("llama31_8b_128k_8gpu", "training.context=1", "target.parallel={cp: 1}")
+    four = forecast("llama31_8b_128k_8gpu")
+    fewer = four.predict().seconds_by_part["steps"] / one.predict().seconds_by_part["steps"]
+    assert fewer == pytest.approx(1 / 4, rel=0.1)  # a quarter of the rows a step
+    redundant = forecast("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8}").predict()
+    assert redundant.seconds > 2 * four.predict().seconds  # every rank asks about the whole row
+
+
+def test_plan_from_shapes(capsys, monkeypatch):
+    monkeypatch.setattr(out, "_width", 200)
+    long = str(ROOT / "recipes" / "llama31_8b_128k_8gpu.yaml")
+    plan([long, "training.context=1", "target.parallel={cp: 1}"], ranks=8, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["context_needed"] == 4
+    assert found["tokens"] == 1200 * 8 * 131_072
+    plan([long], ranks=8, gpu_gib=20)
+    shown = capsys.readouterr().out
+    assert "1,200 steps on 8 ranks" in shown
+    assert "fits no number of ranks beside target and draft; see target.parallel" in shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "line"),
+    [
+        (["training.steps=null"], 8, "the number of steps must be said"),
+        ([], 6, "6 ranks cannot be cut into 4"),
+        (["target.parallel={cp: 1}", "training.context=3"], 8, "cannot be cut into 3"),
+        (["target.backend=remote", "target.urls=[http://x:1]"], 8, "the target runs elsewhere"),
+        (["target.model=nobody/nothing"], 8, "the config of 'nobody/nothing' is not here"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(overrides, ranks, line):
+    recipe = load_recipe(ROOT / "recipes" / "llama31_8b_128k_8gpu.yaml", overrides)
+    with pytest.raises(BadInput, match=line):
+        Forecast.of(recipe, ranks)
+
+
+def test_a_run_that_is_set_up_is_counted_alike(recipe):
+    """The same bytes from the same shapes, whichever way they were found."""
+    training = set_up(recipe())
+    predicted, step = predict(training), step_memory(training)
+    assert predicted.step_bytes == step.bytes(1)
+    trained = sum(p.numel() for p in training.parts.parameters)
+    frozen = sum(p.numel() for p in training.draft.parameters()) - trained
+    assert predicted.draft_bytes == 16 * trained + 4 * frozen
+    config = training.draft.config
+    by_hand = StepMemory(config, 3, 2 * 96, 1, 4)
+    assert step == by_hand
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
+    layers = 2 * 96 * 3 * per_depth * 4
+    states = 2 * (2 * 96 * 4 * 32 * 4)
+    chunk, head = 2**30, 128 * 32 * 4
+    assert step.bytes(1) == layers + states + chunk + head
