@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
@@ -15,6 +15,11 @@ from fledge.cli.options import OUT
 from fledge.core.files import write_json, write_text
 from fledge.core.install import fledge_command
 from fledge.core.terminal import marked
+
+if TYPE_CHECKING:
+    from fledge.api import Evaluation
+    from fledge.measure.answers import AnsweredTurn
+    from fledge.target.hf.model import HFEagle3TargetModel
 
 EXAMPLE = "Example: fledge demo --out demo_out"
 
@@ -93,12 +98,26 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     """Acceptance on new questions, the proof by live decoding, the report; True when lossless."""
     from fledge.cli import eval, report
     from fledge.measure.evaluation import EvalOptions
-    from fledge.report.gather import EVALUATION_NAME
+    from fledge.train.loading import load_target
+    from fledge.train.runs import draft_directory
 
     options = EvalOptions(
         num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
     )
-    measured = eval.measure_drafts([run], [str(prompts)], options)
+    with load_target(draft_directory(run)) as target:
+        measured = eval.measure_drafts([run], [str(prompts)], options, target=target)
+        lossless = _show_measured(run, measured)
+        report.report(run)
+        _heading("5. The same answer, without the draft and with it")
+        _show_side_by_side(run, target, measured.answers.turns[0])
+    return lossless
+
+
+def _show_measured(run: Path, measured: "Evaluation") -> bool:
+    """Two answers in color and the figures of all; True when decoding was lossless."""
+    from fledge.cli import eval
+    from fledge.report.gather import EVALUATION_NAME
+
     write_json(run / EVALUATION_NAME, measured.to_json())
     [draft] = measured.reports
     for shown in draft.samples[:2]:
@@ -120,19 +139,15 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
             live.same_texts, live.texts, live.same_rounds, live.rounds,
         )
     )  # fmt: skip
-    report.report(run)
-    _heading("5. The same answer, without the draft and with it")
-    _show_side_by_side(run, measured)
     return lossless
 
 
-def _show_side_by_side(run: Path, measured: Any) -> None:
+def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
     """One answer both ways: the first, which was shown above."""
     from fledge.cli import side_by_side
     from fledge.measure.side_by_side import decode_both
     from fledge.train.runs import draft_directory
 
-    target, turn = measured.target, measured.answers.turns[0]
     draft = load_draft_beside(target, draft_directory(run))
     with err.waiting("decoding one answer both ways"):
         both = decode_both(

@@ -1,7 +1,7 @@
 """`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +13,9 @@ from fledge.cli.console import err, out, plain_table, print_json, quiet_librarie
 from fledge.cli.loading import numbers, parse_dtype
 from fledge.core.files import check_place, write_json
 from fledge.core.text import counted
+
+if TYPE_CHECKING:
+    from fledge.target.hf.model import HFEagle3TargetModel
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
 
@@ -84,7 +87,7 @@ def measure_drafts(
     draft_tokens: int = 0,
     limit: int = 0,
     batch: int = 16,
-    target: str = "",
+    target: "str | HFEagle3TargetModel" = "",
     aux_layers: str = "",
     dtype: str = "",
     device: str = "",
