@@ -5,9 +5,9 @@ import time
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from fledge.core.distributed import join_world
+from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
