@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fledge.train.checkpoint import newest_checkpoint
 from fledge.train.fit import fit
@@ -16,15 +17,13 @@ from ranks import _free_port, run_ranks
 from train.test_fit import differing
 from train.tiny import Notes
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # a start of two ranks for every kill
 
 
 def tensors(run):
     found, complaints = newest_checkpoint(run)
     assert complaints == []
     files = {}
-    from safetensors.torch import load_file
-
     for path in sorted(found.path.glob("*.safetensors")):
         files |= {f"{path.name}/{name}": tensor for name, tensor in load_file(path).items()}
     return {n: t for n, t in files.items() if "window" not in n}

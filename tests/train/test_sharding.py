@@ -1,6 +1,7 @@
 """One draft over several ranks (`training.shard`): the same weights as on one, and a share each."""
 
 import pytest
+import torch
 
 from fledge.train import setup as building
 from fledge.train.setup import set_up
@@ -12,7 +13,6 @@ pytestmark = pytest.mark.ranks
 
 PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
 LAMBDA = ("objective.loss=lk_lambda", "objective.loss.scale=0.9", "draft.freeze_embeddings=true")
-EAGLE1 = ("objective.kind=eagle1",)
 KINDS = {"eagle3": (), "peagle": PEAGLE, "lambda": LAMBDA}
 
 
@@ -71,3 +71,20 @@ def test_sharded_is_one_rank(recipe, kind):
             for name, weight in one.items():
                 difference = abs(weights[name] - weight).max()
                 assert difference < 1e-9, (name, ranks, shard)
+
+
+def norms_in_bfloat16(recipe):
+    training = set_up(recipe)
+    stream, parts = training.stream, training.parts
+    results = [train_step(parts, stream.batch(step), lr=1e-3) for step in range(3)]
+    assert {p.dtype for p in parts.parameters} == {torch.float32}
+    return [float(result.grad_norm) for result in results]
+
+
+def test_sharded_in_bfloat16_is_one_rank_in_bfloat16(recipe):
+    """The same casts in the same places: only the order of float32 sums differs."""
+    options = ("training.compute_dtype=bfloat16",)
+    [one] = run_ranks(1, norms_in_bfloat16, cut(recipe, *options, ranks=1, shard=1))
+    for norms in run_ranks(2, norms_in_bfloat16, cut(recipe, *options, ranks=2, shard=2)):
+        assert norms[0] == pytest.approx(one[0], rel=1e-5)
+        assert norms == pytest.approx(one, rel=2e-2)

@@ -10,7 +10,6 @@ way: a checkpoint is whole or absent, and the same command continues from the ne
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fledge.core.errors import BadInput, first_line
+from fledge.core.terminal import Terminal
 
 BEAT_S = 1.0
 SILENT_S = 30.0  # a rank that has said nothing for so long is gone
@@ -142,7 +142,7 @@ class Heartbeat:
     def _end_process(self, told: str) -> None:
         """From a thread, while the main one may wait for the dead forever."""
         if self.speaks():
-            print(f"fledge: {RankLost.of(told)}", file=sys.stderr, flush=True)
+            Terminal(stderr=True, soft_wrap=True).say(f"fledge: {RankLost.of(told)}")
         os._exit(2)
 
 
