@@ -20,6 +20,7 @@ from test_eagle1 import make_draft as make_eagle1_draft
 from test_eagle1 import make_module as make_eagle1
 
 from fledge import Eagle3TrainerModule, PEagleTrainerModule
+from fledge.bench.saved import watch_saved
 from fledge.core.distributed import join_world
 from fledge.rollout.context import ContextRanks
 from ranks import run_ranks
@@ -159,3 +160,37 @@ def test_sampling_apart_is_refused():
     module = peagle(ContextRanks(0, 2, None))
     with pytest.raises(ValueError, match="seed: ranks on the same rows must sample alike"):
         module.prepare_inputs(**packed(ROWS))
+
+
+LONG = 400
+
+
+def kept_on_ranks(kind, context):
+    """What a rank keeps for the backward pass of one long row: (bytes, shapes, slots on the key
+    axis, bytes of keys and values, bytes of the answer)."""
+    world = join_world(torch.device("cpu"), context=context)
+    module = kind(ContextRanks.of(world))
+    batch = padded_batch(make_documents([LONG], supervised=0.9))
+    ready = module.prepare_inputs(**batch, seed=SEED)
+    answer = [ready.aux, ready.supervision.hidden_SD]
+    weights = [*module.parameters(), *module.buffers(), *answer]
+    with watch_saved(weights) as saved:
+        out = module.score(ready, world.sum_(ready.charged_K.clone()))
+    held = saved.total_bytes, saved.shapes
+    out.loss.backward()
+    config, slots = module.draft_model.config, len(ready.plan.slot_T)
+    numbers = 2 * slots * config.num_key_value_heads * config.head_dim
+    keys = 8 * config.num_hidden_layers * numbers
+    return *held, slots, keys, sum(x.untyped_storage().nbytes() for x in answer)
+
+
+@pytest.mark.parametrize("kind", [eagle3, peagle], ids=["eagle3", "peagle"])
+def test_what_a_rank_keeps_falls_with_their_number(kind):
+    """Of all slots, keys and values are kept, and nothing else."""
+    alone, shapes, slots, keys, answer = kept_on_ranks(kind, 1)
+    assert any(shape[:1] >= (slots,) and shape[1:] == (12,) for shape in shapes)  # states, too
+    for size in (2, 4):
+        for kept, shapes, _, _, part in run_ranks(size, kept_on_ranks, kind, size):
+            assert {shape[1:] for shape in shapes if shape[:1] == (slots,)} == {(2, 4)}
+            assert kept < 1.15 * (alone - keys) / size + 2 * keys
+            assert part < 1.3 * answer / size

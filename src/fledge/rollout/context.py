@@ -32,8 +32,6 @@ from fledge.core.transfer import send
 from fledge.rollout.cod import Bools, Ints
 from fledge.rollout.slots import KeyAxis, Slots
 
-ELEMENT = 3  # what an element costs, in slots that only leave keys: about, in time and in memory
-
 
 @dataclass(frozen=True)
 class ContextRanks:
@@ -115,12 +113,13 @@ class Part(NamedTuple):
         )
 
 
-def owners(axis: KeyAxis, size: int, ends: Sequence[int] | None = None) -> Ints:
-    """[T] the rank that owns each slot; with `ends`, of segments of the axis, each of them is
+def owners(axis: KeyAxis, size: int, *, element: int, ends: Sequence[int] | None = None) -> Ints:
+    """[T] the rank that owns each slot. `element` is what an element costs, in slots that only
+    leave keys: about, in time and in memory. With `ends`, of segments of the axis, each of them is
     shared out by itself."""
     load = np.ones(len(axis.slot), dtype=np.int64)
     for count in axis.counts:
-        load += ELEMENT * np.bincount(axis.row_key[:count], minlength=len(load))
+        load += element * np.bincount(axis.row_key[:count], minlength=len(load))
     sees = np.arange(len(load)) - axis.first + 1
     owner = np.zeros(len(load), dtype=np.int64)
     begin = 0

@@ -98,7 +98,7 @@ def lay_out_parallel(
     ends = _boundaries(axis, partitions)
     part, share = None, None
     if ranks is not None:
-        owner = owners(axis, ranks.size, ends)
+        owner = owners(axis, ranks.size, element=1, ends=ends)  # several layers: slots run too
         part = part_of(slots, supervised_SK, axis, owner, ranks.rank)
         slots, axis = part.slots, part.axis
         supervised_SK &= part.mine[:, None]

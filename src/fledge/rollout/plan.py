@@ -39,6 +39,7 @@ from fledge.rollout.slots import KeyAxis, RowMasks, Slots, flatten_slots, key_ax
 
 BLOCK_ROWS = 256  # query rows that share one block of scores
 BLOCK_SCORES = 2**19  # rows x keys of a block, per head: what bounds the memory of long documents
+ELEMENT = 3  # cost of an element, in slots: drafts have one layer, which slots leave half-way
 GPU_BLOCKS = 4  # times both, away from the CPU: fewer and larger operations, twice the speed
 
 
@@ -145,7 +146,8 @@ def plan_rollout(
     if ranks is None:
         plan = lay_out(slots, supervised_SK, axis, device=device)
     else:
-        part = part_of(slots, asked_SK, axis, owners(axis, ranks.size), ranks.rank)
+        owner = owners(axis, ranks.size, element=ELEMENT)
+        part = part_of(slots, asked_SK, axis, owner, ranks.rank)
         slots, asked_SK = part.slots, asked_SK & part.mine[:, None]
         plan = lay_out(slots, supervised_SK & part.mine[:, None], part.axis, device=device)
         every = query_rows(part.own, axis.first[part.own], device)

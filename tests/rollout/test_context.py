@@ -1,0 +1,81 @@
+"""Ranks on the same rows: their plans are the one plan, cut without gap or overlap, and evenly."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import DOCUMENTS, packed, plan_elements
+
+from fledge.rollout.context import ContextRanks
+from fledge.rollout.parallel_plan import plan_parallel
+from fledge.rollout.plan import plan_rollout
+
+
+def shares(make, size):
+    return [make(ranks=ContextRanks(rank, size, None)) for rank in range(size)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    documents=DOCUMENTS,
+    num_depths=st.integers(1, 5),
+    size=st.integers(2, 6),
+    keep=st.sampled_from([1.0, 0.5]),
+)
+def test_shares_are_the_plan(documents, num_depths, size, keep):
+    masks = packed(documents, sum(map(len, documents)) + 2)
+
+    def make(**more):
+        return plan_rollout(masks, num_depths=num_depths, keep=keep, seed=3, **more)
+
+    whole, parts = make(), shares(make, size)
+    found = [plan_elements(part) for part in parts]
+    assert sum(map(len, found)) == len(whole.head)
+    assert {e: t for part in found for e, t in part.items()} == plan_elements(whole)
+    owned = torch.cat([part.share.slot_O for part in parts])
+    assert owned.sort().values.tolist() == whole.slot_T.tolist()
+    assert sum(part.step_valid_K for part in parts).tolist() == whole.step_valid_K.tolist()
+    if keep < 1:
+        asked = [int(plan.asked_MK.sum()) for plan in (*parts, whole)]
+        assert sum(asked[:-1]) == asked[-1]
+    for part in parts:  # everybody's keys come to lie where the key axis has them
+        everybody = torch.full((size * part.share.gathering.longest,), -1)
+        for rank, other in enumerate(parts):
+            begin = rank * part.share.gathering.longest
+            everybody[begin : begin + len(other.share.slot_O)] = other.share.slot_O
+        assert everybody[part.share.gathering.place_T].tolist() == whole.slot_T.tolist()
+        tokens = part.share.slot_L
+        for depth, rows in enumerate(part.depths):  # k tokens on is k places on
+            read = tokens[part.share.read_N[: len(rows)] + depth]
+            assert read.tolist() == (whole.slot_T[rows.slot_N] + depth).tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents=DOCUMENTS, size=st.integers(2, 4), partitions=st.integers(1, 3))
+def test_parallel_shares_are_the_plan(documents, size, partitions):
+    masks = packed(documents, sum(map(len, documents)) + 2)
+    options = {"num_depths": 4, "ratio": 0.7, "ratio_min": 0.2, "partitions": partitions}
+
+    def make(**more):
+        return plan_parallel(masks, seed=3, **options, **more)
+
+    whole, parts = make(), shares(make, size)
+    assert {len(part.segments) for part in parts} == {len(whole.segments)}  # or ranks would wait
+    found = {e: t for part in parts for e, t in plan_elements(part).items()}
+    assert found == plan_elements(whole)
+    assert sum(len(part.head) for part in parts) == len(whole.head)
+
+
+def test_work_is_even_wherever_the_answers_lie():
+    """Elements, and pairs of query and key: within a twentieth of an even share."""
+    for length, prompt in ((4000, 0), (4000, 3000), (1000, 900)):
+        for count in (1, 3):
+            document = [False] * prompt + [True] * (length - prompt)
+            masks = packed([document] * count, length * count)
+            parts = shares(lambda m=masks, **more: plan_rollout(m, num_depths=7, **more), 4)
+            elements = np.array([sum(part.counts) for part in parts])
+            pairs = np.array(
+                [sum(int((r.slot_N - r.first_N + 1).sum()) for r in p.depths) for p in parts]
+            )
+            assert abs(elements / elements.mean() - 1).max() < 0.25
+            assert abs(pairs / pairs.mean() - 1).max() < 0.25
