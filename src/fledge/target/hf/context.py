@@ -167,8 +167,8 @@ def _visible(
     share: Share, begin: int, seen: slice, window: int | None, device: torch.device
 ) -> Tensor | None:
     """Which of the keys `seen` [K] a chunk's queries [q] may look at, [q, K] or, with padding,
-    [N, 1, q, K]; None: the causal rule alone, which kernels know by themselves."""
-    if window is None and share.hidden_NL is None:
+    [N, 1, q, K]; None: the causal rule alone, which the kernels of a GPU know by themselves."""
+    if window is None and share.hidden_NL is None and device.type == "cuda":
         return None
     query_q = torch.arange(begin, seen.stop, device=device)
     key_K = torch.arange(seen.start, seen.stop, device=device)
