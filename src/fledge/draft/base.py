@@ -22,6 +22,8 @@ class DraftModel(nn.Module):
     """The base of all drafts: `embed_tokens` [V, E] and `lm_head` [W, E] are the subclass's."""
 
     architecture: ClassVar[str]  # what config.json calls it
+    # its embedding and head are the target's own: in no file, and given to it whenever it is loaded
+    shares_target: ClassVar[bool] = False
     config: Any
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
