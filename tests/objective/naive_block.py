@@ -114,6 +114,11 @@ def block_states(draft, document, anchor):
     return _norm(x, p["norm.weight"], eps)
 
 
+def target_says(head, document, position):
+    """Its distribution of the next token, in float32 as everywhere."""
+    return head.logits(document.hidden[position]).float().softmax(-1).double()
+
+
 @dataclass
 class NaiveBlocks:
     loss: torch.Tensor = None
@@ -146,7 +151,7 @@ def naive_dflash(draft, documents, anchors, *, head, row_loss, gamma=None):
                     walk.append((False, False))
                     continue
                 logits = states[k] @ draft.lm_head.weight.T
-                probs = head.logits(document.hidden[label - 1]).softmax(-1)
+                probs = target_says(head, document, label - 1)
                 loss, right = row_loss(logits, int(document.ids[label]), probs)
                 found.append((k, loss, logits.softmax(-1)[document.ids[label]].detach()))
                 pays.append(k)
@@ -176,7 +181,7 @@ def naive_dspark(draft, documents, anchors, *, head, gamma, text, distance, conf
                 before = p["markov_head.markov_w1.weight"][document.ids[label - 1]]
                 logits = states[k] @ draft.lm_head.weight.T
                 logits = logits + p["markov_head.markov_w2.weight"] @ before
-                q, truth = logits.softmax(-1), head.logits(document.hidden[label - 1]).softmax(-1)
+                q, truth = logits.softmax(-1), target_says(head, document, label - 1)
                 cross = -q[document.ids[label]].log()
                 apart = (q - truth).abs().sum()
                 read = torch.cat([states[k], before])

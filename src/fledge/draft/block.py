@@ -93,6 +93,14 @@ class BlockDraftModel(DraftModel):
         """Whether the target's embedding and head are there."""
         return not any(t.weight.is_meta for t in (self.embed_tokens, self.lm_head))
 
+    def check_whole(self) -> None:
+        """Refuse to compute without them."""
+        if not self.whole:
+            raise ValueError(
+                "embed_tokens: this draft works with its target's embedding and head; give it "
+                "both with copy_embeddings_from_target and copy_head_from_target"
+            )
+
     def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
         self._lend("embedding", self.embed_tokens, embedding.weight)
 
@@ -193,11 +201,7 @@ class BlockDraftModel(DraftModel):
 
     def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
         """[..., E] in `dtype`."""
-        if not self.whole:
-            raise ValueError(
-                "embed_tokens: this draft works with its target's embedding and head; give it "
-                "both with copy_embeddings_from_target and copy_head_from_target"
-            )
+        self.check_whole()
         return F.embedding(token, self.embed_tokens.weight).to(dtype)
 
     # --- computing ------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ class BlockDraftModel(DraftModel):
         return rotate(layer.keys(keys), *turn), values
 
     def by_head(self, x_NX: Tensor) -> Tensor:
-        return x_NX.reshape(len(x_NX), -1, self.config.head_dim)
+        return x_NX.reshape(len(x_NX), x_NX.shape[1] // self.config.head_dim, self.config.head_dim)
 
     def forward(
         self,
@@ -255,7 +259,7 @@ class BlockDraftModel(DraftModel):
                 self._layer, layer, sight, state, context_TE, turn_T, turn, rows, attention
             )
         state = rms_norm(state, self.norm_weight(dtype), self.config.rms_norm_eps)
-        return state.view(len(rows), rows.size, -1)
+        return state.view(len(rows), rows.size, self.config.hidden_size)
 
     def _layer(
         self,

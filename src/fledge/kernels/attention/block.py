@@ -118,7 +118,8 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_NJHC, k_TGC, v_TGC, keys_NJGC, values_NJGC, out_NJHC, lse_NJH = ctx.saved_tensors
+        *inputs, out_NJHC, lse_NJH = ctx.saved_tensors
+        q_NJHC, k_TGC, v_TGC, keys_NJGC, values_NJGC = inputs
         (dout_NJHC,) = grads
         delta_NJH = (dout_NJHC.to(lse_NJH.dtype) * out_NJHC).sum(-1)
         flat = ctx.rows.flat(ctx.sight.window)
@@ -134,18 +135,19 @@ class _BlockAttention(torch.autograd.Function):
         dq = dq.view(q_NJHC.shape) + dq_own.flatten(2, 3)
         dkeys = torch.einsum("ngrji,njgrc->nigc", dscores, q)
         dvalues = torch.einsum("ngrji,njgrc->nigc", weights, dout)
-        found = zip((dq, dk_TGC, dv_TGC, dkeys, dvalues), ctx.saved_tensors, strict=False)
+        found = zip((dq, dk_TGC, dv_TGC, dkeys, dvalues), inputs, strict=True)
         return None, None, *(grad.to(own.dtype) for grad, own in found)
 
 
 def _grouped(x_NJHC: Tensor, groups: int) -> Tensor:
     """[N, J, G, R, C]"""
-    return x_NJHC.reshape(*x_NJHC.shape[:2], groups, -1, x_NJHC.shape[-1])
+    blocks, size, heads, channels = x_NJHC.shape
+    return x_NJHC.reshape(blocks, size, groups, heads // groups, channels)
 
 
 def _by_head(x_NJH: Tensor, groups: int) -> Tensor:
     """[N, G, R, J]"""
-    return x_NJH.reshape(*x_NJH.shape[:2], groups, -1).permute(0, 2, 3, 1)
+    return _grouped(x_NJH[..., None], groups).squeeze(-1).permute(0, 2, 3, 1)
 
 
 def _from_head(x_NGRJ: Tensor) -> Tensor:
