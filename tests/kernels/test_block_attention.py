@@ -13,17 +13,18 @@ from fledge.kernels.attention.block import (
 from fledge.rollout import plan
 from fledge.rollout.block_plan import BlockRows
 
+KEYS = 91
 SIGHTS = [Sight(), Sight(causal=True), Sight(True, 6), Sight(True, 2), Sight(False, 3)]
 
 
 def make_rows(size=4, device="cpu"):
-    """Three documents at keys 0..8, 9..9, 10..40; blocks close together, far apart, at the ends."""
-    slot = np.array([0, 1, 8, 9, 10, 11, 12, 25, 40])
-    first = np.array([0, 0, 0, 9, 10, 10, 10, 10, 10])
+    """Three documents at keys 0..8, 9..9, 10..90; blocks close together, far apart, at the ends."""
+    slot = np.array([0, 1, 8, 9, 10, 11, 12, 60, 61, 90])
+    first = np.array([0, 0, 0, 9, 10, 10, 10, 10, 10, 10])
     return BlockRows.of(slot, first, size, torch.device(device))
 
 
-def make_inputs(rows, *, keys=41, heads=6, groups=2, channels=16, dtype=torch.float64):
+def make_inputs(rows, *, keys=KEYS, heads=6, groups=2, channels=16, dtype=torch.float64):
     g = torch.Generator().manual_seed(0)
     own = (len(rows), rows.size)
     shapes = [(*own, heads), (keys, groups), (keys, groups), (*own, groups), (*own, groups)]
@@ -58,12 +59,12 @@ def test_who_sees_whom():
     """Key by key, as docs/semantics.md says it."""
     rows = make_rows(4)
     for sight in SIGHTS:
-        context, own = block_visible(rows, 41, sight)
+        context, own = block_visible(rows, KEYS, sight)
         for n, (slot, first) in enumerate(zip(rows.slot_host, rows.first_host, strict=True)):
             for j in range(4):
                 at = slot + 1 + j
-                near = [sight.window is None or at - u < sight.window for u in range(41)]
-                wanted = [first <= u <= slot and near[u] for u in range(41)]
+                near = [sight.window is None or at - u < sight.window for u in range(KEYS)]
+                wanted = [first <= u <= slot and near[u] for u in range(KEYS)]
                 assert context[n, j].tolist() == wanted
         for j in range(4):
             for i in range(4):
