@@ -117,7 +117,7 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
         self, plan: BlockPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
         newest_N = input_ids_T.index_select(0, plan.blocks.slot_N)
-        states_NJE = self.draft_model(
+        states_NJE: Tensor = self.draft_model(
             aux_TD,
             newest_N,
             plan.position_T,

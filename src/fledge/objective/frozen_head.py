@@ -174,6 +174,7 @@ class _Sweep:
         self.dhidden_PE.index_copy_(0, element_J, dlogits_JW @ self.head)
         if self.dfeatures_NR is not None and self.dout_WR is not None:
             assert self.features_NR is not None
+            assert self.token_out is not None
             self.dfeatures_NR[part] = dlogits_JW @ self.token_out
             self.dout_WR += dlogits_JW.t() @ self.features_NR[part]
 

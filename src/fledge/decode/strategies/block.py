@@ -96,7 +96,7 @@ class MarkovRollouts(BlockRollouts):
         draft, head = self.draft, self.draft.markov_head
         assert head is not None
         sizes = [draft.config.hidden_size, draft.config.markov_rank, 1]
-        state_NE, features_NR, proposed_N1 = head_input_NE.split(sizes, dim=1)
+        state_NE, features_NR, proposed_N1 = torch.split(head_input_NE, sizes, dim=1)
         logits_NW = super().logits(state_NE) + F.linear(features_NR, head.out_WR.to(state_NE.dtype))
         return logits_NW.masked_fill(proposed_N1 == 0, float("-inf"))  # no likeliest token
 
