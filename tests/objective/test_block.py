@@ -1,11 +1,15 @@
 """The objectives of DFlash and DSpark against the textbook, and the equalities of the design."""
 
+import multiprocessing
+import os
+import socket
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.core.distributed import World
+from fledge.core.distributed import World, join_world, leave_world
 from fledge.core.head import TargetHead
 from fledge.objective.dflash import DFlashTrainerModule
 from fledge.objective.dspark import DSparkTrainerModule
@@ -243,6 +247,60 @@ def test_micro_batches_add_up_to_one_batch(kind):
             assert (
                 sum(getattr(o, field) for o in outs).tolist() == getattr(whole[0], field).tolist()
             )
+
+
+def step_gradients(module, micro, world):
+    """As `train_step` takes them."""
+    ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro]
+    normalizer = world.sum_(sum(batch.charged_K for batch in ready))
+    known = module.acceptance(ready, world)
+    module.zero_grad()
+    loss = torch.zeros((), dtype=torch.float64)
+    for batch in ready:
+        output = module.score(batch, normalizer, known)
+        output.loss.backward()
+        loss += output.loss.detach()
+    parameters = list(module.draft_model.parameters())
+    world.sum_gradients(parameters)
+    return [world.sum_(loss), *(parameter.grad.clone() for parameter in parameters)]
+
+
+def rank_step(rank, port, kind, queue):
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    world = join_world(torch.device("cpu"))
+    documents = make_block_documents(LENGTHS)
+    # unequal ranks, and one of them has a single micro-batch
+    mine = [padded_batch(documents[:3]), padded_batch(documents[3:5])]
+    mine = mine if rank == 0 else [packed_batch([documents[5:]], 40)]
+    found = step_gradients(make_module(**KINDS[kind]), mine, world)
+    if rank == 0:
+        queue.put([tensor.tolist() for tensor in found])
+    leave_world(world)
+
+
+@pytest.mark.parametrize("kind", ["dflash dpace", "dspark"])
+def test_two_ranks_are_one(kind):
+    whole = step_gradients(
+        make_module(**KINDS[kind]), [padded_batch(make_block_documents(LENGTHS))], World()
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    ranks = [context.Process(target=rank_step, args=(r, port, kind, queue)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    found = [torch.tensor(values, dtype=torch.float64) for values in queue.get(timeout=60)]
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    for ours, theirs in zip(found, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
 def test_blocks_are_drawn_from_the_document_and_the_seed():
