@@ -15,6 +15,7 @@ from fledge.objective.dflash import DFlashTrainerModule
 from fledge.objective.dspark import DSparkTrainerModule
 from fledge.objective.losses.lk_lambda import LkLambda
 from fledge.objective.losses.registry import LOSSES
+from fledge.objective.losses.total_variation import TotalVariation
 from fledge.rollout.block_plan import ANCHOR_TOKENS
 from fledge.rollout.plan import RowMasks
 from objective.naive_block import (
@@ -135,11 +136,11 @@ def test_dflash_equals_the_textbook(variant):
     check(module, documents, naive)
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl", "hard", "lk_alpha"])
+@pytest.mark.parametrize("kind", ["ce", "kl", "hard", "lk_alpha", "tv"])
 def test_dflash_with_the_targets_distribution(kind):
     module = make_module(loss=kind)
     documents = make_block_documents(LENGTHS)
-    row_loss = by_target(LOSSES[kind]())
+    row_loss = by_target(TotalVariation() if kind == "tv" else LOSSES[kind]())
     starts = drawn(module, documents)
     naive = naive_dflash(
         module.draft_model, documents, starts, head=make_head(), row_loss=row_loss, gamma=3.0

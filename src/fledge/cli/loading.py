@@ -86,12 +86,11 @@ def parse_dtype(name: str, *, floating: bool = False) -> Any:
 
 
 def load_draft_beside(target: Any, path: Path) -> Any:
-    """A draft in the target's precision, on its device, with what it shares with the target."""
+    """A draft in the target's precision, on its device, with what it borrows from the target."""
     from fledge.methods.registry import load_draft
-    from fledge.train.drafts import share_target
 
     draft = load_draft(path, dtype=target.info().dtype).to(target.model.device)
-    share_target(draft, target)
+    draft.borrow_from(target)
     return draft
 
 

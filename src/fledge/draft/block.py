@@ -12,6 +12,7 @@ Shapes: N blocks of J slots, T key axis.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -37,7 +38,7 @@ from fledge.kernels.attention.block import Sight, block_attention
 from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.block_plan import BlockRows
-from fledge.target.base import HasWeight
+from fledge.target.base import Eagle3TargetBackend, HasWeight
 
 Turn = tuple[Tensor, Tensor]  # cos and sin
 
@@ -52,7 +53,6 @@ class BlockDraftModel(DraftModel):
     """
 
     architecture = "FledgeBlockDraftModel"
-    shares_target = True
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -97,9 +97,13 @@ class BlockDraftModel(DraftModel):
         """Refuse to compute without them."""
         if not self.whole:
             raise ValueError(
-                "embed_tokens: this draft works with its target's embedding and head; give it "
-                "both with copy_embeddings_from_target and copy_head_from_target"
+                "embed_tokens: this draft works with its target's embedding and head: "
+                "borrow_from(target) gives it both"
             )
+
+    def borrow_from(self, target: Eagle3TargetBackend) -> None:
+        self.copy_embeddings_from_target(target.get_input_embeddings())
+        self.copy_head_from_target(_Table(target.info().head.weight_VD))
 
     def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
         self._lend("embedding", self.embed_tokens, embedding.weight)
@@ -288,6 +292,11 @@ class BlockDraftModel(DraftModel):
         parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)
         q, keys, values = map(self.by_head, parts)
         return rotate(layer.queries(q), *turn), rotate(layer.keys(keys), *turn), values
+
+
+@dataclass(frozen=True)
+class _Table:
+    weight: Tensor
 
 
 # What the absence of a key means.

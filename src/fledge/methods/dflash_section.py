@@ -22,9 +22,21 @@ class TextChoice(LossChoice):
         return TextCrossEntropy()
 
 
+class DistanceChoice(LossChoice):
+    """Half the sum of |draft - target|: the chance that speculative sampling rejects."""
+
+    kind: Literal["tv"] = "tv"
+    """Each loss says its own name."""
+
+    def loss(self) -> Loss:
+        from fledge.objective.losses.total_variation import TotalVariation
+
+        return TotalVariation()
+
+
 def block_losses() -> dict[str, type[LossChoice]]:
     """What a block can be trained with: the text, or the target's distribution."""
-    return {"text": TextChoice, **loss_choices()}
+    return {"text": TextChoice, **loss_choices(), "tv": DistanceChoice}
 
 
 class DflashSection(BlockSection):

@@ -33,8 +33,8 @@ def make_draft(
     else:
         draft = recipe.method.draft_type()(_draft_config(recipe, target, vocabulary, tokenizer))
     draft.set_vocab_mapping(ids, mask)
-    share_target(draft, target)
-    if section.init_from is None and not draft.shares_target:
+    draft.borrow_from(target)
+    if section.init_from is None:
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
@@ -53,13 +53,6 @@ def make_draft(
     if recipe.training.gradient_checkpointing:
         draft.gradient_checkpointing_enable()
     return draft.to(device)
-
-
-def share_target(draft: DraftModel, target: Eagle3TargetBackend) -> None:
-    """Give a draft what it shares with its target and has in no file, if it is of that kind."""
-    if draft.shares_target:
-        draft.copy_embeddings_from_target(target.get_input_embeddings())
-        draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
 
 
 def _draft_config(
