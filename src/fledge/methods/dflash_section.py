@@ -50,7 +50,8 @@ class DflashSection(BlockSection):
     loss: Annotated[LossChoice, Tagged("kind", block_losses, default="text", bare=True)] = Field(
         default_factory=TextChoice
     )
-    """What a wrong token or distribution costs: a name, or a mapping of kind and parameters."""
+    """text: cross entropy with the text's own token, for answers that the target wrote. Or what a
+    wrong distribution costs: tv (half of |draft - target|), or one of those below."""
 
     weights: Literal["decay", "dpace"] = "decay"
     """decay: by `gamma`; dpace: by how likely the block is to be accepted that far (D-PACE), which
