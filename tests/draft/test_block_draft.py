@@ -138,9 +138,9 @@ def test_a_dspark_draft_grows_from_a_dflash_one():
     assert method_of(wider).grow(dflash, wider) is None
 
 
-def test_a_directory_without_weights_is_named(tmp_path):
-    draft = make_block_draft(dtype=torch.float32)
-    draft.save_pretrained(tmp_path / "draft")
-    (tmp_path / "draft" / "model.safetensors").unlink()
-    with pytest.raises(BadInput, match=r"no model\.safetensors"):
+def test_a_config_that_cannot_be_is_one_line(tmp_path):
+    make_block_draft(dtype=torch.float32).save_pretrained(tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(path.read_text().replace('"block_size": 4', '"block_size": 1'))
+    with pytest.raises(BadInput, match="block_size: at least 2"):
         load_draft(tmp_path / "draft")

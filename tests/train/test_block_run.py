@@ -27,8 +27,10 @@ def run(*arguments, text=None):
 def block(recipe):
     def make(kind, *overrides, run="run"):
         size = {"dflash": 5, "dspark": 4}[kind]
+        layers = {"dflash": "0,1,2", "dspark": "0,2"}[kind]
         return recipe(
-            f"objective.kind={kind}", "objective.listened_layers=3", "draft.layers=2",
+            f"objective.kind={kind}", f"objective.listened_layers={len(layers.split(','))}",
+            f"target.aux_layer_ids={layers}", "draft.layers=2",
             f"objective.block_size={size}", "draft.draft_vocab_size=null", "objective.anchors=1024",
             "training.steps=6", "training.lr=1e-2", *overrides, run=run,
         )  # fmt: skip
@@ -94,7 +96,8 @@ def test_a_dspark_run_starts_from_a_dflash_one(block, tmp_path):
     same = "objective.block_size=4"
     fit(set_up(block("dflash", same, run="first")), Notes())
     start = f"draft.init_from={tmp_path / 'first'}"
-    training = set_up(block("dspark", start, same, run="second"))
+    heard = ("objective.listened_layers=3", "target.aux_layer_ids=0,1,2")
+    training = set_up(block("dspark", start, same, *heard, run="second"))
     first = load_draft(tmp_path / "first" / "best")
     assert training.draft.whole
     assert (training.draft.fc.weight == first.fc.weight).all()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fledge.core.errors import BadInput, first_line
 from fledge.core.files import save_tensors, write_json
 from fledge.draft.base import DraftModel
 from fledge.draft.block_heads import ConfidenceHead, MarkovHead
@@ -167,8 +168,12 @@ class BlockDraftModel(DraftModel):
         where: Path,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        with torch.device("meta"):  # before memory is spent on what the config promises
-            check_tensors(where, want=cls(config).state_dict(), have=tensors)
+        try:
+            with torch.device("meta"):  # before memory is spent on what the config promises
+                promised = cls(config).state_dict()
+        except ValueError as error:
+            raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
+        check_tensors(where, want=promised, have=tensors)
         model = cls(config)
         model.to(dtype or tensors["fc.weight"].dtype)
         model.load_state_dict(tensors)
