@@ -50,7 +50,7 @@ class BlockDraftModel(DraftModel):
     `config` is a Llama-style transformers config plus `block_size` (slots of a block),
     `mask_token_id`, `sample_from_anchor` (slot 0 foretells the first token; else slot 1 does),
     `causal` (inside a block), `sliding_window` and `sliding_layers`, `markov_rank`,
-    `confidence_head` and `confidence_threshold`.
+    `confidence_head`, `confidence_threshold` and `confidence_temperatures`.
     """
 
     architecture = "FledgeBlockDraftModel"
@@ -313,6 +313,7 @@ _ABSENT: dict[str, Any] = {
     "markov_rank": 0,
     "confidence_head": False,
     "confidence_threshold": 0.0,
+    "confidence_temperatures": (),  # one for each depth that was calibrated
 }
 
 
@@ -323,7 +324,8 @@ def check_block_config(config: Any) -> None:
     for name, absent in _ABSENT.items():
         if getattr(config, name, None) is None:
             setattr(config, name, absent)
-    config.sliding_layers = list(config.sliding_layers)
+    for name in ("sliding_layers", "confidence_temperatures"):
+        setattr(config, name, list(getattr(config, name)))
     least = 1 if config.sample_from_anchor else 2
     if config.block_size < least:
         raise ValueError(f"block_size: at least {least}, got {config.block_size}")

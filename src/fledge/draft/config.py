@@ -46,6 +46,7 @@ CONFIG_FILE = Table(
         "sliding_layers": Maybe(ListOf(Whole(0, 2**10), most=2**10)),
         "markov_rank": Maybe(Whole(0, 2**14)),
         "confidence_threshold": Maybe(Number(0, 1)),
+        "confidence_temperatures": Maybe(ListOf(Number(1e-6, 1e6), most=2**10)),
         "bos_token_id": _TOKEN,
         "pad_token_id": _TOKEN,
         "hidden_act": Text(64),

@@ -85,30 +85,46 @@ class MarkovRollouts(BlockRollouts):
         for depth, (rows, state_NE) in enumerate(zip(plan.depths, states, strict=True)):
             before_N = ids_T.index_select(0, rows.slot_N + depth)
             features_NR = head.features(before_N, state_NE.dtype)
-            chance = running_chance(draft, state_NE, features_NR, chance)
+            chance = running_chance(draft, state_NE, features_NR, depth, chance)
             proposed_N = torch.ones_like(state_NE[:, 0])
             if chance is not None:
                 proposed_N = (chance >= draft.config.confidence_threshold).to(state_NE.dtype)
             inputs.append(torch.cat([state_NE, features_NR, proposed_N[:, None]], dim=1))
         return inputs
 
+    def confidence(self, head_input_NE: Tensor) -> Tensor:
+        """[N] log-odds, before any temperature, that a drafted token stands."""
+        assert self.draft.confidence_head is not None
+        state_NE, features_NR, _ = self._parts(head_input_NE)
+        odds_N: Tensor = self.draft.confidence_head(state_NE, features_NR)
+        return odds_N
+
+    def _parts(self, head_input_NE: Tensor) -> tuple[Tensor, ...]:
+        sizes = [self.draft.config.hidden_size, self.draft.config.markov_rank, 1]
+        return torch.split(head_input_NE, sizes, dim=1)
+
     def logits(self, head_input_NE: Tensor) -> Tensor:
-        draft, head = self.draft, self.draft.markov_head
+        head = self.draft.markov_head
         assert head is not None
-        sizes = [draft.config.hidden_size, draft.config.markov_rank, 1]
-        state_NE, features_NR, proposed_N1 = torch.split(head_input_NE, sizes, dim=1)
+        state_NE, features_NR, proposed_N1 = self._parts(head_input_NE)
         logits_NW = super().logits(state_NE) + F.linear(features_NR, head.out_WR.to(state_NE.dtype))
         return logits_NW.masked_fill(proposed_N1 == 0, float("-inf"))  # no likeliest token
 
 
 def running_chance(
-    draft: BlockDraftModel, state_NE: Tensor, features_NR: Tensor, before_N: Tensor | None
+    draft: BlockDraftModel,
+    state_NE: Tensor,
+    features_NR: Tensor,
+    depth: int,
+    before_N: Tensor | None,
 ) -> Tensor | None:
     """[N] how sure the draft is that all tokens up to this one stand, given the same of those
     before; None: every token is proposed, whatever the confidence."""
     if draft.confidence_head is None or not draft.config.confidence_threshold:
         return None
-    sure_N: Tensor = draft.confidence_head(state_NE, features_NR).sigmoid()
+    temperatures = draft.config.confidence_temperatures
+    temperature = temperatures[depth] if depth < len(temperatures) else 1.0
+    sure_N: Tensor = (draft.confidence_head(state_NE, features_NR) / temperature).sigmoid()
     return sure_N if before_N is None else before_N[: len(sure_N)] * sure_N
 
 
@@ -254,11 +270,11 @@ class MarkovBlock(Block):
         tokens: list[Tensor] = []
         tops: list[Tensor] = []
         probs: list[Tensor] = []
-        for state_BE in self.states(state).unbind(1):
+        for depth, state_BE in enumerate(self.states(state).unbind(1)):
             features_BR = head.features(before_B, state_BE.dtype)
             logits_BW = self.drafter.logits(state_BE) + F.linear(features_BR, out_WR)
             picked_B, top_B, probs_BW = chooser.pick_scored(logits_BW)
-            chance = running_chance(draft, state_BE, features_BR, chance)
+            chance = running_chance(draft, state_BE, features_BR, depth, chance)
             if chance is not None:  # behind the first that is left out, nothing is proposed
                 kept_B = chance >= draft.config.confidence_threshold
                 top_B = top_B.masked_fill(~kept_B, float("-inf"))
