@@ -12,7 +12,7 @@ SMALL = ["bench", "train", "--shape", "tiny", "--seq", "48", "--steps", "1", "--
 SMALL += ["--device", "cpu"]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
 def test_a_step_is_measured(kind):
     found = json.loads(CliRunner().invoke(app, [*SMALL, "--kind", kind, "--json"]).stdout)
     assert found["tokens"] == 48

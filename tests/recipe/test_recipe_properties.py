@@ -40,6 +40,7 @@ SPECIAL = {  # fields whose rule is not in their type
     "down_sample_ratio_min": st.floats(0, 0.5),
     "loss": st.sampled_from(sorted(LOSSES))
     | st.fixed_dictionaries({"kind": st.just("lk_lambda")}, optional={"decay": st.floats(0, 9)}),
+    "sliding_layers": st.lists(st.integers(0, 9), max_size=3, unique=True),
     "lk_kl_decay": st.none() | st.just(3.0),  # one spelling at a time
 }
 
@@ -119,6 +120,8 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
         recipe["target"].pop("aux_layer_ids", None)
     if any(number > 1 for number in recipe["target"].get("parallel", {}).values()):
         recipe["target"].pop("keep_states_gb", None)
+    if recipe["objective"].get("weights") == "dpace":
+        recipe["objective"].pop("loss", None)
     if recipe["draft"].get("qk_norm"):
         recipe["draft"] |= {"attention_bias": False, "mlp_bias": False}
 

@@ -46,13 +46,13 @@ def test_validation_accepts_exactly_three_distinct_ids_in_range(ids: list[int], 
 
 @pytest.mark.parametrize(
     ("depth", "count", "ids"),
-    [(32, 1, [32]), (32, 2, [1, 28]), (32, 5, [1, 7, 14, 21, 28]), (9, 5, [1, 2, 3, 4, 5])],
+    [(32, 1, [32]), (32, 2, [1, 29]), (36, 5, [1, 9, 17, 25, 33]), (9, 5, [1, 2, 4, 5, 6])],
 )
 def test_other_numbers_of_layers_are_spread(depth: int, count: int, ids: list[int]) -> None:
     assert default_aux_layer_ids(depth, count) == ids
     assert validate_aux_layer_ids(ids, depth, count) == validate_aux_layer_ids(ids, depth, None)
     with pytest.raises(ValueError, match=r"too shallow .* distinct aux_layer_ids"):
-        default_aux_layer_ids(5, count + 1)
+        default_aux_layer_ids(4, count + 1)
     with pytest.raises(ValueError, match="aux_layer_ids must be exactly seven layers"):
         validate_aux_layer_ids(ids, depth, 7)
     with pytest.raises(ValueError, match="aux_layer_ids must be distinct"):

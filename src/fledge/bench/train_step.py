@@ -108,8 +108,9 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def build_parts(case: Case, device: torch.device) -> Parts:
     target, method = build_target(case, device), METHODS[case.kind]
-    vocab, draft_vocab = SHAPES[case.shape][-1], DRAFT_VOCAB[case.shape]
     usual = {"layers": 1, "freeze_embeddings": True, **method.draft_defaults}
+    vocab = SHAPES[case.shape][-1]
+    draft_vocab = usual.get("draft_vocab_size", DRAFT_VOCAB[case.shape]) or vocab  # null: all of it
     options = method.bench_options(
         depths=case.depths, depth_keep=case.depth_keep, partitions=case.partitions
     )
@@ -125,6 +126,8 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     mask[ids] = True
     with torch.device(device):
         draft = method.draft_type()(config)
+    draft.set_vocab_mapping(ids, mask)
+    draft.borrow_from(target)
     draft.embed_tokens.weight.requires_grad_(not usual["freeze_embeddings"])
     draft.gradient_checkpointing = case.checkpointing
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))

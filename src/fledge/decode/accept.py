@@ -89,8 +89,9 @@ def judge_drawn(
 
 
 def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p / q) for a token that was drawn from q (so q > 0)."""
-    return (p / q).clamp_max(1.0)
+    """min(1, p / q) for a token that was drawn from q (so q > 0); 0 where q = 0, which stands for
+    no token at all: a strategy that stops early proposes nothing there."""
+    return torch.where(q > 0, (p / q).clamp_max(1.0), 0.0)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.core.files import atomic_directory
 from fledge.draft.files import check_tensors, read_draft, write_draft_files
-from fledge.target.base import HasWeight, selection_mask
+from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 
 
 class DraftModel(nn.Module):
@@ -125,6 +125,10 @@ class DraftModel(nn.Module):
     @torch.no_grad()
     def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
         self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
+
+    def borrow_from(self, target: Eagle3TargetBackend) -> None:
+        """Take what belongs to the target and is in none of the draft's files; called whenever a
+        draft is made or read."""
 
     def freeze_embeddings(self) -> None:
         """Train everything but the input embeddings: they stay the target's."""

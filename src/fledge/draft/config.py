@@ -41,6 +41,12 @@ CONFIG_FILE = Table(
         "max_position_embeddings": Whole(1),
         "aux_layer_ids": Maybe(ListOf(Whole(0, 2**16), most=2**10)),
         "mask_token_id": _TOKEN,
+        "block_size": Maybe(Whole(1, 2**10)),
+        "sliding_window": Maybe(Whole(1, 2**31)),
+        "sliding_layers": Maybe(ListOf(Whole(0, 2**10), most=2**10)),
+        "markov_rank": Maybe(Whole(0, 2**14)),
+        "confidence_threshold": Maybe(Number(0, 1)),
+        "confidence_temperatures": Maybe(ListOf(Number(1e-6, 1e6), most=2**10)),
         "bos_token_id": _TOKEN,
         "pad_token_id": _TOKEN,
         "hidden_act": Text(64),
@@ -52,7 +58,8 @@ CONFIG_FILE = Table(
         "rope_scaling": Maybe(_ROTARY),
         **dict.fromkeys(
             ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting",
-             "attention_bias", "mlp_bias", "tie_word_embeddings"), Maybe(Flag()),
+             "attention_bias", "mlp_bias", "tie_word_embeddings", "causal", "sample_from_anchor",
+             "confidence_head"), Maybe(Flag()),
         ),
     },
 )  # fmt: skip
@@ -73,7 +80,7 @@ _FLAGS = {
 
 def depths_key(config: Any) -> str:
     """Which key says how many tokens a draft was trained to propose: each method's own word."""
-    if getattr(config, "eagle_version", None) is not None:
+    if any(getattr(config, name, None) is not None for name in ("eagle_version", "block_size")):
         return "draft_tokens"
     return "num_depths" if config.parallel_drafting else "ttt_steps"
 

@@ -20,6 +20,8 @@ METHODS: Registry[Method] = Registry(
         "peagle": "fledge.methods.peagle:PEAGLE",
         "eagle1": "fledge.methods.eagle1:EAGLE1",
         "eagle2": "fledge.methods.eagle1:EAGLE2",
+        "dflash": "fledge.methods.dflash:DFLASH",
+        "dspark": "fledge.methods.dspark:DSPARK",
     },
 )
 DEFAULT_METHOD = "eagle3"

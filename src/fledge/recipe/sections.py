@@ -77,10 +77,12 @@ class Draft(Section):
     """The draft model; everything else is derived from the target's configuration."""
 
     layers: PositiveCount = 1
-    """Decoder layers. Left out: 1, and 4 for P-EAGLE. SGLang 0.5.9 serves only 1."""
+    """Decoder layers. Left out: 1, 4 for P-EAGLE, 5 for DFlash and DSpark. SGLang 0.5.9 serves
+    EAGLE drafts of 1 only."""
 
     draft_vocab_size: PositiveCount | None = 32_000
-    """Most frequent tokens the draft can propose; null: the whole target vocabulary."""
+    """Most frequent tokens the draft can propose; null: the whole target vocabulary, which is what
+    DFlash and DSpark have where it is left out."""
 
     intermediate_size: PositiveCount | None = None
     """Width of the MLP; null: the target's."""

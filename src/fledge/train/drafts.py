@@ -33,6 +33,7 @@ def make_draft(
     else:
         draft = recipe.method.draft_type()(_draft_config(recipe, target, vocabulary, tokenizer))
     draft.set_vocab_mapping(ids, mask)
+    draft.borrow_from(target)
     if section.init_from is None:
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:

@@ -65,8 +65,10 @@ def check_method(draft: Path, method: str | None) -> None:
 
 
 def load_draft_beside(target: "HFEagle3TargetModel", path: Path) -> "DraftModel":
-    """A draft in the target's precision, on its device."""
+    """A draft in the target's precision, on its device, with what it borrows from the target."""
     from fledge.methods.registry import load_draft
 
     device = target.get_input_embeddings().weight.device
-    return load_draft(path, dtype=target.info().dtype).to(device)
+    draft = load_draft(path, dtype=target.info().dtype).to(device)
+    draft.borrow_from(target)
+    return draft

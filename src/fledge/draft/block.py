@@ -1,0 +1,362 @@
+"""`BlockDraftModel`: the draft of DFlash and DSpark, a few layers that attend to the target.
+
+    context = hidden_norm(fc(the target's features)), once for all layers
+    block   = [newest token, MASK, MASK, ...] -> layers -> norm -> the target's own head
+
+In every layer queries come from the block alone, keys and values from the context and the block.
+The context is never queried and not normed again, so its keys and values are computed once for
+each token and layer, in training and in serving. Embedding and head are the target's own tensors:
+shared, never trained, and in none of the draft's files.
+
+Shapes: N blocks of J slots, T key axis.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fledge.core.errors import BadInput, first_line
+from fledge.core.files import save_tensors, write_json
+from fledge.draft.base import DraftModel
+from fledge.draft.block_heads import ConfidenceHead, MarkovHead
+from fledge.draft.config import check_draft_config
+from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME, check_tensors, config_json
+from fledge.draft.layer import (
+    DeepDraftLayer,
+    DraftLayer,
+    LayerWeights,
+    forget_mlp,
+    linear,
+    rms_norm,
+)
+from fledge.draft.rotary import Rotary, rotate
+from fledge.kernels.attention.block import Sight, block_attention
+from fledge.kernels.attention.blocked import KeysValues
+from fledge.kernels.attention.reference import AttentionKind
+from fledge.rollout.block_plan import BlockRows
+from fledge.target.base import Eagle3TargetBackend, HasWeight
+
+Turn = tuple[Tensor, Tensor]  # cos and sin
+
+
+class BlockDraftModel(DraftModel):
+    """fc, hidden_norm, Qwen3-style layers, norm; perhaps a Markov head and a confidence head.
+
+    `config` is a Llama-style transformers config plus `block_size` (slots of a block),
+    `mask_token_id`, `sample_from_anchor` (slot 0 foretells the first token; else slot 1 does),
+    `causal` (inside a block), `sliding_window` and `sliding_layers`, `markov_rank`,
+    `confidence_head`, `confidence_threshold` and `confidence_temperatures`.
+    """
+
+    architecture = "FledgeBlockDraftModel"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        check_block_config(config)
+        self.config = config
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = linear(config.num_aux_hidden_states * config.target_hidden_size, size)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.layers = nn.ModuleList(DeepDraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self._register_vocabulary(config)
+        self.rotary = Rotary(config)
+        self._init_weights()
+        with torch.device("meta"):  # until the target's are there
+            self._share("embed_tokens", nn.Embedding(config.vocab_size, size))
+            self._share("lm_head", linear(size, config.draft_vocab_size))
+
+    def _init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if self.markov_head is not None:  # a fresh draft says what its states say
+            nn.init.zeros_(self.markov_head.markov_w2.weight)
+        if self.confidence_head is not None:
+            nn.init.zeros_(self.confidence_head.proj.bias)
+
+    # --- what belongs to the target -------------------------------------------------------------
+
+    def _share(self, name: str, table: nn.Module) -> None:
+        """Keep a module that is no part of this one: not trained, not saved, not cast."""
+        table.requires_grad_(False)
+        object.__setattr__(self, name, table)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the target's embedding and head are there."""
+        return not any(t.weight.is_meta for t in (self.embed_tokens, self.lm_head))
+
+    def check_whole(self) -> None:
+        """Refuse to compute without them."""
+        if not self.whole:
+            raise ValueError(
+                "embed_tokens: this draft works with its target's embedding and head: "
+                "borrow_from(target) gives it both"
+            )
+
+    def borrow_from(self, target: Eagle3TargetBackend) -> None:
+        self.copy_embeddings_from_target(target.get_input_embeddings())
+        self.copy_head_from_target(_Table(target.info().head.weight_VD))
+
+    def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
+        self._lend("embedding", self.embed_tokens, embedding.weight)
+
+    def copy_head_from_target(self, head: HasWeight) -> None:
+        ids = self.selected_token_ids
+        if ids is None:
+            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
+        weight = head.weight
+        if len(ids) < len(weight):
+            weight = weight[ids.to(weight.device)]
+        self._lend("head", self.lm_head, weight)
+
+    def _lend(self, what: str, own: nn.Embedding | nn.Linear, theirs: Tensor) -> None:
+        """The target's memory itself, where it lies on the draft's device."""
+        if own.weight.shape != theirs.shape:
+            raise ValueError(
+                f"{what}: the target's is {tuple(theirs.shape)}, the draft's "
+                f"{tuple(own.weight.shape)}"
+            )
+        own.weight = nn.Parameter(theirs.detach().to(self.device), requires_grad=False)
+
+    def freeze_embeddings(self) -> None:
+        """They are never trained."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for table in (self.embed_tokens, self.lm_head):
+            if not table.weight.is_meta:  # moves with the draft, keeps the target's precision
+                table.to(self.device)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def selected_token_ids(self) -> Tensor | None:
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return torch.arange(self.config.vocab_size, device=self.device)
+        return super().selected_token_ids
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        held = self.state_dict() if tensors is None else tensors
+        tensors = {name: value.detach().contiguous() for name, value in held.items()}
+        values = config_json(self.config, self.dtype, self.architecture)
+        write_json(directory / CONFIG_NAME, values)
+        save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: Any,
+        tensors: Mapping[str, Tensor],
+        *,
+        where: Path,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        try:
+            with torch.device("meta"):  # before memory is spent on what the config promises
+                promised = cls(config).state_dict()
+        except ValueError as error:
+            raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
+        check_tensors(where, want=promised, have=tensors)
+        model = cls(config)
+        model.to(dtype or tensors["fc.weight"].dtype)
+        model.load_state_dict(tensors)
+        return model
+
+    # --- what a block is ------------------------------------------------------------------------
+
+    @property
+    def first_place(self) -> int:
+        """The slot that foretells the token behind the newest one."""
+        return 0 if self.config.sample_from_anchor else 1
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block proposes."""
+        return int(self.config.block_size) - self.first_place
+
+    def sights(self) -> list[Sight]:
+        """What each layer sees: sliding ones are causal inside the block, whatever the others."""
+        config = self.config
+        full, sliding = Sight(config.causal), Sight(causal=True, window=config.sliding_window)
+        return [sliding if i in config.sliding_layers else full for i in range(len(self.layers))]
+
+    def block_tokens(self, newest_N: Tensor) -> Tensor:
+        """[N, J]: the newest token and placeholders."""
+        rest = newest_N.new_full((len(newest_N), self.config.block_size - 1), self._mask_id)
+        return torch.cat([newest_N[:, None], rest], dim=1)
+
+    @property
+    def _mask_id(self) -> int:
+        if self.config.mask_token_id is None:
+            raise ValueError("mask_token_id: the draft's config has none")
+        return int(self.config.mask_token_id)
+
+    def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., E] in `dtype`."""
+        self.check_whole()
+        return F.embedding(token, self.embed_tokens.weight).to(dtype)
+
+    # --- computing ------------------------------------------------------------------------------
+
+    def layer_weights(
+        self, dtype: torch.dtype, *, recompute_mlp: bool = False
+    ) -> list[LayerWeights]:
+        """What a step computes with, layer by layer."""
+        layers = cast(Iterable[DraftLayer], self.layers)
+        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
+
+    def norm_weight(self, dtype: torch.dtype) -> Tensor:
+        return self.norm.weight.to(dtype)
+
+    def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[..., K * D] the target's features -> [..., E] the context of all layers."""
+        dtype = dtype or self.dtype
+        state = F.linear(aux.to(dtype), self.fc.weight.to(dtype))
+        return rms_norm(state, self.hidden_norm.weight.to(dtype), self.config.rms_norm_eps)
+
+    def context_keys(self, layer: LayerWeights, context_NE: Tensor, turn: Turn) -> KeysValues:
+        """[N, G, C] keys and values that a layer makes of context tokens."""
+        kv = layer.project(context_NE, None, slice(layer.q_size, None))
+        keys, values = self.by_head(kv).chunk(2, dim=1)
+        return rotate(layer.keys(keys), *turn), values
+
+    def by_head(self, x_NX: Tensor) -> Tensor:
+        return x_NX.reshape(len(x_NX), x_NX.shape[1] // self.config.head_dim, self.config.head_dim)
+
+    def forward(
+        self,
+        aux_TD: Tensor,  # [T, K * D] on the plan's key axis
+        newest_N: Tensor,  # the token that each block starts with
+        position_T: Tensor,
+        rows: BlockRows,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        attention: AttentionKind = "fast",
+    ) -> Tensor:
+        """Head inputs [N, J, E] of all slots of all blocks, after the final norm."""
+        dtype = compute_dtype or self.dtype
+        tokens = len(rows) * rows.size
+        forget = not self.checkpoints_layers and forget_mlp(
+            self.config, len(self.layers) * tokens, dtype, kept_gib=1.5
+        )
+        context_TE = self.project_hidden_states(aux_TD, dtype)
+        turn_T = self.rotary(position_T, dtype)
+        position_N = position_T.index_select(0, rows.slot_N) + 1
+        position_NJ = position_N[:, None] + torch.arange(rows.size, device=position_N.device)
+        turn = self.rotary(position_NJ.flatten(), dtype)
+        state = self.embed(self.block_tokens(newest_N), dtype).flatten(0, 1)
+        weights = self.layer_weights(dtype, recompute_mlp=forget)
+        for layer, sight in zip(weights, self.sights(), strict=True):
+            state = self._run_draft_layer(
+                self._layer, layer, sight, state, context_TE, turn_T, turn, rows, attention
+            )
+        state = rms_norm(state, self.norm_weight(dtype), self.config.rms_norm_eps)
+        return state.view(len(rows), rows.size, self.config.hidden_size)
+
+    def _layer(
+        self,
+        layer: LayerWeights,
+        sight: Sight,
+        state: Tensor,
+        context_TE: Tensor,
+        turn_T: Turn,
+        turn: Turn,
+        rows: BlockRows,
+        attention: AttentionKind,
+    ) -> Tensor:
+        context = self.context_keys(layer, context_TE, turn_T)
+        q, keys, values = self.block_heads(layer, state, turn)
+        by_block = (x.view(len(rows), rows.size, *x.shape[1:]) for x in (q, keys, values))
+        q_NJHC, *own = by_block
+        out = block_attention(q_NJHC, context, (own[0], own[1]), rows, sight, kind=attention)
+        return layer.finish(state, out.flatten(0, 1))
+
+    def block_heads(
+        self, layer: LayerWeights, state_NE: Tensor, turn: Turn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, C], keys and values [N, G, C] of a block's own slots."""
+        qkv = layer.project(layer.normed(state_NE), None, slice(None))
+        kv_size = (qkv.shape[1] - layer.q_size) // 2
+        parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)
+        q, keys, values = map(self.by_head, parts)
+        return rotate(layer.queries(q), *turn), rotate(layer.keys(keys), *turn), values
+
+
+@dataclass(frozen=True)
+class _Table:
+    weight: Tensor
+
+
+# What the absence of a key means.
+_ABSENT: dict[str, Any] = {
+    "sample_from_anchor": False,
+    "causal": False,
+    "sliding_window": None,
+    "sliding_layers": (),
+    "markov_rank": 0,
+    "confidence_head": False,
+    "confidence_threshold": 0.0,
+    "confidence_temperatures": (),  # one for each depth that was calibrated
+}
+
+
+def check_block_config(config: Any) -> None:
+    """Fill in what is absent, refuse what a block draft cannot be."""
+    config.qk_norm = True  # of all of them
+    check_draft_config(config)
+    for name, absent in _ABSENT.items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, absent)
+    for name in ("sliding_layers", "confidence_temperatures"):
+        setattr(config, name, list(getattr(config, name)))
+    least = 1 if config.sample_from_anchor else 2
+    if config.block_size < least:
+        raise ValueError(f"block_size: at least {least}, got {config.block_size}")
+    config.draft_tokens = config.block_size + 1 - least
+    if config.target_hidden_size != config.hidden_size:
+        raise ValueError(
+            f"hidden_size: must be the target's {config.target_hidden_size}, whose embedding and "
+            f"head the draft uses; got {config.hidden_size}"
+        )
+    layers = config.num_hidden_layers
+    if not all(type(i) is int and 0 <= i < layers for i in config.sliding_layers):
+        raise ValueError(f"sliding_layers: of 0 .. {layers - 1}, got {config.sliding_layers}")
+    if config.sliding_layers and not config.sliding_window:
+        raise ValueError("sliding_window: needed where layers slide")
+    for name in ("fc_norm", "norm_output", "parallel_drafting", "attention_bias", "mlp_bias"):
+        if getattr(config, name):
+            raise ValueError(f"{name}: block drafts have none")
+
+
+@torch.no_grad()
+def grown(draft: BlockDraftModel, config: Any) -> BlockDraftModel | None:
+    """A block draft of another method with all the weights that both have: a DSpark draft that
+    starts from a DFlash one has fresh heads, of which the Markov head says nothing yet. None: their
+    shapes are of two drafts."""
+    new = BlockDraftModel(config).to(device=draft.device, dtype=draft.dtype)
+    state, own = draft.state_dict(), new.state_dict()
+    shared = {name: state[name] for name in own if name in state}
+    heads = ("markov_head.", "confidence_head.")
+    missing = [name for name in own if name not in state and not name.startswith(heads)]
+    if missing or any(own[name].shape != shared[name].shape for name in shared):
+        return None
+    new.load_state_dict(own | shared)
+    return new

@@ -1,0 +1,48 @@
+"""Small heads on a block draft: each is a piece of its own, with its own tensors.
+
+A *token head* adds something to the logits of a slot that depends on the token before it, so that
+tokens of one block are drafted left to right although their states come out of one pass. It is a
+product of two factors, `features` of the previous token [N, R] and `out_WR`; the loss and decoding
+need nothing else of it. The *confidence head* foretells how likely a drafted token is to stand.
+
+Shapes: N slots of blocks, R rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class MarkovHead(nn.Module):
+    """logits += W2 . W1[previous token] (DSpark)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., R] of the tokens before; target ids."""
+        return F.embedding(previous_N, self.markov_w1.weight).to(dtype)
+
+    @property
+    def out_WR(self) -> Tensor:  # noqa: N802  (its shape)
+        return self.markov_w2.weight
+
+
+class ConfidenceHead(nn.Module):
+    """w . [state; features of the previous token] + b: the log-odds that a token is accepted."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank or 0), 1)
+
+    def forward(self, state_NE: Tensor, features_NR: Tensor | None) -> Tensor:
+        """[...] log-odds, at least in fp32."""
+        wide = torch.promote_types(state_NE.dtype, torch.float32)
+        parts = [state_NE] if features_NR is None else [state_NE, features_NR]
+        read = torch.cat([part.to(wide) for part in parts], dim=-1)
+        weight, bias = self.proj.weight.to(wide), self.proj.bias.to(wide)
+        return F.linear(read, weight, bias).squeeze(-1)

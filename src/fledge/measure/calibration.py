@@ -1,0 +1,164 @@
+"""Is a draft as sure as it is right? Temperatures that make it so, and the table that shows it.
+
+A confidence head foretells, token by token, the chance that a drafted token stands. What decides
+how far a block is worth verifying is the running product: the chance that all tokens so far stand.
+So temperatures are fitted depth by depth, each given those before it, such that the product is
+calibrated on held-out texts. What stood is found out by replay, from every slot that drafts.
+
+Shapes: N slots of a depth.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.decode.strategies.block import MarkovRollouts
+from fledge.draft.block import BlockDraftModel
+from fledge.measure.packed import Ints, accepted_lengths
+
+Floats = NDArray[np.float64]
+
+_COLDEST, _HOTTEST = 0.05, 20.0
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Sureness:
+    """Of every slot that drafts: log-odds by depth (NaN past its text), and tokens accepted."""
+
+    odds_NK: Floats
+    accepted_N: Ints
+
+    def stood(self, depth: int) -> NDArray[np.bool_]:
+        """[N]: all tokens up to this depth were accepted."""
+        return self.accepted_N > depth
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Slots whose foretold chance lies in one interval."""
+
+    foretold: float  # their mean chance
+    found: float  # share of them where all tokens so far stood
+    count: int
+
+
+@torch.no_grad()
+def sureness(
+    draft: BlockDraftModel,
+    packs: Iterable[tuple[Eagle3TargetBatch, TokenBatch, Ints]],  # `picks` of `packed.target_picks`
+    depths: int,
+) -> Sureness:
+    """What the draft foretells at every drafting slot of some packs, and what came true."""
+    if draft.confidence_head is None or draft.markov_head is None:
+        raise BadInput("this draft has no confidence head", fix="objective.kind=dspark trains one")
+    rollouts = MarkovRollouts(draft, depths)
+    odds: list[Floats] = []
+    accepted: list[Ints] = []
+    with _all_proposed(draft):
+        for batch, tokens, picks_S in packs:
+            accepted_S = accepted_lengths(rollouts, batch, tokens, picks_S).reshape(-1)
+            plan = rollouts.plan(tokens)
+            slot_T = plan.slot_T.cpu().numpy()
+            slot_N = slot_T[plan.depths[0].slot_N.cpu().numpy()]
+            odds_NK = np.full((len(slot_N), depths), np.nan)
+            for depth, inputs_NE in enumerate(rollouts.head_inputs(batch, plan)):
+                found_N = rollouts.confidence(inputs_NE).double().cpu().numpy()
+                odds_NK[: len(found_N), depth] = found_N  # rows of a depth are the first of depth 0
+            odds.append(odds_NK)
+            accepted.append(accepted_S[slot_N])
+    return Sureness(np.concatenate(odds), np.concatenate(accepted))
+
+
+@contextmanager
+def _all_proposed(draft: BlockDraftModel) -> Iterator[None]:
+    """While open, no confidence leaves anything out."""
+    config: Any = draft.config
+    before, config.confidence_threshold = config.confidence_threshold, 0.0
+    try:
+        yield
+    finally:
+        config.confidence_threshold = before
+
+
+def fit_temperatures(found: Sureness) -> list[float]:
+    """One for each depth, left to right: the likeliest, given those before it."""
+    temperatures: list[float] = []
+    for depth in range(found.odds_NK.shape[1]):
+        here_N = ~np.isnan(found.odds_NK[:, depth])
+        if not here_N.any():
+            break
+        before_N = chances(found, temperatures)[here_N, depth - 1] if depth else 1.0
+        odds_N, stood_N = found.odds_NK[here_N, depth], found.stood(depth)[here_N]
+
+        def unlikely(
+            log_temperature: float, odds_N: Floats = odds_N, before_N: Any = before_N,
+            stood_N: Any = stood_N,
+        ) -> float:  # fmt: skip
+            chance_N = before_N * _sigmoid(odds_N / np.exp(log_temperature))
+            return _log_loss(chance_N, stood_N)
+
+        temperatures.append(float(np.exp(_lowest(unlikely, np.log(_COLDEST), np.log(_HOTTEST)))))
+    return temperatures
+
+
+def chances(found: Sureness, temperatures: Sequence[float]) -> Floats:
+    """[N, depths] the running product; depths without a temperature have 1."""
+    scale = np.ones(found.odds_NK.shape[1])
+    scale[: len(temperatures)] = temperatures
+    return np.cumprod(_sigmoid(found.odds_NK / scale), axis=1, dtype=np.float64)
+
+
+def reliability(
+    found: Sureness, temperatures: Sequence[float], depth: int, bins: int = 10
+) -> list[Bin]:
+    """Foretold and found, side by side, for the tokens up to one depth; no empty intervals."""
+    chance_N = chances(found, temperatures)[:, depth]
+    here_N = ~np.isnan(chance_N)
+    chance_N, stood_N = chance_N[here_N], found.stood(depth)[here_N]
+    which_N = np.minimum((chance_N * bins).astype(np.int64), bins - 1)
+    return [
+        Bin(float(chance_N[which_N == b].mean()), float(stood_N[which_N == b].mean()), int(n))
+        for b in range(bins)
+        if (n := (which_N == b).sum())
+    ]
+
+
+def calibration_error(table: Sequence[Bin]) -> float:
+    """How far foretold and found lie apart, on average over slots."""
+    total = sum(one.count for one in table)
+    return sum(abs(one.foretold - one.found) * one.count for one in table) / max(1, total)
+
+
+def _sigmoid(odds: Floats) -> Floats:
+    value: Floats = 0.5 * (1 + np.tanh(odds / 2))
+    return value
+
+
+def _log_loss(chance_N: Floats, stood_N: NDArray[np.bool_]) -> float:
+    clear_N = np.clip(chance_N, 1e-12, 1 - 1e-12)
+    return float(-np.where(stood_N, np.log(clear_N), np.log1p(-clear_N)).mean())
+
+
+def _lowest(value: Any, low: float, high: float) -> float:
+    """Where a function of one valley is lowest, by golden sections."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = value(left), value(right)
+    while high - low > 1e-4:
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = value(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = value(right)
+    return (low + high) / 2

@@ -1,0 +1,72 @@
+"""What the recipe sections of block drafters share."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, model_validator
+
+from fledge.core.settings import Count, Positive, PositiveCount
+from fledge.methods.section import ObjectiveSection
+
+_GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}  # what published drafts were trained with
+
+
+class BlockSection(ObjectiveSection):
+    """All tokens of a block in one pass of a few layers that attend to the target's features."""
+
+    not_options: ClassVar[frozenset[str]] = ObjectiveSection.not_options | {
+        *("listened_layers", "block_size", "causal", "sliding_window", "sliding_layers"),
+        "mask_token_id",
+    }
+
+    listened_layers: PositiveCount = 5
+    """How many of the target's layers the draft listens to; `target.aux_layer_ids` says which."""
+
+    block_size: Annotated[PositiveCount, Field(ge=2, le=1024)] = 16
+    """Slots of a block."""
+
+    anchors: PositiveCount = 512
+    """Blocks that start in 2,048 tokens of a document, in proportion, where there are places for
+    so many; every step draws them anew."""
+
+    gamma: Positive | None = None
+    """A token k places further weighs exp(-k / gamma); null: 7, 5, 4 for blocks of 16, 10, 8, and
+    alike for others."""
+
+    causal: bool = False
+    """Slots of a block see only those before them, instead of all."""
+
+    sliding_layers: tuple[Count, ...] = ()
+    """Draft layers, from 0, that look back `sliding_window` tokens only."""
+
+    sliding_window: PositiveCount = 2048
+    """How far they look; they are causal inside the block."""
+
+    mask_token_id: Count | None = None
+    """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""
+
+    @property
+    def decay_tokens(self) -> float:
+        """`gamma`, or what stands for it."""
+        if self.gamma is not None:
+            return self.gamma
+        near = min(_GAMMAS, key=lambda size: abs(size - self.block_size))
+        return _GAMMAS[near] * self.block_size / near
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "gamma": self.decay_tokens}
+
+    def draft_settings(self) -> dict[str, object]:
+        """What of it the draft's config holds."""
+        return {
+            "block_size": self.block_size,
+            "causal": self.causal,
+            "sliding_layers": list(self.sliding_layers),
+            "sliding_window": self.sliding_window if self.sliding_layers else None,
+            "num_aux_hidden_states": self.listened_layers,
+        }
+
+    @model_validator(mode="after")
+    def _layers_once(self) -> "BlockSection":
+        if len(set(self.sliding_layers)) < len(self.sliding_layers):
+            raise ValueError("sliding_layers: each layer once")
+        return self

@@ -1,0 +1,95 @@
+"""DFlash: all tokens of a block in one pass of a few layers that attend to the target's features.
+
+What block drafters share stands here; `dspark.py` adds its heads.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fledge.core.registry import Registry
+from fledge.methods.base import Method, TrainerInputs
+
+if TYPE_CHECKING:
+    from fledge.decode.strategies.base import Strategy
+    from fledge.draft.base import DraftModel
+    from fledge.draft.block import BlockDraftModel
+    from fledge.methods.block_section import BlockSection
+    from fledge.objective.base import Objective
+
+
+class BlockMethod(Method):
+    draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 5, "draft_vocab_size": None}
+    fixed_draft: ClassVar[Mapping[str, Any]] = {
+        "head_from_target": True,
+        "freeze_embeddings": True,
+        "qk_norm": True,
+        "fc_norm": False,
+        "norm_output": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    carries_states = False
+
+    def draft_type(self) -> "type[BlockDraftModel]":
+        from fledge.draft.block import BlockDraftModel
+
+        return BlockDraftModel
+
+    def aux_layers(self, section: Any = None) -> int:
+        said: Any = section or self.section.model_validate({})
+        return int(said.listened_layers)
+
+    def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+        from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
+
+        if section.mask_token_id is None:
+            mask_token_id = choose_mask_token_id(tokenizer, vocab_size)
+        else:
+            mask_token_id = check_mask_token_id(section.mask_token_id, tokenizer, vocab_size)
+        return {**section.draft_settings(), "mask_token_id": mask_token_id}
+
+    def grow(self, draft: "DraftModel", config: Any) -> "DraftModel | None":
+        from fledge.draft.block import grown
+
+        return grown(draft, config) if isinstance(draft, self.draft_type()) else None
+
+    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
+        section: Any = self.section.model_validate(self.bench_section)
+        return {**section.draft_settings(), "mask_token_id": vocab_size - 1, "qk_norm": True}
+
+    bench_section: ClassVar[Mapping[str, Any]] = {}
+    """What `fledge bench train` measures besides the usual."""
+
+    def sglang_flags(self, num_draft_tokens: int) -> list[str]:
+        return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]
+
+
+class Dflash(BlockMethod):
+    name = "dflash"
+    title = "DFlash"
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
+        "strategy", {"block": "fledge.decode.strategies.block:Block"}
+    )
+    formats: ClassVar[Mapping[str, str]] = {}
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
+    bench_section: ClassVar[Mapping[str, Any]] = {"block_size": 8}
+
+    @property
+    def section(self) -> "type[BlockSection]":
+        from fledge.methods.dflash_section import DflashSection
+
+        return DflashSection
+
+    def owns(self, config: Any) -> bool:
+        return getattr(config, "block_size", None) is not None
+
+    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
+        from fledge.objective.dflash import DFlashTrainerModule
+
+        return DFlashTrainerModule(draft, **given.arguments(), **options)
+
+    def bench_options(self, **_: Any) -> dict[str, Any]:
+        return self.section.model_validate(self.bench_section).options()
+
+
+DFLASH = Dflash()

@@ -1,0 +1,47 @@
+"""DSpark: DFlash's block with two small heads. A Markov head lets each token know the one before
+it, a confidence head says how likely it is to stand."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fledge.core.registry import Registry
+from fledge.methods.base import TrainerInputs
+from fledge.methods.dflash import BlockMethod
+
+if TYPE_CHECKING:
+    from fledge.decode.strategies.base import Strategy
+    from fledge.methods.block_section import BlockSection
+    from fledge.objective.base import Objective
+
+
+class Dspark(BlockMethod):
+    name = "dspark"
+    title = "DSpark"
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
+        "strategy", {"markov": "fledge.decode.strategies.block:MarkovBlock"}
+    )
+    formats: ClassVar[Mapping[str, str]] = {}
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
+    bench_section: ClassVar[Mapping[str, Any]] = {"block_size": 8}
+
+    @property
+    def section(self) -> "type[BlockSection]":
+        from fledge.methods.dspark_section import DsparkSection
+
+        return DsparkSection
+
+    def owns(self, config: Any) -> bool:
+        return getattr(config, "block_size", None) is not None and bool(
+            getattr(config, "markov_rank", 0)
+        )
+
+    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
+        from fledge.objective.dspark import DSparkTrainerModule
+
+        return DSparkTrainerModule(draft, **given.arguments(), **options)
+
+    def bench_options(self, **_: Any) -> dict[str, Any]:
+        return self.section.model_validate(self.bench_section).options()
+
+
+DSPARK = Dspark()

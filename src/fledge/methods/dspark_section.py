@@ -1,0 +1,55 @@
+"""DSpark's section of a recipe."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fledge.core.settings import NonNegative, Positive, PositiveCount, ShareBelowOne
+from fledge.methods.block_section import BlockSection
+
+
+class DsparkSection(BlockSection):
+    """DSpark: DFlash's block, drafted left to right through a small Markov head, with a confidence
+    that says how far it is worth verifying."""
+
+    kind: Literal["dspark"] = "dspark"
+    """Drafts a block from one pass, each token knowing the one before; vLLM and SGLang serve it."""
+
+    not_options: ClassVar[frozenset[str]] = BlockSection.not_options | {
+        "markov_rank", "confidence_threshold",
+    }  # fmt: skip
+
+    block_size: Annotated[PositiveCount, Field(ge=1, le=1024)] = 7
+    """Slots of a block, which are the tokens that it drafts."""
+
+    gamma: Positive | None = 4.0
+    """A token k places further weighs exp(-k / gamma)."""
+
+    markov_rank: PositiveCount = 256
+    """Width of the Markov head."""
+
+    text_weight: NonNegative = 0.1
+    """What the cross entropy with the text's token counts."""
+
+    distance_weight: NonNegative = 0.9
+    """What the distance between the distributions, |draft - target|, counts."""
+
+    confidence_weight: NonNegative = 1.0
+    """What a wrong confidence counts; 0: no confidence head."""
+
+    confidence_threshold: ShareBelowOne = 0.0
+    """Decoding here proposes no token behind which all so far stand with a smaller chance than
+    this; 0: all are proposed."""
+
+    @property
+    def depths(self) -> int:
+        return self.block_size
+
+    def draft_settings(self) -> dict[str, object]:
+        return {
+            **super().draft_settings(),
+            "sample_from_anchor": True,
+            "markov_rank": self.markov_rank,
+            "confidence_head": self.confidence_weight > 0,
+            "confidence_threshold": self.confidence_threshold,
+        }

@@ -1,0 +1,155 @@
+"""What the objectives of block drafters share: blocks that are drawn, run and scored.
+
+The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules. Depth k of a
+rollout is the k-th token that a block proposes. What one element counts falls with its depth, and
+the sum of what all elements of a step count is the divisor, over all micro-batches and ranks.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.core.head import HeadLike
+from fledge.draft.block import BlockDraftModel
+from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.losses.base import Loss
+from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
+from fledge.rollout.block_plan import BlockPlan, plan_blocks
+from fledge.rollout.cod import draw_seed
+from fledge.rollout.slots import RowMasks
+
+EVALUATION_SEED = 0  # the same blocks at every evaluation: what changes is the draft
+
+
+class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
+    """A block draft and its objective; call it with `**batch.to_trainer_inputs()`.
+
+    Where blocks start follows from `seed` (an argument of `prepare` and of the call). Without one,
+    a draft in training mode draws from torch's generator, and one in evaluation mode the same
+    blocks every time.
+    """
+
+    draft_model: BlockDraftModel
+
+    def __init__(
+        self,
+        draft_model: BlockDraftModel,
+        *,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        target_head: HeadLike | None,
+        loss: Loss,
+        anchors: int,
+        gamma: float,
+        compute_dtype: torch.dtype | None,
+        chunk_rows: int | None,
+        attention: AttentionKind,
+    ) -> None:
+        for name, value in (("anchors", anchors), ("gamma", gamma)):
+            if isinstance(value, bool) or not value > 0:
+                raise ValueError(f"{name}: must be positive, got {value!r}")
+        vocabulary = (selected_token_ids, selected_token_mask)
+        options = (target_head, compute_dtype, chunk_rows, attention, None)
+        super().__init__(draft_model, vocabulary, loss, *options)
+        head = self.target_head
+        if head is not None and (
+            head.bias_V is not None or head.softcap is not None or head.scale != head.divisor
+        ):
+            raise ValueError(
+                "target_head: it has a bias, a scale or a soft cap, and block drafts read the "
+                "target's head without one; use eagle3"
+            )
+        self.anchors, self.gamma = anchors, gamma
+        # draft's id of every token of the target; 0 where it has none
+        draft_id_V = torch.zeros(len(self.selected_token_mask), dtype=torch.int64)
+        draft_id_V[selected_token_ids.cpu()] = torch.arange(len(selected_token_ids))
+        self.draft_id_V: Tensor
+        self.register_buffer("draft_id_V", draft_id_V.to(draft_model.device), persistent=False)
+
+    # --- what an objective says -----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _contiguous(self) -> bool:
+        """Whether a block pays only up to its first token that is not supervised."""
+
+    @property
+    @abstractmethod
+    def _by_text(self) -> bool:
+        """Whether elements are scored by the text's token, which the draft must be able to say;
+        otherwise it must be able to say the target's top token."""
+
+    # --- how a block draft is trained -----------------------------------------------------------
+
+    @property
+    def depths(self) -> int:
+        return self.draft_model.drafts
+
+    @property
+    def _num_losses(self) -> int:
+        return 1  # one mean acceptance, over all elements
+
+    def plan(self, masks: RowMasks, seed: int | None = None) -> BlockPlan:
+        if seed is None:
+            seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
+        return plan_blocks(
+            masks,
+            size=self.draft_model.config.block_size,
+            first_place=self.draft_model.first_place,
+            anchors=self.anchors,
+            seed=seed,
+            contiguous=self._contiguous,
+            device=self.selected_token_ids.device,
+        )
+
+    def prepare_inputs(self, input_ids: Tensor, *args: Any, **rest: Any) -> ReadyBatch[BlockPlan]:
+        ready = super().prepare_inputs(input_ids, *args, **rest)
+        if not self._by_text:
+            return ready
+        covered_M = self.selected_token_mask[_behind(input_ids, ready.plan.target_M)]
+        charged_K = self._per_depth(ready.plan, covered_M[ready.plan.head.target_N])
+        return replace(ready, covered_M=covered_M, charged_K=charged_K)
+
+    def _states(
+        self, plan: BlockPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
+        newest_N = input_ids_T.index_select(0, plan.blocks.slot_N)
+        states_NJE: Tensor = self.draft_model(
+            aux_TD,
+            newest_N,
+            plan.position_T,
+            plan.blocks,
+            compute_dtype=dtype,
+            attention=self.attention,
+        )
+        return states_NJE.flatten(0, 1).index_select(0, plan.element_P)
+
+    def _charged(self, covered_N: Tensor) -> Tensor:
+        """Only what the draft can say."""
+        return covered_N
+
+    def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
+        """exp(-k / gamma), divided by the sum of what all charged elements of the step count."""
+        wide = torch.promote_types(dtype, torch.float32)
+        depth_K = torch.arange(self.depths, device=count_K.device, dtype=wide)
+        weight_K = (-depth_K / self.gamma).exp()
+        total = (weight_K * count_K).sum()
+        return weight_K / total.where(total > 0, 1.0)
+
+    def _labels(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
+        """[N] the text's tokens that the elements foretell, as the draft counts them."""
+        label_M = self.draft_id_V[_behind(ready.input_ids, ready.plan.target_M)]
+        return label_M.index_select(0, ready.plan.head.target_N)
+
+    def _previous(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
+        """[N] the text's tokens before those, as the target counts them."""
+        slot_N = ready.plan.target_M.index_select(0, ready.plan.head.target_N)
+        return ready.input_ids.flatten().index_select(0, slot_N)
+
+
+def _behind(input_ids_BT: Tensor, slot_M: Tensor) -> Tensor:
+    """The token behind the one that each slot reads: documents are contiguous, one place on."""
+    return input_ids_BT.flatten().index_select(0, slot_M + 1)

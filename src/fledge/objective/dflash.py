@@ -1,0 +1,148 @@
+"""DFlash's objective: every token of a block against the text, or the target's distribution.
+
+Weights fall by depth (`gamma`), or follow D-PACE (arXiv 2605.18810): with s_k half the chance that
+the draft gives the text's token at depth k plus a half, depth k counts the sum over m >= k of
+s_0 s_1 ... s_m, roughly how many tokens are lost when it is wrong.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fledge.core.distributed import World
+from fledge.core.head import HeadLike
+from fledge.draft.block import BlockDraftModel
+from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.block import BlockTrainerModule
+from fledge.objective.frozen_head import TokenScores, TokenTask, frozen_head_loss
+from fledge.objective.head_loss import HeadLoss, HeadTask
+from fledge.objective.losses.base import Loss
+from fledge.objective.losses.registry import loss_of
+from fledge.objective.losses.text import TextCrossEntropy
+from fledge.objective.losses.total_variation import TotalVariation
+from fledge.objective.rollout import ReadyBatch
+from fledge.rollout.block_plan import BlockPlan
+
+OWN_LOSSES: dict[str, Loss] = {loss.kind: loss for loss in (TextCrossEntropy(), TotalVariation())}
+
+
+class DFlashTrainerModule(BlockTrainerModule):
+    """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
+
+    `loss` is "text" (cross entropy with the text's token), or, against the target's distribution,
+    "tv" (half the distance), a `Loss` or its name in `losses.registry`.
+    """
+
+    def __init__(
+        self,
+        draft_model: BlockDraftModel,
+        *,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        target_head: HeadLike | None = None,
+        loss: str | Loss = "text",
+        weights: Literal["decay", "dpace"] = "decay",
+        anchors: int = 512,
+        gamma: float = 7.0,
+        compute_dtype: torch.dtype | None = None,
+        chunk_rows: int | None = None,
+        attention: AttentionKind = "fast",
+    ) -> None:
+        chosen = OWN_LOSSES.get(loss) if isinstance(loss, str) else None
+        chosen = chosen or loss_of(loss)
+        if weights not in ("decay", "dpace"):
+            raise ValueError(f"weights: 'decay' or 'dpace', got {weights!r}")
+        if weights == "dpace" and not isinstance(chosen, TextCrossEntropy):
+            raise ValueError(f"weights: 'dpace' needs the loss 'text', got {chosen.kind!r}")
+        super().__init__(
+            draft_model, selected_token_ids=selected_token_ids,
+            selected_token_mask=selected_token_mask, target_head=target_head, loss=chosen,
+            anchors=anchors, gamma=gamma, compute_dtype=compute_dtype, chunk_rows=chunk_rows,
+            attention=attention,
+        )  # fmt: skip
+        self.weights = weights
+
+    @property
+    def _contiguous(self) -> bool:
+        return False
+
+    @property
+    def _by_text(self) -> bool:
+        return isinstance(self.loss, TextCrossEntropy)
+
+    @torch.no_grad()
+    def acceptance(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> Tensor | None:
+        """What the whole step must know before it is scored: the mean acceptance, for a loss that
+        weighs by it; or, for D-PACE, the sum of all weights over micro-batches and ranks, which
+        takes a forward of the draft in advance. None: one micro-batch on one rank needs neither."""
+        if self.weights != "dpace":
+            return super().acceptance(ready, world)
+        if len(ready) <= 1 and world.size == 1:
+            return None
+        total = torch.zeros((), dtype=torch.float64, device=self.selected_token_ids.device)
+        for batch in ready:
+            hidden_PE = self._hidden(batch, None)
+            total += self._text_scores(batch, hidden_PE, None, None).coefficient_N.sum().double()
+        return world.sum_(total)
+
+    def _score(
+        self,
+        ready: ReadyBatch[BlockPlan],
+        task: HeadTask,
+        hidden_PE: Tensor,
+        coefficient_N: Tensor,
+        acceptance: Tensor | None,
+    ) -> HeadLoss:
+        if not self._by_text:
+            return super()._score(ready, task, hidden_PE, coefficient_N, acceptance)
+        if self.weights == "dpace":
+            scores = self._text_scores(ready, hidden_PE, None, acceptance)
+        else:
+            counts_N = torch.where(task.charged_N, coefficient_N, 0.0)
+            scores = self._text_scores(ready, hidden_PE, counts_N, None)
+        loss = scores.loss
+        if self.weights == "dpace" and acceptance is None:  # this batch is the whole step
+            total = scores.coefficient_N.sum()
+            loss = loss / total.where(total > 0, 1.0)
+        return HeadLoss(loss, scores.row_loss_N, scores.correct_N)
+
+    def _text_scores(
+        self,
+        ready: ReadyBatch[BlockPlan],
+        hidden_PE: Tensor,
+        coefficient_N: Tensor | None,  # None: D-PACE's
+        total: Tensor | None,  # of D-PACE's weights, over the step
+    ) -> TokenScores:
+        plan = ready.plan
+        charged_N = self._charged(ready.covered_M[plan.head.target_N])
+
+        def weigh(row_loss_N: Tensor) -> Tensor:
+            weight_N = dpace_weights(plan, row_loss_N, charged_N)
+            if total is None:
+                return weight_N
+            return weight_N / total.where(total > 0, 1.0).to(weight_N.dtype)
+
+        return frozen_head_loss(
+            hidden_PE,
+            self.draft_model.lm_head.weight,
+            TokenTask(plan.head, self._labels(ready), chunk_rows=self.chunk_rows),
+            coefficient_N=coefficient_N,
+            weigh=weigh if coefficient_N is None else None,
+        )
+
+
+def dpace_weights(plan: BlockPlan, row_loss_N: Tensor, charged_N: Tensor) -> Tensor:
+    """[N] from the cross entropies of a plan's elements; 0 where an element does not pay."""
+    head, blocks = plan.head, plan.counts[0]
+    starts_K = torch.tensor([0, *plan.counts]).cumsum(0).to(row_loss_N.device, non_blocking=True)
+    place_N = head.depth_N * blocks + head.element_N - starts_K[head.depth_N]
+    shape = (len(plan.counts), blocks)
+    pays_X = torch.zeros(shape, dtype=torch.bool, device=row_loss_N.device).flatten()
+    pays_X[place_N] = charged_N
+    smooth_X = torch.ones_like(pays_X, dtype=row_loss_N.dtype)
+    smooth_X[place_N] = torch.where(charged_N, 0.5 * (-row_loss_N).exp() + 0.5, 1.0)
+    upto_KN = smooth_X.view(shape).cumprod(0) * pays_X.view(shape)
+    weight_KN = upto_KN.flip(0).cumsum(0).flip(0)
+    return torch.where(charged_N, weight_KN.flatten()[place_N], 0.0)

@@ -1,0 +1,175 @@
+"""The plan of a batch of blocks (DFlash, DSpark): where blocks start, and what they are asked for.
+
+Slots are those of `plan.py`: slot t holds the target's features of token t, and reads token t + 1.
+A block that starts at slot t has token t + 1 as its first, the *newest*, so that "all features
+strictly before the newest token" are the slots of its document up to t: the prefix of every other
+rollout. Depth k of the rollout is the token that lies k + 2 places behind t. A slot may be asked
+for when the token that it foretells, t + 2, is in the document and supervised, and a block may
+start there when the token t + 1 is supervised too.
+
+Example: seven tokens, the answer is x3 .. x6, blocks of 4 that propose 3 tokens.
+
+    slot t              0   1   2   3   4   5   6
+    reads token         x1  x2  x3  x4  x5  x6  .
+    foretells           x2  x3  x4  x5  x6  .   .
+    may be asked for    .   yes yes yes yes .   .
+    may start a block   .   .   yes yes yes .   .      newest token x3, x4 or x5
+    block from slot 3   context x0 .. x3, [x4, MASK, MASK, MASK] at positions 4 .. 7: x5, x6, -
+
+Blocks are drawn for each document by itself, from the seed and the document's own loss mask:
+`anchors` of them in 2,048 tokens, in proportion. Padding, packing, ranks and micro-batches do not
+change what is drawn.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.core.transfer import send
+from fledge.rollout.cod import Bools, Ints, slot_words
+from fledge.rollout.plan import QueryRows, RolloutPlan, cut_blocks, lay_out, to_device
+from fledge.rollout.slots import RowMasks, Slots, flatten_slots, key_axis
+
+ANCHOR_TOKENS = 2048  # `anchors` is how many blocks start in so many tokens of a document
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Where blocks start, in the order of the key axis; each has `size` queries."""
+
+    slot_N: Tensor  # key-axis index of the last slot that a block sees
+    first_N: Tensor  # key-axis index of the first slot of its document
+    size: int
+    slot_host: Ints
+    first_host: Ints
+
+    def __len__(self) -> int:
+        return len(self.slot_host)
+
+    @classmethod
+    def of(cls, slot: Ints, first: Ints, size: int, device: torch.device) -> "BlockRows":
+        slot_N, first_N = to_device([slot, first], device)
+        return cls(slot_N, first_N, size, slot, first)
+
+    @cached_property
+    def _flat(self) -> dict[int | None, QueryRows]:
+        return {}
+
+    def flat(self, window: int | None) -> QueryRows:
+        """Every query as a row of its own. A window is a later first key: the query at place j sits
+        j + 1 places behind the last key, and sees less than `window` places back."""
+        if window not in self._flat:
+            device, lowest, first = self.slot_N.device, self.first_host, self.first_host[:, None]
+            if window is not None:
+                lowest = np.maximum(lowest, self.slot_host + 2 - window)
+                reach = self.slot_host[:, None] + 2 + np.arange(self.size) - window
+                first = np.maximum(first, reach)
+            slot = np.repeat(self.slot_host, self.size)
+            first = np.broadcast_to(first, (len(self), self.size)).reshape(-1)
+            blocks = cut_blocks(slot, np.repeat(lowest, self.size), device)
+            order = np.arange(len(slot), dtype=np.int64)
+            slot_M, first_M, order_M = to_device([slot, first, order], device)
+            self._flat[window] = QueryRows(slot_M, first_M, order_M, blocks)
+        return self._flat[window]
+
+    def part(self, begin: int, end: int) -> "BlockRows":
+        """Some of the blocks."""
+        cut = slice(begin, end)
+        ends = (self.slot_host[cut], self.first_host[cut])
+        return BlockRows(self.slot_N[cut], self.first_N[cut], self.size, *ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan(RolloutPlan):
+    blocks: BlockRows
+    element_P: Tensor  # where each element lies in the blocks' queries end to end
+
+
+def plan_blocks(
+    masks: RowMasks,
+    *,
+    size: int,
+    first_place: int,  # the query of a block that foretells depth 0
+    anchors: int,
+    seed: int,
+    contiguous: bool = False,  # what lies behind a token that is not supervised is not asked for
+    device: torch.device | None = None,
+) -> BlockPlan:
+    """Draw the blocks of a batch and lay them out; one host sync, as `plan_rollout`."""
+    slots = flatten_slots(masks)
+    asked_S = asked_slots(slots)
+    chosen_S = draw_anchors(slots, slots.target & asked_S, anchors=anchors, seed=seed)
+    device = device or masks.loss_mask.device
+    place = (size, first_place)
+    return lay_out_blocks(
+        slots, asked_S, chosen_S, size - first_place, place, contiguous=contiguous, device=device
+    )
+
+
+def asked_slots(slots: Slots) -> Bools:
+    """[S]: the token behind the one that is read is in the same document, and supervised."""
+    asked = np.zeros_like(slots.target)
+    asked[:-1] = slots.target[1:] & (slots.start[1:] == slots.start[:-1]) & slots.real[:-1]
+    return asked
+
+
+def draw_anchors(slots: Slots, candidate_S: Bools, *, anchors: int, seed: int) -> Bools:
+    """[S] bool: of each document's candidates, `anchors` in 2,048 of its tokens, rounded up."""
+    documents = slots.documents
+    tokens = np.bincount(documents.ordinal[slots.real], minlength=documents.ordinal[-1] + 1)
+    wanted = -(-anchors * tokens // ANCHOR_TOKENS)
+    pool = np.flatnonzero(candidate_S)
+    owner = documents.ordinal[pool]
+    order = np.lexsort((slot_words(documents, seed)[pool], owner))
+    rank = np.arange(len(pool)) - np.searchsorted(owner[order], owner[order])
+    chosen = np.zeros_like(candidate_S)
+    chosen[pool[order[rank < wanted[owner[order]]]]] = True
+    return chosen
+
+
+def lay_out_blocks(
+    slots: Slots,
+    asked_S: Bools,
+    chosen_S: Bools,
+    num_depths: int,
+    place: tuple[int, int],  # size of a block, and the query that foretells depth 0
+    *,
+    contiguous: bool = False,
+    device: torch.device,
+) -> BlockPlan:
+    """The plan of a given draw."""
+    count = len(asked_S)
+    supervised_SK = np.zeros((count, num_depths), dtype=np.bool_)
+    for k in range(min(num_depths, count)):
+        within = asked_S[k:] & (k < slots.reach[: count - k])
+        supervised_SK[: count - k, k] = chosen_S[: count - k] & within
+    if contiguous:
+        supervised_SK = np.logical_and.accumulate(supervised_SK, axis=1)
+    deepest = num_depths - 1 - np.argmax(supervised_SK[:, ::-1], axis=1)
+    last_S = np.where(supervised_SK.any(axis=1), deepest, -1)
+    axis = key_axis(slots, last_S, num_depths)
+    plan = lay_out(
+        replace(slots, target=_needed(supervised_SK)), supervised_SK, axis, device=device
+    )
+    order = np.argsort(axis.row_key, kind="stable")
+    size, first_place = place
+    lies = np.empty_like(order)
+    lies[order] = np.arange(len(order))  # row of depth 0 -> block
+    element = [lies[:n] * size + first_place + k for k, n in enumerate(axis.counts)]
+    element_P = send(torch.from_numpy(np.concatenate(element)), device)
+    key = axis.row_key[order]
+    blocks = BlockRows.of(key, axis.first[key], size, device)
+    shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
+    return BlockPlan(**shared, blocks=blocks, element_P=element_P)
+
+
+def _needed(supervised_SK: Bools) -> Bools:
+    """[S]: some block asks what the target says here."""
+    count, depths = supervised_SK.shape
+    needed = np.zeros(count, dtype=np.bool_)
+    for k in range(min(depths, count)):
+        needed[k:] |= supervised_SK[: count - k, k]
+    return needed

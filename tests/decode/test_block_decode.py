@@ -1,0 +1,225 @@
+"""DFlash and DSpark decode losslessly, as the textbook's block says, and replay foresees it all."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from decode import test_sampling
+from decode.pretend import PretendPasses
+from decode.tiny_decode import AUX, STOPS, make_target
+from fledge.decode import speculative
+from fledge.decode.speculative import SpeculativeDecoder
+from fledge.decode.strategies.block import Block, MarkovBlock
+from fledge.decode.strategies.registry import choose
+from fledge.decode.strategies.shape import DraftShape
+from fledge.draft.block import BlockDraftModel
+from fledge.measure.replay import Text, replay
+from fledge.objective.dflash import DFlashTrainerModule
+from fledge.objective.dspark import DSparkTrainerModule
+from fledge.target.hf.model import HFEagle3TargetModel
+from objective.naive_block import block_states
+from objective.naive_eagle3 import Document
+
+SPARK = {"sample_from_anchor": True, "markov_rank": 6, "confidence_head": True, "block_size": 4}
+
+
+def make_block(target, *, fit=0, seed=1, width=None, **options):
+    torch.manual_seed(seed)
+    vocab = target.config.vocab_size
+    settings = {"block_size": 5, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, mask_token_id=vocab - 1,
+        num_aux_hidden_states=3, aux_layer_ids=AUX, draft_vocab_size=width or vocab,
+        **(settings | options),
+    )  # fmt: skip
+    draft = BlockDraftModel(config).double()
+    if width:
+        draft.set_vocab_mapping(torch.randperm(vocab)[:width].sort().values)
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=0.3 if "markov" in name or "confidence" in name else 0.16)
+    draft.copy_embeddings_from_target(target.model.embed_tokens)
+    draft.copy_head_from_target(target.lm_head)
+    if fit:
+        fit_draft(target, draft, fit)
+    return draft.eval()
+
+
+def fit_draft(target, draft, steps):
+    """On the target's own greedy texts."""
+    prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
+    rows = target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    ids = draft.selected_token_ids
+    mask = torch.zeros(40, dtype=torch.bool).index_fill(0, ids, True)
+    with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
+        batch = backend.generate_batch(rows, torch.ones_like(rows), torch.ones_like(rows))
+        kind = DSparkTrainerModule if draft.config.markov_rank else DFlashTrainerModule
+        module = kind(
+            draft, selected_token_ids=ids, selected_token_mask=mask,
+            target_head=backend.info().head, anchors=1024,
+        )  # fmt: skip
+    optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(**batch.to_trainer_inputs(), seed=step).loss.backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def blocks(target):
+    sliding = {"sliding_layers": [0], "sliding_window": 6}
+    spark = make_block(target, fit=30, **SPARK)
+    sure = copy.deepcopy(spark)
+    sure.config.confidence_threshold = 0.3
+    return {
+        "random": make_block(target, width=30),
+        "trained": make_block(target, fit=30),
+        "causal": make_block(target, causal=True, fit=30, **sliding),
+        "spark": spark,
+        "sure": sure,
+    }
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark", "sure"])
+def test_the_text_is_the_targets(target, blocks, asked, answers, kind, batch):
+    decoder = SpeculativeDecoder(target, blocks[kind], num_draft_tokens=4)
+    count = (200 if kind in ("trained", "spark") else 40) if batch == 8 else 12
+    found = []
+    for begin in range(0, count, batch):
+        found += decoder.generate(asked[begin : begin + batch], STOPS)
+    assert [(one.token_ids, one.finish) for one in found] == answers[:count]
+    accepted = [r.accepted for one in found for r in one.rounds]
+    if kind != "random":
+        assert max(accepted) >= 2
+        assert min(accepted) == 0
+
+
+@pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark", "sure"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_replay_is_live(target, blocks, asked, answers, kind, count):
+    """Accepted lengths of every round, foreseen from the text alone."""
+    draft = blocks[kind]
+    live = SpeculativeDecoder(target, draft, num_draft_tokens=count).generate(asked[:60], STOPS)
+    texts = [Text(one.prompt_ids, one.token_ids) for one in live]
+    with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
+        foreseen = replay(backend, draft, texts, num_draft_tokens=count, batch_tokens=64)
+    assert [one.rounds for one in live] == [one.rounds for one in foreseen]
+    assert sum(len(one.rounds) for one in live) > 60
+
+
+@pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark"])
+def test_proposals_are_the_textbooks(target, blocks, monkeypatch, kind):
+    """Every proposed token of every round, rows of different lengths, against one block written
+    out in loops."""
+    draft = blocks[kind]
+    strategy = MarkovBlock if kind == "spark" else Block
+    assert choose(draft) is strategy
+    seen, plain = [], strategy.propose
+    monkeypatch.setattr(
+        strategy,
+        "propose",
+        lambda self, state, chooser: seen.append(plain(self, state, chooser)) or seen[-1],
+    )
+    prompts = [[5, 9, 1], [7], [2, 2, 8, 30, 4]]
+    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4)
+    states = []
+    decoder.generate(prompts, STOPS, on_round=lambda texts: states.append(
+        [(list(t.token_ids), t.finish) for t in texts]))  # fmt: skip
+    known = [[(g, None) for g in first(target, prompts)], *states]
+    compared = 0
+    for proposal, before in zip(seen, known, strict=False):
+        alive = [row for row, (_, finish) in enumerate(before) if finish is None]
+        for tokens, row in zip(proposal.token_BN.tolist(), alive, strict=True):
+            text = [*prompts[row], *before[row][0]]
+            assert tokens == textbook_tokens(target, draft, text), (row, text)
+            compared += 1
+    assert compared > 10
+
+
+def first(target, prompts):
+    with torch.no_grad():
+        return [[int(target(torch.tensor([p])).logits[0, -1].argmax())] for p in prompts]
+
+
+@torch.no_grad()
+def textbook_tokens(target, draft, text):
+    """What is proposed behind `text`, whose last token the target has not read."""
+    states = {}
+    hooks = [
+        target.model.layers[i].register_forward_hook(
+            lambda _module, _args, out, i=i: states.__setitem__(i, out)
+        )
+        for i in AUX
+    ]
+    target(torch.tensor([text[:-1]]))
+    for hook in hooks:
+        hook.remove()
+    found = [out[0] if isinstance(out, tuple) else out for _, out in sorted(states.items())]
+    aux = torch.cat([out[0] for out in found], -1)
+    document = Document(torch.tensor(text), None, aux, None)
+    out = block_states(draft, document, len(text) - 1)
+    selected, newest, tokens = draft.selected_token_ids, text[-1], []
+    for k in range(draft.first_place, draft.config.block_size):
+        logits = draft.lm_head.weight @ out[k]
+        if draft.markov_head is not None:
+            p = dict(draft.named_parameters())
+            features = p["markov_head.markov_w1.weight"][newest]
+            logits = logits + p["markov_head.markov_w2.weight"] @ features
+        newest = int(selected[logits.argmax()])
+        tokens.append(newest)
+    return tokens
+
+
+def test_a_threshold_cuts_what_is_unlikely_to_stand(target, blocks, asked):
+    draft = blocks["spark"]
+    found = {}
+    for threshold in (0.0, 0.3, 0.999):
+        draft.config.confidence_threshold = threshold
+        decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4)
+        found[threshold] = decoder.generate(asked[:20], STOPS)
+    draft.config.confidence_threshold = 0.0
+    texts = [[one.token_ids for one in each] for each in found.values()]
+    assert texts[0] == texts[1] == texts[2]
+    lengths = [sum(r.accepted for one in each for r in one.rounds) for each in found.values()]
+    assert lengths[0] >= lengths[1] > lengths[2]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dspark with a threshold"])
+def test_texts_are_distributed_as_the_targets_own(kind):
+    target = make_target(vocab=test_sampling.VOCAB, sharp=0.35, seed=4)
+    options = SPARK if "dspark" in kind else {}
+    cut = {"confidence_threshold": 0.45} if "threshold" in kind else {}
+    draft = make_block(target, width=4, seed=5, **options, **cut)
+    if cut:
+        state = draft.confidence_head.proj
+        with torch.no_grad():
+            state.bias.fill_(0.4)
+    values = [test_sampling.p_value(target, draft, None, seed) for seed in (0, 1)]
+    assert max(values) > 0.05
+    assert min(values) > 0.001
+
+
+def test_recorded_passes_say_the_same(target, blocks, asked, answers, monkeypatch):
+    """As on a GPU: fixed shapes, garbage where nothing was accepted."""
+    monkeypatch.setattr(speculative, "Passes", PretendPasses)
+    for kind in ("trained", "spark", "causal"):
+        decoder = SpeculativeDecoder(target, blocks[kind], num_draft_tokens=4)
+        found = decoder.generate(asked[:24], STOPS)
+        assert [(one.token_ids, one.finish) for one in found] == answers[:24]
+        assert {name for name, _ in decoder.passes.learned} == {"propose", "verify"}
+
+
+def test_a_draft_without_its_targets_tables_says_so(target):
+    draft = make_block(target)
+    bare = BlockDraftModel(draft.config).double()
+    with pytest.raises(ValueError, match="its target's embedding and head"):
+        SpeculativeDecoder(target, bare).generate([[1, 2]], STOPS)
+    assert Block(draft, DraftShape(99)).count == draft.drafts

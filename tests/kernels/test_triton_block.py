@@ -1,0 +1,79 @@
+"""The block kernels against the definition, natively or interpreted."""
+
+import pytest
+import torch
+
+import interpreted_triton  # before the kernels
+from fledge.kernels.attention.block import Sight, reference_blocks
+from fledge.kernels.attention.triton_block import fused_blocks
+from kernels.test_block_attention import SIGHTS, make_inputs, make_rows, results
+
+DEVICE = interpreted_triton.DEVICE
+
+
+def check(inputs, rows, sight, tolerance=1e-5):
+    expected = results(reference_blocks, inputs, rows, sight)
+    for mine, theirs in zip(results(fused_blocks, inputs, rows, sight), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_fused_is_reference(sight):
+    for size in (1, 7):
+        rows = make_rows(size, DEVICE)
+        check(make_inputs(rows, heads=2, groups=1, dtype=torch.float32), rows, sight)
+
+
+@pytest.mark.parametrize("channels", [64, 96, 128, 256])
+def test_head_sizes(channels):
+    rows = make_rows(4, DEVICE)
+    for sight in (Sight(), Sight(causal=True, window=6)):
+        inputs = make_inputs(rows, heads=2, groups=1, channels=channels, dtype=torch.float32)
+        check(inputs, rows, sight)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (5, 1), (6, 2)])
+def test_any_number_of_heads_share_a_key_head(heads, groups):
+    rows = make_rows(5, DEVICE)
+    check(make_inputs(rows, heads=heads, groups=groups, dtype=torch.float32), rows, Sight())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sight", [Sight(), Sight(causal=True, window=6)], ids=str)
+def test_16_bit_error_is_within_twice_that_of_the_reference(dtype, sight):
+    rows = make_rows(4, DEVICE)
+    inputs = make_inputs(rows, heads=2, groups=1, channels=64, dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    truth = results(reference_blocks, exact, rows, sight)
+    theirs = results(reference_blocks, inputs, rows, sight)
+    found = results(fused_blocks, inputs, rows, sight)
+    for mine, other, true in zip(found, theirs, truth, strict=True):
+        assert mine.dtype == dtype
+        assert (mine - true).norm() <= 2 * (other - true).norm()
+
+
+def test_strided_keys_and_no_blocks_at_all():
+    """Keys and values as a projection leaves them: side by side in one tensor."""
+    rows = make_rows(4, DEVICE)
+    q, k, v, keys, values = make_inputs(rows, dtype=torch.float32)
+    both = [torch.cat(pair, dim=-2).detach() for pair in ((k, v), (keys, values))]
+    views = [part.requires_grad_() for x in both for part in x.chunk(2, dim=-2)]
+    for mine, theirs in zip(
+        results(fused_blocks, [q, *views], rows, Sight()),
+        results(reference_blocks, [q, k, v, keys, values], rows, Sight()),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    none = rows.part(0, 0)
+    found = results(fused_blocks, make_inputs(none, dtype=torch.float32), none, Sight())
+    assert found[0].numel() == 0
+    assert all(bool((grad == 0).all()) for grad in found[1:])
+
+
+def test_scores_far_below_zero():
+    rows = make_rows(4, DEVICE)
+    q, *rest = (x.detach().abs() for x in make_inputs(rows, dtype=torch.float32))
+    inputs = [x.requires_grad_() for x in (q * -100, *rest)]
+    found = results(fused_blocks, inputs, rows, Sight(causal=True))
+    assert all(x.isfinite().all() for x in found)
+    check(inputs, rows, Sight(causal=True), tolerance=1e-3)

@@ -1,0 +1,118 @@
+"""DFlash and DSpark from a recipe to figures: the same loop, caches, resumption and verbs."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.methods.registry import load_draft, method_of
+from fledge.recipe.schema import load_recipe
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.test_fit import differing, final_weights, stop_after
+from train.tiny import Notes
+
+KINDS = ["dflash", "dspark"]
+
+
+def run(*arguments, text=None):
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"], input=text)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1] if text else result.stdout)
+
+
+@pytest.fixture
+def block(recipe):
+    def make(kind, *overrides, run="run"):
+        size = {"dflash": 5, "dspark": 4}[kind]
+        layers = {"dflash": "0,1,2", "dspark": "0,2"}[kind]
+        return recipe(
+            f"objective.kind={kind}", f"objective.listened_layers={len(layers.split(','))}",
+            f"target.aux_layer_ids={layers}", "draft.layers=2",
+            f"objective.block_size={size}", "draft.draft_vocab_size=null", "objective.anchors=1024",
+            "training.steps=6", "training.lr=1e-2", *overrides, run=run,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learns_and_resumes_bitwise(block, kind, tmp_path, monkeypatch):
+    notes = Notes()
+    assert fit(set_up(block(kind, run="whole")), notes).finished
+    first, *_, last = notes.lines
+    assert last["loss"] < 0.8 * first["loss"]
+    assert len(notes.evaluations[-1]["evaluation"]["joint"]) == 4
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert not fit(set_up(block(kind, run="cut")), Notes()).finished
+    assert fit(set_up(block(kind, run="cut")), Notes()).finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+
+
+def test_cut_into_micro_batches_it_is_the_same(block, tmp_path):
+    """Blocks belong to the document, not to the batch, and D-PACE's weights to the whole step."""
+    kind = ("dflash", "objective.weights=dpace", "training.lr=1e-3", "training.steps=4")
+    fit(set_up(block(*kind, "training.micro_batch=4", run="one")), Notes())
+    cut = ("training.micro_batch=1", "training.accumulate=4")
+    fit(set_up(block(*kind, *cut, run="four")), Notes())
+    one, four = final_weights(tmp_path / "one"), final_weights(tmp_path / "four")
+    for name in [name for name in one if not name.startswith("guard.")]:
+        assert (one[name].double() - four[name].double()).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_trains_the_same_weights(block, kind, tmp_path):
+    # the target sees each conversation alone, as it does in precompute
+    alone = ("packing.padded=true", "training.micro_batch=1", "training.accumulate=2")
+    live, written = block(kind, *alone, "training.steps=3", run="live"), tmp_path / "recipe.yaml"
+    written.write_text(live.to_yaml())
+    run("precompute", written, "--output-dir", tmp_path / "cache", "--batch-size", "1")
+    fit(set_up(live), Notes())
+    cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
+    fit(set_up(load_recipe(written, [*cached, f"run.output_dir={tmp_path / 'cached'}"])), Notes())
+    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eval_and_chat(block, kind, tmp_path):
+    fit(set_up(block(kind)), Notes())
+    best = tmp_path / "run" / "best"
+    prompts = tmp_path / "prompts.jsonl"
+    questions = [{"prompt": f"count to {n}"} for n in (3, 9, 12)]
+    prompts.write_text("".join(json.dumps(q) + "\n" for q in questions))
+    measured = run("eval", best, "--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
+    report = measured["drafts"][0]
+    assert report["method"] == method_of(load_draft(best).config).own_strategy
+    assert report["live"]["texts"] == report["live"]["same_texts"] == 3
+    assert report["live"]["compared_rounds"] == report["live"]["same_rounds"] > 0
+    answer = run("chat", best, "--max-new-tokens", 12, "--device", "cpu", text="count to 7\n")
+    assert answer["text"]
+
+
+def test_a_dspark_run_starts_from_a_dflash_one(block, tmp_path):
+    same = "objective.block_size=4"
+    fit(set_up(block("dflash", same, run="first")), Notes())
+    start = f"draft.init_from={tmp_path / 'first'}"
+    heard = ("objective.listened_layers=3", "target.aux_layer_ids=0,1,2")
+    training = set_up(block("dspark", start, same, *heard, run="second"))
+    first = load_draft(tmp_path / "first" / "best")
+    assert training.draft.whole
+    assert (training.draft.fc.weight == first.fc.weight).all()
+    assert fit(training, Notes()).finished
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("draft.qk_norm=false", "must be true for DFlash"),
+        ("objective.weights=dpace", "needs the loss text"),
+        ("objective.block_size=1", "greater than or equal to 2"),
+        ("target.aux_layer_ids=1,2", "five distinct layers are wanted"),
+    ],
+)
+def test_recipes_that_cannot_be(override, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        load_recipe(None, ["objective.kind=dflash", "objective.loss=kl", override])
