@@ -2,9 +2,8 @@
 
     python benchmarks/bench_sharding.py [--hidden 1024] [--ranks 1 2 4]
 
-Ranks are processes on this CPU (gloo); every tensor is counted, nothing is estimated. "step" is
-the most that weights and gradients take while a step computes: its weights are whole then, and its
-gradients for a moment, before they are summed over the ranks and cut.
+Ranks are processes on this CPU (gloo); every tensor is counted, nothing is estimated. "in a step"
+are the trained weights while a step computes: the whole ones, and this rank's share.
 """
 
 import argparse
@@ -47,7 +46,7 @@ def held(tensors: Any) -> int:
 
 
 def measure(hidden: int, ranks: int) -> dict[str, float]:
-    """One step with a gradient for every weight; what is held after it, and most inside it."""
+    """One step with a gradient for every weight: what is held after it, and its weights inside."""
     world = join_world(torch.device("cpu"), shard=ranks) if ranks > 1 else World()
     draft = make_draft(hidden)
     trained = [name for name, p in draft.named_parameters() if p.requires_grad]

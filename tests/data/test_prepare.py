@@ -14,8 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from filelock import FileLock
 
 from fledge.core.errors import BadInput
+from fledge.data import prepare as prepare_module
 from fledge.data import sources
 from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
 from fledge.data.store import TokenRows, part_path
@@ -135,6 +137,26 @@ def test_a_second_start_reads_the_cache(prepare, tmp_path):
     assert prepare(path, TokeniseOptions(last_turn_only=True)).directory != first.directory
     write_jsonl(path, [chat(i) for i in range(6)])
     assert prepare(path).directory != first.directory
+
+
+def test_who_waits_for_another_process_is_told(prepare, tmp_path, monkeypatch):
+    """Ranks of one run: one tokenises, the others say that they wait, and then read."""
+    monkeypatch.setattr(prepare_module, "_WAIT_S", 0.05)
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(5)])
+    [lock] = [
+        place.parent / ".lock" for place in prepare(path).directory.parent.glob("*/manifest.json")
+    ]
+    told, holder = [], FileLock(lock)
+    holder.acquire()
+
+    def progress(at):
+        told.append(at.waiting)
+        if at.waiting:
+            holder.release()
+
+    assert len(prepare(path, on_progress=progress)) == 5
+    assert told[0]
+    assert not any(told[1:])
 
 
 def test_processes_do_not_change_the_rows(prepare, tmp_path):
