@@ -8,7 +8,7 @@ from test_plan import DOCUMENTS, packed, plan_elements
 
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.parallel_plan import plan_parallel
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import ELEMENT, plan_rollout
 
 
 def shares(make, size):
@@ -67,15 +67,19 @@ def test_parallel_shares_are_the_plan(documents, size, partitions):
 
 
 def test_work_is_even_wherever_the_answers_lie():
-    """Elements, and pairs of query and key: within a twentieth of an even share."""
-    for length, prompt in ((4000, 0), (4000, 3000), (1000, 900)):
+    """What a rank computes, counted in slots, and the pairs of query and key that it looks at."""
+    for prompt in (0, 3000, 3900):
         for count in (1, 3):
-            document = [False] * prompt + [True] * (length - prompt)
-            masks = packed([document] * count, length * count)
+            document = [False] * prompt + [True] * (4000 - prompt)
+            masks = packed([document] * count, 4000 * count)
             parts = shares(lambda m=masks, **more: plan_rollout(m, num_depths=7, **more), 4)
-            elements = np.array([sum(part.counts) for part in parts])
-            pairs = np.array(
-                [sum(int((r.slot_N - r.first_N + 1).sum()) for r in p.depths) for p in parts]
-            )
-            assert abs(elements / elements.mean() - 1).max() < 0.25
-            assert abs(pairs / pairs.mean() - 1).max() < 0.25
+            load = [len(p.share.slot_O) + ELEMENT * sum(p.counts) for p in parts]
+            assert spread(load) < 0.01
+            if prompt == 0:
+                asking = [[rows.slot_N - rows.first_N + 1 for rows in p.depths] for p in parts]
+                assert spread([sum(int(seen.sum()) for seen in one) for one in asking]) < 0.05
+
+
+def spread(values):
+    """How far the farthest is from the mean, as a share of it."""
+    return np.abs(np.array(values) / np.mean(values) - 1).max()
