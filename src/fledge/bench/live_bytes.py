@@ -66,7 +66,7 @@ class _Seen:
 
     def size(self) -> int | None:
         """Bytes now: FSDP2 keeps storages and gives their memory back. None: it is gone."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None:
             return None
         return 0 if self._is_file else int(storage.nbytes())
