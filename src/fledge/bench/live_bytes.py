@@ -26,7 +26,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self.largest = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live: dict[int, _Seen] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -36,8 +36,9 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             self._see(leaf, ours=True)
-        self._live = {key: seen for key, seen in self._live.items() if not _is_gone(seen[0])}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        sizes = {key: seen.size() for key, seen in self._live.items()}
+        self._live = {key: self._live[key] for key, size in sizes.items() if size is not None}
+        self.peak = max(self.peak, sum(size or 0 for size in sizes.values()))
         return result
 
     def _see(self, leaf: object, *, ours: bool) -> None:
@@ -45,17 +46,30 @@ class LiveBytes(TorchDispatchMode):
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor) or leaf.is_meta:
             return
         storage = leaf.untyped_storage()
-        known = self._live.get(storage._cdata)
-        if known is not None and not _is_gone(known[0]):
-            return
-        plain = ours and leaf.dtype != torch.uint8  # a window on a file comes as bytes
-        size = 0 if not plain and _is_mapped(storage) else storage.nbytes()
-        self._live[storage._cdata] = StorageWeakRef(storage), size  # type: ignore[no-untyped-call]
-        self.largest = max(self.largest, size)
+        self.largest = max(self.largest, self._counted(storage, leaf.dtype, ours))
+
+    def _counted(self, storage: torch.UntypedStorage, dtype: torch.dtype, ours: bool) -> int:
+        seen = self._live.get(storage._cdata)
+        if seen is None or seen.size() is None:
+            plain = ours and dtype != torch.uint8  # a window on a file comes as bytes
+            seen = _Seen(storage, is_file=not plain and _is_mapped(storage))
+            self._live[storage._cdata] = seen
+        return seen.size() or 0
 
 
-def _is_gone(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
+class _Seen:
+    """A storage that is not kept alive by being counted."""
+
+    def __init__(self, storage: torch.UntypedStorage, *, is_file: bool) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._is_file = is_file
+
+    def size(self) -> int | None:
+        """Bytes now: FSDP2 keeps storages and gives their memory back. None: it is gone."""
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        if storage is None:
+            return None
+        return 0 if self._is_file else int(storage.nbytes())
 
 
 def _is_mapped(storage: torch.UntypedStorage) -> bool:
