@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-ranks test-newcomer test-wheel fuzz docs test-speculators test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-slow test-ranks test-newcomer test-wheel fuzz docs test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -24,8 +24,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## the whole story on a real 135M model
 	@$(BIN)/fledge demo
 
-test: $(READY)  ## every test of one process that can run on this machine
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not engine and not ranks and not newcomer and not wheel"
+STAGES := not gpu and not engine and not ranks and not newcomer and not wheel
+test: $(READY)  ## the tests: under ten minutes on two cores
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(STAGES) and not slow"
+
+test-slow: $(READY)  ## those that take long: kills, memory, fuzz, real architectures
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(STAGES) and slow"
 
 test-ranks: $(READY)  ## several processes: sharded targets and drafts, long rows, lost ranks
 	@$(BIN)/python -m pytest -n 1 -m ranks

@@ -15,6 +15,8 @@ from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.template import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 STUMBLES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 

@@ -17,6 +17,8 @@ from fledge.data.mask import MaskedText
 from fledge.data.template import shared_prefix
 from fledge.data.tokenise import Encoder, TokeniseOptions, _masked, tokenise_part
 
+pytestmark = pytest.mark.slow
+
 
 def chat(*turns):
     roles = ("user", "assistant")

@@ -169,6 +169,7 @@ def test_processes_do_not_change_the_rows(prepare, tmp_path):
         assert (one.directory / name).read_bytes() == (two.directory / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_made_again(prepare, smollm2_tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(8)])
     rows = prepare(path, rows_per_part=3)
@@ -226,6 +227,7 @@ def test_interrupt_and_run_again_continues(prepare, smollm2, tmp_path):
     assert not list(directory.glob(".*tmp"))
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(prepare, smollm2, tmp_path):
     """They share its stdout: that it ends means that nobody is left."""
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(40)])
@@ -360,6 +362,7 @@ def _broken(rng, i):
     return line if isinstance(line, bytes) else json.dumps(line).encode(), reason
 
 
+@pytest.mark.slow
 def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenizer, tmp_path):
     rng = random.Random(7)
     lines, good, reasons, places = [], [], {}, {}
@@ -389,6 +392,7 @@ def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenize
         prepare(path)
 
 
+@pytest.mark.slow
 def test_real_chats(smollm2, shared_data, tmp_path):
     """The reference chats: padding after packing under 1 %, and cut answers without an end."""
     from fledge.data.pack import pack_rows

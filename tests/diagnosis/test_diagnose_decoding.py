@@ -23,6 +23,8 @@ from fledge.measure.figures import Sample, every_slot_length
 from fledge.measure.replay import Text, replay
 from fledge.target.hf.model import HFEagle3TargetModel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle"])
 @pytest.mark.parametrize("shift", [-1, 1])

@@ -13,6 +13,8 @@ from fledge.target.cache.backend import CachedEagle3TargetModel
 from fuzz.mutate import json_bytes, mutated_bytes, mutated_header
 from fuzz.survive import Case
 
+pytestmark = pytest.mark.slow
+
 BEFORE = Path(__file__).parent.parent / "train" / "written_before"
 
 

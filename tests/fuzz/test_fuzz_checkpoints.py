@@ -19,6 +19,8 @@ from fuzz.survive import Case
 from fuzz.test_fuzz_caches import BEFORE
 from train.tiny import Notes
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = "run/checkpoints/step-00000003"
 
 

@@ -12,6 +12,8 @@ from fuzz.mutate import json_bytes, mutated_header
 from fuzz.survive import Case
 from fuzz.test_fuzz_caches import BEFORE
 
+pytestmark = pytest.mark.slow
+
 DRAFT = BEFORE / "peagle" / "checkpoints" / "step-00000003"
 
 

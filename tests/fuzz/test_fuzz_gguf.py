@@ -11,6 +11,8 @@ from fuzz.mutate import NUMBERS, mutated_bytes
 from fuzz.survive import Case
 from models.tiny_gguf import tiny_llama, write_gguf
 
+pytestmark = pytest.mark.slow
+
 # Sizes in the metadata, each a 32-bit number behind its name and type.
 SIZES = (
     b"llama.block_count", b"llama.context_length", b"llama.embedding_length",

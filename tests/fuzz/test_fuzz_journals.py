@@ -15,6 +15,8 @@ from fuzz.mutate import json_bytes, mutated_bytes
 from fuzz.survive import Case
 from train.tiny import make_chats, make_target
 
+pytestmark = pytest.mark.slow
+
 
 class Parrot:
     """Answers every turn with the same words; breaks down after a few rows, at first."""

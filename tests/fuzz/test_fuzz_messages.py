@@ -18,6 +18,8 @@ from fuzz.mutate import mutated_bytes, mutated_header
 from fuzz.survive import Case
 from target.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 class Body(Case):
     examples = 250

@@ -8,6 +8,8 @@ from fuzz.mutate import HOSTILE, hostile_yaml
 from fuzz.survive import Case
 from fuzz.test_fuzz_caches import BEFORE
 
+pytestmark = pytest.mark.slow
+
 
 class RecipeFile(Case):
     examples = 150

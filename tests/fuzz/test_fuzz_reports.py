@@ -18,6 +18,8 @@ from fuzz.mutate import hostile_yaml, json_bytes
 from fuzz.survive import Case
 from fuzz.test_fuzz_caches import BEFORE
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {
     "target": "t",
     "drafts": [

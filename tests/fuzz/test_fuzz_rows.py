@@ -11,6 +11,8 @@ from fuzz.mutate import json_bytes
 from fuzz.survive import Case
 from train.tiny import make_target
 
+pytestmark = pytest.mark.slow
+
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 ROWS = (
     {

@@ -13,6 +13,8 @@ from fledge.kernels.attention.parallel import parallel_attention
 from fledge.rollout.parallel_plan import plan_parallel
 from fledge.rollout.slots import RowMasks
 
+pytestmark = pytest.mark.slow
+
 DEVICE = interpreted_triton.DEVICE
 
 

@@ -80,6 +80,7 @@ def test_head_dims(channels):
 TILES = st.sampled_from([Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)])
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4),

@@ -118,6 +118,8 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
         recipe["draft"].pop(key, None)
     if method.aux_layers() != 3:
         recipe["target"].pop("aux_layer_ids", None)
+    if not method.splits_rows:
+        recipe["training"].pop("context", None)
     if any(number > 1 for number in recipe["target"].get("parallel", {}).values()):
         recipe["target"].pop("keep_states_gb", None)
     if recipe["objective"].get("weights") == "dpace":

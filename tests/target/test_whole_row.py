@@ -13,6 +13,8 @@ from fledge.target.hf import model as hf
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.hf.one_row import CAUSAL, needs_no_mask
 
+pytestmark = pytest.mark.slow
+
 
 def in_whole_rows(model, monkeypatch):
     monkeypatch.setattr(hf, "kernel_takes", lambda _: True)

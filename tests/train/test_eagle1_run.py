@@ -17,6 +17,8 @@ from fledge.train.setup import set_up
 from train.test_fit import differing, final_weights, stop_after
 from train.tiny import Notes
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments):
     result = CliRunner().invoke(app, [*map(str, arguments), "--json"])

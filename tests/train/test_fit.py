@@ -127,6 +127,7 @@ def _train_quietly(recipe):
     train(recipe)
 
 
+@pytest.mark.slow
 def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
     """Real processes, SIGKILL while computing and while saving; the end is the same bit for bit."""
     options = ("checkpoint.every_steps=1", "training.epochs=4")

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from conftest import ROOT
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
+from fledge.recipe.shipped import shipped_recipe
 from fledge.train.forecast import Forecast
 from fledge.train.memory import StepMemory, context_needed, draft_bytes
 from fledge.train.predict import predict, step_memory
@@ -20,12 +20,12 @@ NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu
 
 
 def forecast(name, *overrides):
-    return Forecast.of(load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides), NOT_RUN[name])
+    return Forecast.of(load_recipe(name, overrides), NOT_RUN[name])
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_headers_say_what_plan_says(name):
-    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    text = shipped_recipe(name).read_text()
     said = re.search(
         r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
         r"(\d+\.\d)", text,
@@ -91,7 +91,7 @@ def test_ranks_and_rows_cost_time():
 
 def test_plan_from_shapes(capsys, monkeypatch):
     monkeypatch.setattr(out, "_width", 200)
-    long = str(ROOT / "recipes" / "llama31_8b_128k_8gpu.yaml")
+    long = "llama31_8b_128k_8gpu"
     plan([long, "training.context=1", "target.parallel={cp: 1}"], ranks=8, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["context_needed"] == 4
@@ -113,7 +113,7 @@ def test_plan_from_shapes(capsys, monkeypatch):
     ],
 )
 def test_what_cannot_be_predicted_says_why(overrides, ranks, line):
-    recipe = load_recipe(ROOT / "recipes" / "llama31_8b_128k_8gpu.yaml", overrides)
+    recipe = load_recipe("llama31_8b_128k_8gpu", overrides)
     with pytest.raises(BadInput, match=line):
         Forecast.of(recipe, ranks)
 

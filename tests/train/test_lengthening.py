@@ -14,6 +14,8 @@ from fledge.train.optimizer import learning_rate
 from train.test_fit import comparable, differing, final_weights, layout, stop_after, train
 from train.tiny import Notes
 
+pytestmark = pytest.mark.slow
+
 FEW, MORE = ("training.steps=5",), ("training.steps=12", "training.extend=true")
 
 

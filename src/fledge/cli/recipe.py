@@ -10,6 +10,7 @@ from typer import Argument, Option
 from fledge.cli.console import out, plain_table, print_json
 from fledge.cli.help import Verbs
 from fledge.cli.loading import recipe_of_words
+from fledge.cli.options import OUT
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_text
 from fledge.recipe import shipped
@@ -47,9 +48,7 @@ def list_shipped(
 @app.command(epilog="Example: fledge recipe copy smollm2_gpu --out my_recipe.yaml")
 def copy(
     name: Annotated[str, Argument(metavar="NAME", help="As `fledge recipe list` says it.")],
-    output: Annotated[
-        Path | None, Option("--out", help="Where to; default: NAME.yaml, here.")
-    ] = None,
+    output: Annotated[Path | None, Option(*OUT, help="Where to; default: NAME.yaml, here.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
 ) -> None:

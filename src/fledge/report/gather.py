@@ -111,8 +111,8 @@ def _evaluation(path: Path) -> Any:
 
 def _on_gpu(target: str, measured: Any) -> dict[str, Any] | None:
     """What is known of a GPU, for figures that were taken on a CPU."""
-    device = ((measured or {}).get("target") or {}).get("device")
-    if device != "cpu" or not measured["drafts"]:
+    about = (measured or {}).get("target")  # somebody else's figures may say anything there
+    if not isinstance(about, dict) or about.get("device") != "cpu" or not measured["drafts"]:
         return None
     known = gain_on_a_gpu(target, str(measured["drafts"][0].get("method")))
     return None if known is None else asdict(known)

@@ -36,6 +36,7 @@ def whole_reply(raw):
     return reply
 
 
+@pytest.mark.slow
 def test_memory_under_30_stalled_bodies_of_60_mb(nursery):
     pid, port = nursery.start(max_requests=64, max_bodies_bytes=256 * MB)
     try:

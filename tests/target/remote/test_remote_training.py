@@ -26,6 +26,8 @@ from target.remote.servers import Running
 from train.test_fit import comparable, differing, final_weights
 from train.tiny import Notes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target(tiny_target):
