@@ -27,6 +27,7 @@ def understand(line: str) -> None:
     verb = words[0]
     while hasattr(command, "commands") and words:
         _, command, words = command.resolve_command(context, words)
+        assert command is not None, f"no such command: {line}"
         context = command.make_context(verb, [], parent=context, resilient_parsing=True)
     if not any(word.startswith("-") or "=" in word or "." in word or "/" in word for word in words):
         return  # a mention, not a command line

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from command_lines import COMMAND, ROOT, understand
+from command_lines import ROOT, understand
 
 pytestmark = [pytest.mark.newcomer, pytest.mark.timeout(3600)]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
@@ -100,11 +100,11 @@ def write_own_data(folder: Path) -> list[str]:
 
 
 def named_commands(shown: str) -> set[str]:
-    """Every `fledge ...` of the output, prompts of the shell aside."""
+    """Every command of the output: `fledge ...` at the start of a line, in quotes or behind a
+    colon, and by its path anywhere; what the newcomer typed, and a mention in a sentence, aside."""
     lines = [line for line in ESCAPES.sub("", shown).splitlines() if not line.startswith("$ ")]
-    return {found for line in lines for found in re.findall(rf"(?<![\w/]){COMMAND}", line)} | {
-        f"fledge {rest}" for line in lines for rest in re.findall(r"\S+/fledge ([a-z][^`]*)", line)
-    }
+    told = re.compile(r"(?:(?:^\s*|[`:;] *)|\S*/)fledge ([a-z][^`]*?)(?=\s{2}|`|$)")
+    return {f"fledge {words}" for line in lines for words in told.findall(line)}
 
 
 def test_the_first_hour(tmp_path):
@@ -140,9 +140,10 @@ def test_the_first_hour(tmp_path):
     assert "tokens in" in talked
     newcomer.fledge("train recipes/smollm2_cpu.yaml training.learning_rate=1", code=2)
 
+    (tmp_path / "transcript.txt").write_text(newcomer.shown)
     named = named_commands(newcomer.shown)
-    assert len(named) > 5
+    assert {line.split()[1] for line in named} >= {"chat", "report", "export", "recipe"}
     for line in sorted(named):
         understand(line)
-    stray = [path.name for path in newcomer.home.iterdir() if path.name != ".cache"]
-    assert not stray, "a newcomer's home is not ours"
+    stray = [path.name for path in newcomer.home.iterdir() if "fledge" in path.name]
+    assert not stray, "what fledge keeps lies in ~/.cache"

@@ -80,6 +80,8 @@ def _contract(architecture: str, directory: str, layout: Layout) -> None:
     with mock.patch.object(hf_model, "weights_fingerprint", once):
         for supervision in get_args(Supervision):
             assert_same_answers(make(supervision=supervision), reference, supervision)
+            if supervision != "hidden" and ranks_of(layout) > 2:
+                continue  # one encoding is enough for four processes on two cores
             case = Case(
                 architecture,
                 reference,
