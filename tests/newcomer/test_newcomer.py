@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from command_lines import ROOT, understand
 pytestmark = [pytest.mark.newcomer, pytest.mark.timeout(3600)]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 TOPICS = ("a pony", "the moon", "a lost key", "two friends", "a small boat", "an old clock")
+OURS = (".git", ".venv*", "build", "site", "runs", "demo_out", "__pycache__", ".carry")
 SHORT = "--limit 2 --max-new-tokens 24"
 
 
@@ -34,7 +36,9 @@ class Newcomer:
         self.environment = {
             **inherited, "HOME": str(self.home), "PATH": ":".join(tools), "COLUMNS": "200",
         }  # fmt: skip
-        subprocess.run(["git", "clone", "--quiet", ROOT, self.clone], check=True)
+        if subprocess.run(["git", "clone", "--quiet", ROOT, self.clone]).returncode:
+            # somebody else's checkout, or none: what a clone would have, and a little more
+            shutil.copytree(ROOT, self.clone, symlinks=True, ignore=shutil.ignore_patterns(*OURS))
 
     def type(self, line: str, *, code: int = 0) -> str:
         """What a command prints; it must end with that code."""
