@@ -22,6 +22,8 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from objective.naive_block import block_states
 from objective.naive_eagle3 import Document
 
+pytestmark = pytest.mark.slow
+
 SPARK = {"sample_from_anchor": True, "markov_rank": 6, "confidence_head": True, "block_size": 4}
 
 

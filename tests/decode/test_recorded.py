@@ -16,6 +16,8 @@ from fledge.decode.stops import Stops
 from fledge.decode.strategies.shape import TreeShape
 from fledge.decode.target import CachedTarget
 
+pytestmark = pytest.mark.slow
+
 TREE = TreeShape(depth=4, width=3, nodes=9)
 LONG = Stops(30, frozenset({3}))
 METHODS = [("trained", "chain"), ("deep", "chain"), ("deep", "tree"), ("parallel", "parallel")]

@@ -17,6 +17,8 @@ from fledge.kernels.attention.triton import GRANULE, Chain, Job, Tile, fused_att
 from fledge.rollout.plan import QueryRows, plan_rollout
 from fledge.rollout.slots import RowMasks
 
+pytestmark = pytest.mark.slow
+
 DEVICE = interpreted_triton.DEVICE
 
 
