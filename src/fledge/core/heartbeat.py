@@ -17,7 +17,11 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]  # public, and not in its stubs
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from fledge.core.errors import BadInput, first_line
 from fledge.core.terminal import Terminal

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fledge.core.errors import BadInput, first_line
 from fledge.core.files import atomic_directory
-from fledge.draft.files import check_tensors, read_draft, write_draft_files
+from fledge.draft.files import CONFIG_NAME, check_tensors, read_draft, write_draft_files
 from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 
 
@@ -22,6 +23,7 @@ class DraftModel(nn.Module):
     """The base of all drafts: `embed_tokens` [V, E] and `lm_head` [W, E] are the subclass's."""
 
     architecture: ClassVar[str]  # what config.json calls it
+    typical_weight: ClassVar[str] = "lm_head.weight"  # a weight of every file: in whose dtype it is
     config: Any
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
@@ -72,10 +74,16 @@ class DraftModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Self:
         """A draft with these weights, in their dtype unless another is wanted."""
-        with torch.device("meta"):  # before memory is spent on what the config promises
-            check_tensors(where, want=cls(config).state_dict(), have=tensors)
+        try:
+            with torch.device("meta"):  # before memory is spent on what the config promises
+                promised = cls(config).state_dict()
+        except ValueError as error:
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
+        check_tensors(where, want=promised, have=tensors)
         model = cls(config)
-        model.to(dtype or tensors["lm_head.weight"].dtype)
+        model.to(dtype or tensors[cls.typical_weight].dtype)
         model.load_state_dict(tensors)
         return model
 

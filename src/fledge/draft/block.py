@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fledge.core.errors import BadInput, first_line
 from fledge.core.files import save_tensors, write_json
 from fledge.draft.base import DraftModel
 from fledge.draft.block_heads import ConfidenceHead, MarkovHead
 from fledge.draft.config import check_draft_config
-from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME, check_tensors, config_json
+from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME, config_json
 from fledge.draft.layer import (
     DeepDraftLayer,
     DraftLayer,
@@ -54,6 +53,7 @@ class BlockDraftModel(DraftModel):
     """
 
     architecture = "FledgeBlockDraftModel"
+    typical_weight = "fc.weight"  # the head is the target's, and in no file
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -159,26 +159,6 @@ class BlockDraftModel(DraftModel):
         values = config_json(self.config, self.dtype, self.architecture)
         write_json(directory / CONFIG_NAME, values)
         save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
-
-    @classmethod
-    def from_tensors(
-        cls,
-        config: Any,
-        tensors: Mapping[str, Tensor],
-        *,
-        where: Path,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
-        try:
-            with torch.device("meta"):  # before memory is spent on what the config promises
-                promised = cls(config).state_dict()
-        except ValueError as error:
-            raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
-        check_tensors(where, want=promised, have=tensors)
-        model = cls(config)
-        model.to(dtype or tensors["fc.weight"].dtype)
-        model.load_state_dict(tensors)
-        return model
 
     # --- what a block is ------------------------------------------------------------------------
 

@@ -140,7 +140,8 @@ class _Job:
         self.draft = draft if self.dtype is None else draft.to(self.dtype)
         self.method = method_of(draft.config)
         if name not in self.method.formats:
-            fix = f"--engine {' or '.join(self.method.formats)}"
+            others = " or ".join(self.method.formats)
+            fix = f"--engine {others}" if others else "such drafts cannot be exported yet"
             what = f"{self.engine.title} reads no {self.method.title} drafts"
             raise BadInput(what, where="--engine", fix=fix)
         self.layout = FORMATS[self.method.formats[name]]

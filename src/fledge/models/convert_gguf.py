@@ -140,7 +140,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (BadInput, MemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the three raise: see above
         fix = "the file may be damaged or of an architecture that transformers cannot load"
         what = f"cannot convert ({first_line(error)})"
         raise BadInput(what, where=str(path), fix=fix) from error

@@ -362,22 +362,14 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         position_mask: Tensor | None = None,  # [B, T, 1]
         target_last_hidden_states: Tensor | None = None,  # [B, T, D]
     ) -> Supervision:
-        given = [target_logits is not None, target_probs is not None]
-        given.append(target_last_hidden_states is not None)
-        if sum(given) != 1 or (target_probs is None) != (position_mask is None):
+        given = (target_logits, target_probs, target_last_hidden_states)
+        one = sum(answer is not None for answer in given) == 1
+        if not one or (target_probs is None) != (position_mask is None):
             raise ValueError(
                 "supervision: give exactly one of target_logits, target_probs with position_mask, "
                 "target_last_hidden_states"
             )
-        vocabulary, slot_M = self._vocabulary, plan.target_M
-        if plan.share is not None:
-            slot_M = torch.arange(len(slot_M), device=slot_M.device)
-
-        def flat(answer_BTX: Tensor) -> Tensor:
-            """All slots; of several ranks on the same rows, those that this one is asked about."""
-            answer_SX = answer_BTX.flatten(0, 1)
-            return answer_SX if plan.share is None else answer_SX.index_select(0, plan.target_M)
-
+        vocabulary, slot_M, flat = self._vocabulary, plan.answered_M, plan.answered
         if target_logits is not None:
             return LogitsSupervision(flat(target_logits), slot_M, vocabulary)
         if target_probs is not None and position_mask is not None:

@@ -105,6 +105,19 @@ class RolloutPlan:
         """Split per-element values laid end to end into one tensor per depth."""
         return torch.split(values_P, list(self.counts))
 
+    def answered(self, answer_BTX: Tensor) -> Tensor:
+        """[S, X] what the target says of all slots; of several ranks on the same rows, [M, X] of
+        those that this one is asked about."""
+        answer_SX = answer_BTX.flatten(0, 1)
+        return answer_SX if self.share is None else answer_SX.index_select(0, self.target_M)
+
+    @property
+    def answered_M(self) -> Tensor:  # noqa: N802  (its shape)
+        """Where each target slot lies in that."""
+        if self.share is None:
+            return self.target_M
+        return torch.arange(len(self.target_M), device=self.target_M.device)
+
     def on_key_axis(self, values_BT: Tensor) -> Tensor:
         """The rows [T, ...] of a batch tensor [B, T, ...] that sit on the key axis."""
         flat = values_BT.flatten(0, 1)
