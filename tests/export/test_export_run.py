@@ -79,6 +79,8 @@ def test_an_export_names_no_place_of_this_machine(run, tiny_target, tmp_path, mo
     assert not [text for text in texts if "/tmp" in text or str(tmp_path.parent) in text]
     config = json.loads((made / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target.name
+    [_, note] = read_export_record(made)["self_check"]["notes"]
+    assert f"it will look for '{tiny_target.name}' in its working directory" in note
     card = (made / "README.md").read_text()
     assert f"vllm serve path/to/{tiny_target.name} --speculative-config" in card
     assert f"model: {tiny_target.name}" in card

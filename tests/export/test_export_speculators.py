@@ -36,6 +36,8 @@ def made(speculators, tiny_target, tmp_path_factory):
             if (kind, engine) != ("peagle", "sglang"):
                 out = root / f"{kind}-{engine}"
                 options = {"engine": engine, "target": str(tiny_target), "check": CHECK}
+                if engine == "speculators":  # they read the target's head where the file says
+                    options["target_name"] = str(tiny_target)
                 found[kind, engine] = draft, export_draft(directory, out, **options)
     return found
 
@@ -93,6 +95,17 @@ def test_eagle3_loads_and_computes_our_logits(speculators, made, inputs, kind):
     assert model.config.speculators_model_type == "eagle3"
     check_whole(model, draft)
     check_logits(model, draft, inputs)
+
+
+def test_a_local_target_is_found_beside_them(speculators, tiny_target, tmp_path, monkeypatch):
+    """Without a name for the target the file holds the last part of its path, and no other."""
+    directory = make_draft(tmp_path / "draft", tiny_target)
+    options = {"engine": "speculators", "target": str(tiny_target), "check": CHECK}
+    out = export_draft(directory, tmp_path / "out", **options)
+    monkeypatch.chdir(tiny_target.parent)
+    model = speculators.SpeculatorModel.from_pretrained(out)
+    head_VE = tensors_of(tiny_target)["lm_head.weight"]
+    assert torch.equal(model.verifier_lm_head.weight, head_VE[model.t2d.bool()])
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])

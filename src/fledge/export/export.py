@@ -30,7 +30,7 @@ from fledge.export.layout import (
     draft_features,
     file_tensors,
 )
-from fledge.export.reread import TargetSide
+from fledge.export.reread import Reread, TargetSide
 from fledge.export.self_check import (
     CheckOptions,
     DecodingCheck,
@@ -233,16 +233,25 @@ class _Job:
         check, reread = check_files(directory, self.engine.name, self.draft, self.side)
         if self.in_use is None:
             check.notes.append("exported without the target: nothing was decoded")
-            return check
+        else:
+            self._decode(check, reread, self.in_use)
+        if self.engine.name == "speculators" and "/" not in self.target.served_as:
+            check.notes.append(
+                f"the speculators library reads the target where the file says: it will look for"
+                f" '{self.target.served_as}' in its working directory and on the hub"
+                " (--target-name says a hub id, or a path)"
+            )
+        return check
+
+    def _decode(self, check: SelfCheck, reread: Reread, in_use: TargetInUse) -> None:
         name = "embed_tokens.weight"
         before, after = self.source.tensors[name].to(self.draft.dtype), self.draft.tensors[name]
         unchanged = not self.reordered and torch.equal(before, after)
         # with an estimate: as many tokens as it was made for, or the figures are not comparable
         as_asked = self.source.estimate is None
         depth = self.num_draft_tokens if as_asked else self.source.num_draft_tokens
-        decoding = DecodingCheck(self.source, self.in_use, self.check, depth, self.watch)
+        decoding = DecodingCheck(self.source, in_use, self.check, depth, self.watch)
         decoding.run(check, reread, unchanged=unchanged)
-        return check
 
     def _record(self, facts: dict[str, Any], check: SelfCheck, directory: Path) -> dict[str, Any]:
         return {
