@@ -10,7 +10,7 @@ from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
 from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.train.setup import listening, set_up
 from train.test_fit import differing, final_weights, stop_after
 from train.tiny import Notes
 
@@ -111,8 +111,28 @@ def test_a_dspark_run_starts_from_a_dflash_one(block, tmp_path):
         ("objective.weights=dpace", "needs the loss text"),
         ("objective.block_size=1", "greater than or equal to 2"),
         ("target.aux_layer_ids=1,2", "five distinct layers are wanted"),
+        ("training.context=2", "must be 1: DFlash needs each row on one rank"),
     ],
 )
 def test_recipes_that_cannot_be(override, complaint):
     with pytest.raises(BadInput, match=complaint):
         load_recipe(None, ["objective.kind=dflash", "objective.loss=kl", override])
+
+
+@pytest.mark.parametrize(
+    ("objective", "ids"),
+    [
+        (["dflash", "listened_layers=3"], (1, 14, 27)),
+        (["dspark", "listened_layers=1"], (15,)),
+        (["dflash"], (1, 8, 14, 20, 27)),
+        (["eagle3"], (1, 14, 26)),
+        (["eagle1"], (30,)),
+    ],
+)
+def test_each_method_says_which_layers_it_listens_to(objective, ids):
+    """Of SmolLM2's 30 layers; a block draft's three are not EAGLE-3's, its one not EAGLE-1's."""
+    kind, *rest = objective
+    recipe = load_recipe(None, [f"objective.kind={kind}", *(f"objective.{key}" for key in rest)])
+    assert listening(recipe).aux_layer_ids == ids
+    named = load_recipe(None, ["target.aux_layer_ids=3,5,7"])
+    assert listening(named).aux_layer_ids == (3, 5, 7)

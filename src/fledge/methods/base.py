@@ -107,6 +107,12 @@ class Method(ABC):
     def aux_layers(self, section: "ObjectiveSection | None" = None) -> int:
         """How many of the target's layers its drafts listen to; without a section, the usual."""
 
+    def default_layers(self, depth: int, count: int) -> list[int]:
+        """Which `count` layers of a target of `depth` they are, where nobody says."""
+        from fledge.target.layers import default_aux_layer_ids
+
+        return default_aux_layer_ids(depth, count)
+
     def draft_settings(
         self, section: "ObjectiveSection", *, tokenizer: Any, vocab_size: int
     ) -> dict[str, Any]:

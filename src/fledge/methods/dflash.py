@@ -39,6 +39,11 @@ class BlockMethod(Method):
         said: Any = section or self.section.model_validate({})
         return int(said.listened_layers)
 
+    def default_layers(self, depth: int, count: int) -> list[int]:
+        from fledge.target.layers import spread_layer_ids
+
+        return spread_layer_ids(depth, count)
+
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
 
