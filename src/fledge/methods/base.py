@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
     from fledge.methods.section import ObjectiveSection
     from fledge.objective.base import Objective
+    from fledge.objective.work import Work
     from fledge.rollout.context import ContextRanks
 
 
@@ -131,12 +132,24 @@ class Method(ABC):
     ) -> "Objective[Any]":
         """The draft and its loss, as a training step calls them; `options` as its section has."""
 
+    def work(self, draft: "DraftModel", section: "ObjectiveSection") -> "Work":
+        """What a step computes and keeps, for predictions and benchmarks."""
+        from fledge.objective.work import ChainWork
+
+        return ChainWork(draft, section.depths)
+
     def bench_options(self, **flags: Any) -> dict[str, Any]:
         """`options` for `fledge bench train`, given its flags (0: the usual)."""
         return {}
 
-    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
-        """`draft_settings` for random weights, where there is no tokenizer to ask."""
+    bench_section: ClassVar[Mapping[str, Any]] = {}
+    """What `fledge bench train` measures besides the usual, as its section says it."""
+
+    def bench_draft_settings(
+        self, vocab_size: int, section: "ObjectiveSection | None" = None
+    ) -> dict[str, Any]:
+        """`draft_settings` for random weights, where there is no tokenizer to ask; without a
+        section, of what `fledge bench train` measures."""
         return {}
 
     # --- engines --------------------------------------------------------------------------------
