@@ -83,11 +83,26 @@ def test_eval_and_chat(block, kind, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     questions = [{"prompt": f"count to {n}"} for n in (3, 9, 12)]
     prompts.write_text("".join(json.dumps(q) + "\n" for q in questions))
-    measured = run("eval", best, "--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
+    sure = tmp_path / "run" / "calibrated"
+    asked = ("--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
+    measured = run("eval", best, *asked, *(("--calibrated", sure) if kind == "dspark" else ()))
     report = measured["drafts"][0]
     assert report["method"] == method_of(load_draft(best).config).own_strategy
     assert report["live"]["texts"] == report["live"]["same_texts"] == 3
     assert report["live"]["compared_rounds"] == report["live"]["same_rounds"] > 0
+    if kind == "dspark":
+        kept = load_draft(sure).config.confidence_temperatures
+        assert kept == report["calibration"]["temperatures"]
+        assert len(kept) == 4
+        again = run("eval", sure, *asked)["drafts"][0]
+        assert again["calibration"]["temperatures"] == kept  # of the odds, whatever is written
+        assert again["acceptance_length"] == report["acceptance_length"]
+        shown = CliRunner().invoke(app, ["eval", *map(str, (best, *asked))]).output
+        assert "how sure best is, and how right" in shown
+        refused = CliRunner().invoke(app, ["eval", str(best), "--calibrated", str(sure)])
+        assert "is there already" in str(refused.exception)
+    else:
+        assert "calibration" not in report
     answer = run("chat", best, "--max-new-tokens", 12, "--device", "cpu", text="count to 7\n")
     assert answer["text"]
 

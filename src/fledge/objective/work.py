@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fledge.draft.base import DraftModel
 from fledge.draft.layer import forget_mlp
 from fledge.rollout.block_plan import ANCHOR_TOKENS
 
@@ -22,7 +21,7 @@ _KEPT_MLP_GIB = {"chain": 2.5, "block": 1.5}  # beyond it the backward computes 
 class Work(ABC):
     """Of one draft, under one objective."""
 
-    draft: DraftModel  # may be without memory
+    draft: Any  # a DraftModel, perhaps without memory
 
     @property
     def config(self) -> Any:
@@ -69,7 +68,7 @@ class ChainWork(Work):
     """Every supervised token starts a rollout of `depths` elements, each of which runs all layers
     and the draft's own head: EAGLE-1, EAGLE-3, and P-EAGLE, whose elements run side by side."""
 
-    draft: DraftModel
+    draft: Any
     depths: int
 
     def _forward(self, share: float, seen: float) -> float:
@@ -179,7 +178,7 @@ class BlockWork(Work):
         numbers += (rows + n.tokens) * 2 * config.head_dim  # cos and sin
         numbers += rows * config.hidden_size  # before the last norm
         numbers += n.elements * config.hidden_size  # the gradient that the head leaves
-        return numbers * width + self._kept_by_small_heads(n, width) + self._weights(width)
+        return float(numbers * width) + self._kept_by_small_heads(n, width) + self._weights(width)
 
     def _kept_by_layer(self, n: Blocks, width: int) -> float:
         """Of a row: the state before both norms and after, q, k, v, turned q and k, what attention

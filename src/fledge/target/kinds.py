@@ -43,7 +43,7 @@ class TargetSection(Section):
     """Each kind says what it needs the name for."""
 
     aux_layer_ids: Annotated[tuple[Count, ...], BeforeValidator(_comma_separated)] | None = None
-    """Decoder layers that feed the draft, in order (EAGLE-3: three); null: the usual ones of the method."""
+    """Decoder layers that feed the draft, in order (EAGLE-3: three); null: the method's own."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
