@@ -10,6 +10,7 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.report.gather import MOST_POINTS, gather
 from fledge.report.page import render
+from report.test_report_looks import TOUCHING
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -162,6 +163,7 @@ def test_a_draft_that_says_how_sure_it_is(run, page, tmp_path, scheme):
     shares = [[(x - x1) / (x2 - x1), (y - y1) / (y2 - y1)] for x, y in at["points"]]
     wanted = [point[:2] for points in table for point in points]
     assert [pytest.approx(point, abs=1e-6) for point in wanted] == shares
+    assert page.run(TOUCHING) == []
     text = page.run("document.querySelector('#confidence').innerText")
     assert "21.3 %" in text
     assert "temperature 2.50" in text

@@ -151,3 +151,33 @@ def test_each_method_says_which_layers_it_listens_to(objective, ids):
     assert listening(recipe).aux_layer_ids == ids
     named = load_recipe(None, ["target.aux_layer_ids=3,5,7"])
     assert listening(named).aux_layer_ids == (3, 5, 7)
+
+
+def test_four_methods_side_by_side(block, recipe, tmp_path, monkeypatch):
+    """One target, one table: each draft hears its own layers, and has the figures that it has
+    alone."""
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    few = ("training.steps=2", "data.valid_rows=8")
+    runs = {
+        "eagle3": recipe(*few, run="eagle3"),
+        "peagle": recipe("objective.kind=peagle", "draft.layers=2", *few, run="peagle"),
+        "dflash": block("dflash", *few, run="dflash"),
+        "dspark": block("dspark", *few, run="dspark"),
+    }
+    for one in runs.values():
+        fit(set_up(one), Notes())
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "count to 5"}\n{"prompt": "count to 9"}\n')
+    words = ("--prompts", tmp_path / "asked.jsonl", "--max-new-tokens", 12, "--device", "cpu")
+    places = [tmp_path / name for name in runs]
+    together = run("eval", *places, *words, "--live", 1)["drafts"]
+    assert [one["method"] for one in together] == ["chain", "parallel", "block", "markov"]
+    assert [one["draft"] for one in together] == list(runs)
+    assert all(one["live"]["agrees"] for one in together)
+    for place, found in zip(places, together, strict=True):
+        [alone] = run("eval", place, *words, "--live", 0)["drafts"]
+        assert alone["acceptance_length"] == found["acceptance_length"]
+        assert alone["joint"] == found["joint"]
+    shown = CliRunner().invoke(app, ["eval", *map(str, (*places, *words)), "--live", "1"])
+    assert shown.exit_code == 0
+    acceptance = shown.output.partition("by category")[0]
+    assert all(name in acceptance for name in runs)
