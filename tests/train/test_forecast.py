@@ -161,3 +161,18 @@ def test_blocks_are_not_counted_as_chains():
     assert block.step.bytes(1) < 10 * GIB  # a chain of 7 through 5 layers: 24
     larger = Forecast.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
     assert 1.9 < larger.step.work.step() / work.step() < 2.1
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_headers_of_block_recipes_say_what_plan_says(kind, gpus):
+    path = ROOT / "recipes" / f"qwen3_8b_{kind}_{gpus}gpu.yaml"
+    [said] = re.findall(
+        r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
+        r"(\d+\.\d)", path.read_text(),
+    )  # fmt: skip
+    predicted = Forecast.of(load_recipe(path, ["training.steps=10"]), gpus).predict()
+    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
+    assert [float(n) for n in said] == pytest.approx(
+        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+    )

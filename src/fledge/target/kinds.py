@@ -76,6 +76,9 @@ class TargetKind(ABC, Generic[SectionT]):
     brings_rows: ClassVar[bool] = False
     """Whether it answers about rows of its own (`known_rows`), whatever data a recipe names."""
 
+    shows_any_layers: ClassVar[bool] = False
+    """Whether it can be opened for any layers; a server or a cache was told when it was made."""
+
     @abstractmethod
     def open(
         self, section: SectionT, *, device: "torch.device", aux_layers: int
@@ -142,6 +145,8 @@ LoadedT = TypeVar("LoadedT", bound=LoadedTarget)
 
 class LoadedKind(TargetKind[LoadedT]):
     """What the kinds that load weights answer alike."""
+
+    shows_any_layers = True
 
     def dtype(self, section: LoadedT, device: "torch.device") -> "torch.dtype":
         from fledge.target.cache.format import DTYPES

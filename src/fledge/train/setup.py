@@ -34,7 +34,6 @@ from fledge.recipe.sections import Data
 from fledge.rollout.context import ContextRanks
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.kinds import (
-    LoadedTarget,
     TargetSection,
     kind_of,
     model_name,
@@ -285,10 +284,10 @@ def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenB
 
 
 def listening(recipe: Recipe) -> TargetSection:
-    """The recipe's target with the layers that its method listens to where the recipe names none. A
-    server or a cache has been told already, and `make_target` compares."""
+    """The recipe's target with the layers that its method listens to where the recipe names none
+    and it can show any."""
     section = recipe.target
-    if section.aux_layer_ids is not None or not isinstance(section, LoadedTarget):
+    if section.aux_layer_ids is not None or not kind_of(section).shows_any_layers:
         return section
     count = recipe.method.aux_layers(recipe.objective)
     ids = recipe.method.default_layers(target_depth(target_config(section)), count)
