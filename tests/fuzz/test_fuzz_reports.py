@@ -19,7 +19,7 @@ from fuzz.survive import Case
 from fuzz.test_fuzz_caches import BEFORE
 
 FIGURES = {
-    "target": "t",
+    "target": {"device": "cpu"},
     "drafts": [
         {
             "name": "d", "acceptance_length": 2.0, "joint": [0.5, 0.25], "definition": "x",
