@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
+from fledge.bench.live_bytes import LiveBytes
 from fledge.bench.saved import watch_saved
 from fledge.core.head import TargetHead
 from fledge.draft.block import BlockDraftModel
@@ -86,3 +87,17 @@ def test_bytes_are_those_that_autograd_keeps(kind):
     loss.backward()
     # what is predicted without a plan: as many anchors as a usual row has places for
     assert work.kept_bytes(T, 4) == pytest.approx(saved.total_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_loss_holds_what_a_chunk_is_said_to_hold(kind):
+    """Here all elements are one chunk, and a chunk is nearly all that the loss holds."""
+    module, ready, work = make_step(kind)
+    with torch.no_grad():
+        hidden = module._hidden(ready, None)
+        task = module._head_task(ready)
+        counts = module._coefficients(ready.charged_K, hidden.dtype)[ready.plan.head.depth_N]
+        with LiveBytes() as live:
+            module._score(ready, task, hidden, counts, None)
+    lent = work.draft.lm_head.weight.nbytes + hidden.nbytes
+    assert 0.6 < (live.peak - lent) / work.chunk_bytes(T, 4) < 1.2

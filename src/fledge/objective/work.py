@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from fledge.draft.layer import forget_mlp
+from fledge.objective.supervision import CHUNK_SCORES
 from fledge.rollout.block_plan import ANCHOR_TOKENS
 
 SUPERVISED = 0.8  # a usual share of the tokens; what is not supervised pays almost nothing
+_CHUNK = 4 * CHUNK_SCORES * 4.0  # logits, probabilities and gradients in float32
 _KEPT_MLP_GIB = {"chain": 2.5, "block": 1.5}  # beyond it the backward computes MLPs again
 
 
@@ -45,6 +47,10 @@ class Work(ABC):
     def kept_bytes(self, tokens: int, width: int, context: int = 1) -> float:
         """What layers keep of a micro-batch, in numbers of `width` bytes, on one of `context` ranks
         that share its rows; and what the loss sums up gradients in."""
+
+    def chunk_bytes(self, tokens: int, width: int) -> float:
+        """What the loss holds while a chunk of logits exists."""
+        return _CHUNK
 
     # --- of a batch that is laid out -------------------------------------------------------------
 
@@ -245,6 +251,15 @@ class BlockWork(Work):
 
     def kept_bytes(self, tokens: int, width: int, context: int = 1) -> float:
         return self.kept(self._usual(tokens, 0.0), width)  # rows are never shared
+
+    def chunk_bytes(self, tokens: int, width: int) -> float:
+        """Logits that become their own gradient; on a CPU a copy of them for a moment. With the
+        target's distribution, that in float32, and on a CPU what compares the two."""
+        copies = 2 if width == 4 else 1
+        scores = self._usual(tokens, 0.0).elements * self.config.draft_vocab_size
+        if self.by_target:
+            return min(_CHUNK, scores * (copies * width + 4 * 2 * copies))
+        return min(_CHUNK / 2, scores * copies * width)
 
     def planned(self, plan: Any, seen: float) -> float:
         return self.training(self.counted(plan))

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from fledge.objective.work import Work
 
-_CHUNK = 4 * (1 << 26) * 4  # the head's chunk of logits, probabilities and gradients
-
 
 def draft_bytes(trained: int, frozen: int, *, shard: int = 1, width: int = 4) -> int:
     """Weights, gradients and moments. Ranks that share them have the whole weights, in the dtype of
@@ -31,7 +29,7 @@ class StepMemory:
     def bytes(self, context: int = 1) -> int:
         """Of a rank, where so many share their rows."""
         kept = self.work.kept_bytes(self.tokens, self.width, context)
-        return int(kept + self._states(context) + _CHUNK)
+        return int(kept + self._states(context) + self.work.chunk_bytes(self.tokens, self.width))
 
     def _states(self, context: int) -> float:
         """The target's answer: while it is made in two pieces, then this rank's part of it."""
