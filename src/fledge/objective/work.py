@@ -256,7 +256,7 @@ class BlockWork(Work):
         """Logits that become their own gradient; on a CPU a copy of them for a moment. With the
         target's distribution, that in float32, and on a CPU what compares the two."""
         copies = 2 if width == 4 else 1
-        scores = self._usual(tokens, 0.0).elements * self.config.draft_vocab_size
+        scores = float(self._usual(tokens, 0.0).elements * self.config.draft_vocab_size)
         if self.by_target:
             return min(_CHUNK, scores * (copies * width + 4 * 2 * copies))
         return min(_CHUNK / 2, scores * copies * width)
