@@ -209,12 +209,13 @@ def measure_step(
         first_seconds=seconds[0],
         resident_bytes=built + moments,
         above_bytes=above,
-        flops=step_flops(parts, batches[-1], _work(case, parts)),
+        flops=step_flops(parts, batches[-1], work_of(case, parts)),
         ceiling=matmul_ceiling(device) if gpu else None,
     )
 
 
-def _work(case: Case, parts: Parts) -> Work:
+def work_of(case: Case, parts: Parts) -> Work:
+    """What a step of it computes."""
     method = METHODS[case.kind]
     section = method.section.model_validate(method.bench_section)
     return method.work(parts.objective.draft_model, section)
