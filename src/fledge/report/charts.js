@@ -213,7 +213,8 @@ function agreement(series) {
   return place;
 }
 
-function drawAgreement(series, W, height = 260) {
+function drawAgreement(series, W) {
+  const height = Math.min(440, Math.max(260, 30 + 54 * series.length)); // as high as the bars beside it
   const left = 48, right = 62, top = 12, bottom = 24;
   const px = (v) => left + v * (W - left - right);
   const py = (v) => top + (1 - v) * (height - top - bottom);
