@@ -237,8 +237,9 @@ def evaluate_drafts(
     with _opened(paths[0], target, watch, named) as backend:
         loaded = []
         for label, path in zip(labels, paths, strict=True):  # bad ones fail before the answers
-            loaded.append((label, loading.load_draft_beside(backend, path)))
-            check_fits(backend, loaded[-1][1], label)
+            heard = backend if named.get("aux_layer_ids") else loading.heard_by(backend, path)
+            loaded.append((label, heard, loading.load_draft_beside(heard, path)))
+            check_fits(heard, loaded[-1][2], label)
         answers = cached_answers(
             backend,
             asked,
@@ -248,10 +249,9 @@ def evaluate_drafts(
         )
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
-        evaluation = DraftEvaluation(backend, answers.turns, options, watch)
         reports = [
-            evaluation.evaluate(label, draft, count)
-            for (label, draft), count in zip(loaded, counts, strict=True)
+            DraftEvaluation(heard, answers.turns, options, watch).evaluate(label, draft, count)
+            for (label, heard, draft), count in zip(loaded, counts, strict=True)
         ]
         return Evaluation(tuple(reports), answers, tuple(names), _facts(backend))
 

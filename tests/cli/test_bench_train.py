@@ -3,10 +3,15 @@
 import json
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from fledge.bench.cost import step_flops
+from fledge.bench.train_step import Case, build_batches, build_parts, work_of
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
+from fledge.train.step import train_step
 
 SMALL = ["bench", "train", "--shape", "tiny", "--seq", "48", "--steps", "1", "--warmup", "1"]
 SMALL += ["--device", "cpu"]
@@ -20,6 +25,18 @@ def test_a_step_is_measured(kind):
     assert found["slowest_step_ms"] >= found["step_ms"]
     assert set(found["phases_ms"]) == {"target", "supervision", "forward", "backward", "update"}
     assert sum(found["phases_ms"].values()) <= found["step_ms"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
+def test_operations_are_nearly_those_that_torch_counts(kind):
+    """Torch counts scores that a mask hides as well, and does not see `addmm_`."""
+    case = Case(shape="tiny", kind=kind, seq=128, batch=2)
+    parts = build_parts(case, torch.device("cpu"))
+    [batch] = build_batches(case, 1)
+    with FlopCounterMode(display=False) as counter:
+        train_step(parts, batch, lr=1e-4)
+    counted = step_flops(parts, batch, work_of(case, parts))
+    assert 0.8 < counted / counter.get_total_flops() < 1.05
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fuzz.test_fuzz_caches import BEFORE
 pytestmark = pytest.mark.slow
 
 FIGURES = {
-    "target": "t",
+    "target": {"device": "cpu"},
     "drafts": [
         {
             "name": "d", "acceptance_length": 2.0, "joint": [0.5, 0.25], "definition": "x",

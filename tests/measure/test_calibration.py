@@ -10,6 +10,7 @@ from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.measure.calibration import (
     Sureness,
+    calibrate,
     calibration_error,
     chances,
     fit_temperatures,
@@ -93,3 +94,31 @@ def test_temperatures_change_what_is_left_out():
 def test_a_draft_without_a_confidence_head_is_refused():
     with pytest.raises(BadInput, match="no confidence head"):
         sureness(make_block(make_target()), [], 4)
+
+
+def test_temperatures_are_judged_by_texts_that_did_not_choose_them():
+    """All texts choose what is kept; each half is judged under the other half's."""
+    target = make_target()
+    draft = make_block(target, fit=30, **SPARK)
+    live = SpeculativeDecoder(target).generate(random_prompts(12), STOPS)
+    texts = [Text(one.prompt_ids, one.token_ids) for one in live if len(one.token_ids) > 1]
+
+    def sure(some):
+        tokens = as_pack(some)
+        batch = ask(backend, tokens)
+        picks = target_picks(batch, tokens, backend.info().head, draft.selected_token_ids)
+        return sureness(draft, [(batch, tokens, picks)], 4)
+
+    with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
+        found = calibrate(backend, draft, texts, depths=4, batch_tokens=64)
+        even, odd, whole = sure(texts[::2]), sure(texts[1::2]), sure(texts)
+    assert found.temperatures == pytest.approx(fit_temperatures(whole), rel=1e-3)
+    crossed = [even.at(fit_temperatures(odd)), odd.at(fit_temperatures(even))]
+    for depth in range(4):
+        expected = reliability(Sureness.joined(crossed), [], depth)
+        assert [one.count for one in found.after[depth]] == [one.count for one in expected]
+        assert calibration_error(found.after[depth]) == pytest.approx(calibration_error(expected))
+        own = calibration_error(reliability(whole, [], depth))
+        assert calibration_error(found.before[depth]) == pytest.approx(own)
+    written = found.to_json()
+    assert written["after"][0][0] == [*vars(found.after[0][0]).values()]

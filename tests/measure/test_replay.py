@@ -11,7 +11,7 @@ from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.measure.replay import Text, _packs, replay
+from fledge.measure.replay import Text, packs_of, replay
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
@@ -97,7 +97,7 @@ def draft_config(config):
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 2000))
 @settings(max_examples=60, deadline=None)
 def test_packs_hold_every_text_once_and_whole(lengths, batch_tokens):
-    packs = list(_packs(lengths, batch_tokens))
+    packs = list(packs_of(lengths, batch_tokens))
     pieces = [piece for pack in packs for piece in pack]
     assert sorted(piece.row for piece in pieces) == list(range(len(lengths)))
     assert all((p.start, p.stop) == (0, lengths[p.row]) for p in pieces)

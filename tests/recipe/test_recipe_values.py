@@ -39,13 +39,30 @@ def test_the_named_recipes_are_shipped() -> None:
 
 
 def test_eight_gpus_and_one_gpu_take_equal_optimizer_steps() -> None:
-    for model in ("llama31_8b", "qwen3_8b"):
+    for model in ("llama31_8b", "qwen3_8b", "qwen3_8b_dflash", "qwen3_8b_dspark"):
         one, eight = (load_recipe(ROOT / f"recipes/{model}_{gpus}gpu.yaml") for gpus in (1, 8))
         assert one.training.accumulate == 8 * eight.training.accumulate
         assert {line.split(":")[0] for line in one.differences(eight)} == {
             "training.accumulate",
             "run.output_dir",
         }
+
+
+@pytest.mark.parametrize(
+    "name", ["smollm2_dflash_gpu", "smollm2_dspark_gpu", "qwen3_8b_dflash_1gpu",
+             "qwen3_8b_dspark_1gpu"],
+)  # fmt: skip
+def test_block_drafts_are_trained_as_published_ones_were(name: str) -> None:
+    recipe = load_recipe(ROOT / f"recipes/{name}.yaml")
+    training, objective = recipe.training, recipe.objective
+    assert (training.lr, training.betas, training.clip) == (6e-4, (0.9, 0.95), 1.0)
+    assert (training.weight_decay, training.warmup_share) == (0.0, 0.04)
+    assert 6 <= training.epochs <= 10
+    assert objective.gamma == {16: 7.0, 8: 4.0, 7: 4.0}[objective.block_size]
+    assert recipe.draft.layers == 5
+    assert recipe.draft.draft_vocab_size is None
+    text = (ROOT / f"recipes/{name}.yaml").read_text()
+    assert "NOT RUN" in text
 
 
 @pytest.mark.parametrize("written_as", ["1e-4", "'1e-4'", "0.0001", "1.0e-4", "1E-4"])

@@ -10,6 +10,7 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.report.gather import MOST_POINTS, gather
 from fledge.report.page import render
+from report.test_report_looks import TOUCHING
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -137,6 +138,39 @@ def test_a_disturbed_clock_shows_no_speed_up(run, page, tmp_path):
     assert "measured speed-up" not in text
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_draft_that_says_how_sure_it_is(run, page, tmp_path, scheme):
+    """Every interval is a point where its two shares are; the diagonal runs through where they
+    agree, and the bars say how far off the draft was before and after."""
+    data = gather(run)
+    draft = data["evaluation"]["drafts"][0]
+    table = [[[0.05, 0.1, 40], [0.45, 0.5, 30], [0.95, 0.9, 1200]], [[0.25, 0.25, 9]]]
+    draft["calibration"] = {
+        "temperatures": [0.8, 2.5], "error_before": [0.213, 0.104], "error_after": [0.05, 0.0],
+        "before": table, "after": table,
+    }  # fmt: skip
+    (tmp_path / "page.html").write_text(render(data))
+    page.open(tmp_path / "page.html", scheme)
+    assert page.complaints == []
+    at = page.run(
+        "(() => { const chart = document.querySelector('.agreement');"
+        "const box = (n) => ['cx', 'cy'].map((a) => Number(n.getAttribute(a)));"
+        "const line = chart.querySelector('.diagonal'), end = (n) => Number(line.getAttribute(n));"
+        "return { points: [...chart.querySelectorAll('.bin')].map(box),"
+        " ends: ['x1', 'y1', 'x2', 'y2'].map(end) }; })()"
+    )
+    x1, y1, x2, y2 = at["ends"]
+    shares = [[(x - x1) / (x2 - x1), (y - y1) / (y2 - y1)] for x, y in at["points"]]
+    wanted = [point[:2] for points in table for point in points]
+    assert [pytest.approx(point, abs=1e-6) for point in wanted] == shares
+    assert page.run(TOUCHING) == []
+    text = page.run("document.querySelector('#confidence').innerText")
+    assert "21.3 %" in text
+    assert "temperature 2.50" in text
+    page.open(run / "report.html", scheme)
+    assert page.run("document.querySelector('#confidence')") is None
+
+
 def test_what_is_no_run(tmp_path):
     for arguments, complaint in (
         ([tmp_path / "nowhere"], "no such run"),
@@ -179,6 +213,7 @@ def test_gathering(run, tmp_path):
         ("metrics.jsonl", '{"step": 1, "evaluation": [2]}', "'evaluation' is [2]"),
         ("metrics.jsonl", '{"step": 1, "evaluation": {"joint": [{}]}}', "evaluation.joint[0]"),
         ("eval.json", '{"drafts": [1]}', "'drafts[0]' is 1"),
+        ("eval.json", '{"drafts": [], "target": "x"}', "'target' is 'x'"),
         ("eval.json", "[" * 9999, "nested too deeply"),
         ("machine.json", "[]", "expected an object"),
         ("recipe.yaml", "objective: [1]", "'objective' is [1]"),

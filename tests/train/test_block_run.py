@@ -10,7 +10,7 @@ from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
 from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.train.setup import listening, set_up
 from train.test_fit import differing, final_weights, stop_after
 from train.tiny import Notes
 
@@ -83,11 +83,26 @@ def test_eval_and_chat(block, kind, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     questions = [{"prompt": f"count to {n}"} for n in (3, 9, 12)]
     prompts.write_text("".join(json.dumps(q) + "\n" for q in questions))
-    measured = run("eval", best, "--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
+    sure = tmp_path / "run" / "calibrated"
+    asked = ("--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
+    measured = run("eval", best, *asked, *(("--calibrated", sure) if kind == "dspark" else ()))
     report = measured["drafts"][0]
     assert report["method"] == method_of(load_draft(best).config).own_strategy
     assert report["live"]["texts"] == report["live"]["same_texts"] == 3
     assert report["live"]["compared_rounds"] == report["live"]["same_rounds"] > 0
+    if kind == "dspark":
+        kept = load_draft(sure).config.confidence_temperatures
+        assert kept == report["calibration"]["temperatures"]
+        assert len(kept) == 4
+        again = run("eval", sure, *asked)["drafts"][0]
+        assert again["calibration"]["temperatures"] == kept  # of the odds, whatever is written
+        assert again["acceptance_length"] == report["acceptance_length"]
+        shown = CliRunner().invoke(app, ["eval", *map(str, (best, *asked))]).output
+        assert "how sure best is, and how right" in shown
+        refused = CliRunner().invoke(app, ["eval", str(best), "--calibrated", str(sure)])
+        assert "is there already" in str(refused.exception)
+    else:
+        assert "calibration" not in report
     answer = run("chat", best, "--max-new-tokens", 12, "--device", "cpu", text="count to 7\n")
     assert answer["text"]
 
@@ -111,8 +126,58 @@ def test_a_dspark_run_starts_from_a_dflash_one(block, tmp_path):
         ("objective.weights=dpace", "needs the loss text"),
         ("objective.block_size=1", "greater than or equal to 2"),
         ("target.aux_layer_ids=1,2", "five distinct layers are wanted"),
+        ("training.context=2", "must be 1: DFlash needs each row on one rank"),
     ],
 )
 def test_recipes_that_cannot_be(override, complaint):
     with pytest.raises(BadInput, match=complaint):
         load_recipe(None, ["objective.kind=dflash", "objective.loss=kl", override])
+
+
+@pytest.mark.parametrize(
+    ("objective", "ids"),
+    [
+        (["dflash", "listened_layers=3"], (1, 14, 27)),
+        (["dspark", "listened_layers=1"], (15,)),
+        (["dflash"], (1, 8, 14, 20, 27)),
+        (["eagle3"], (1, 14, 26)),
+        (["eagle1"], (30,)),
+    ],
+)
+def test_each_method_says_which_layers_it_listens_to(objective, ids):
+    """Of SmolLM2's 30 layers; a block draft's three are not EAGLE-3's, its one not EAGLE-1's."""
+    kind, *rest = objective
+    recipe = load_recipe(None, [f"objective.kind={kind}", *(f"objective.{key}" for key in rest)])
+    assert listening(recipe).aux_layer_ids == ids
+    named = load_recipe(None, ["target.aux_layer_ids=3,5,7"])
+    assert listening(named).aux_layer_ids == (3, 5, 7)
+
+
+def test_four_methods_side_by_side(block, recipe, tmp_path, monkeypatch):
+    """One target, one table: each draft hears its own layers, and has the figures that it has
+    alone."""
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    few = ("training.steps=2", "data.valid_rows=8")
+    runs = {
+        "eagle3": recipe(*few, run="eagle3"),
+        "peagle": recipe("objective.kind=peagle", "draft.layers=2", *few, run="peagle"),
+        "dflash": block("dflash", *few, run="dflash"),
+        "dspark": block("dspark", *few, run="dspark"),
+    }
+    for one in runs.values():
+        fit(set_up(one), Notes())
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "count to 5"}\n{"prompt": "count to 9"}\n')
+    words = ("--prompts", tmp_path / "asked.jsonl", "--max-new-tokens", 12, "--device", "cpu")
+    places = [tmp_path / name for name in runs]
+    together = run("eval", *places, *words, "--live", 1)["drafts"]
+    assert [one["method"] for one in together] == ["chain", "parallel", "block", "markov"]
+    assert [one["draft"] for one in together] == list(runs)
+    assert all(one["live"]["agrees"] for one in together)
+    for place, found in zip(places, together, strict=True):
+        [alone] = run("eval", place, *words, "--live", 0)["drafts"]
+        assert alone["acceptance_length"] == found["acceptance_length"]
+        assert alone["joint"] == found["joint"]
+    shown = CliRunner().invoke(app, ["eval", *map(str, (*places, *words)), "--live", "1"])
+    assert shown.exit_code == 0
+    acceptance = shown.output.partition("by category")[0]
+    assert all(name in acceptance for name in runs)

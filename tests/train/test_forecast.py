@@ -8,6 +8,7 @@ import pytest
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
+from fledge.objective.work import ChainWork
 from fledge.recipe.schema import load_recipe
 from fledge.recipe.shipped import shipped_recipe
 from fledge.train.forecast import Forecast
@@ -127,7 +128,7 @@ def test_a_run_that_is_set_up_is_counted_alike(recipe):
     frozen = sum(p.numel() for p in training.draft.parameters()) - trained
     assert predicted.draft_bytes == 16 * trained + 4 * frozen
     config = training.draft.config
-    by_hand = StepMemory(config, 3, 2 * 96, 1, 4)
+    by_hand = StepMemory(ChainWork(training.draft, 3), 2 * 96, 1, 4)
     assert step == by_hand
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
@@ -135,3 +136,43 @@ def test_a_run_that_is_set_up_is_counted_alike(recipe):
     states = 2 * (2 * 96 * 4 * 32 * 4)
     chunk, head = 2**30, 128 * 32 * 4
     assert step.bytes(1) == layers + states + chunk + head
+
+
+def test_blocks_are_not_counted_as_chains():
+    """The 8B shape of PEERS' table: four rows of 2,048, 512 blocks of 8 in each, 5 layers, a frozen
+    head of 128,256. A chain of 7 would keep seven rows a token; this keeps two."""
+    shape = (
+        "packing.tokens=2048", "data.max_length=2048", "training.context=1", "training.shard=1",
+        "target.parallel={cp: 1}", "training.micro_batch=4", "objective.kind=dflash",
+        "objective.block_size=8", "draft.draft_vocab_size=null", "draft.layers=5",
+    )  # fmt: skip
+    recipe = ROOT / "recipes" / "llama31_8b_128k_8gpu.yaml"
+    block = Forecast.of(load_recipe(recipe, shape), 8)
+    assert block.draft.config.block_size == 8
+    work = block.step.work
+    rows, keys, width = 4 * 512 * 8, 2 * 8 * 128, 32 * 128
+    state, mlp = 4096, 14_336
+    kept = 5 * rows * (4 * state + 3 * width + 1.5 * keys)  # MLPs are computed again
+    kept += 5 * 8192 * 1.5 * keys + 8192 * 2 * state + rows * state + 4 * 512 * 7 * state
+    kept += (rows + 8192) * 2 * 128
+    assert rows * 5 * 2 * mlp * 2 > 1.5 * GIB
+    weights = 5 * (3 * state * mlp + 2 * state * width + state * keys) + 5 * state * state
+    assert work.kept_bytes(8192, 2) == 2 * (kept + weights)
+    assert block.step.bytes(1) < 9 * GIB
+    larger = Forecast.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
+    assert 1.9 < larger.step.work.step() / work.step() < 2.1
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_headers_of_block_recipes_say_what_plan_says(kind, gpus):
+    path = ROOT / "recipes" / f"qwen3_8b_{kind}_{gpus}gpu.yaml"
+    [said] = re.findall(
+        r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
+        r"(\d+\.\d)", path.read_text(),
+    )  # fmt: skip
+    predicted = Forecast.of(load_recipe(path, ["training.steps=10"]), gpus).predict()
+    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
+    assert [float(n) for n in said] == pytest.approx(
+        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+    )

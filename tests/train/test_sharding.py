@@ -13,7 +13,19 @@ pytestmark = pytest.mark.ranks
 
 PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
 LAMBDA = ("objective.loss=lk_lambda", "objective.loss.scale=0.9", "draft.freeze_embeddings=true")
-KINDS = {"eagle3": (), "peagle": PEAGLE, "lambda": LAMBDA}
+BLOCK = ("objective.anchors=1024", "draft.layers=2", "draft.draft_vocab_size=null")
+DFLASH = (
+    "objective.kind=dflash", "objective.listened_layers=3", "objective.block_size=5", *BLOCK,
+)  # fmt: skip
+DSPARK = (
+    "objective.kind=dspark", "objective.listened_layers=3", "objective.block_size=4",
+    "objective.markov_rank=8", *BLOCK,
+)  # fmt: skip
+DPACE = (*DFLASH, "objective.weights=dpace")
+BLOCKS = {"dflash": DFLASH, "dspark": DSPARK, "dpace": DPACE}
+KINDS = {"eagle3": (), "peagle": PEAGLE, "lambda": LAMBDA, **BLOCKS}
+
+LAYOUTS = ((2, 2), (4, 4), (4, 2))  # ranks, and how many of them share a draft
 
 
 def doubled(*given):
@@ -60,7 +72,7 @@ def test_sharded_is_one_rank(recipe, kind):
     )
     assert any(last)
     assert not all(last)
-    for ranks, shard in ((2, 2), (4, 4), (4, 2)):
+    for ranks, shard in ((2, 2),) if kind in BLOCKS else LAYOUTS:
         results = run_ranks(
             ranks, weights_after_ten_steps, cut(recipe, *options, ranks=ranks, shard=shard)
         )

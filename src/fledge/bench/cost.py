@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
+from fledge.objective.work import Work
 from fledge.train.batches import StepBatch
 from fledge.train.step import Parts, train_step
 
 
-def step_flops(parts: Parts, batch: StepBatch) -> float:
+def step_flops(parts: Parts, batch: StepBatch, work: Work) -> float:
     """Operations of a step's matrix products: the target once, the draft forward and backward.
 
     Attention counts what is visible. The head counts the elements that are charged, and the
@@ -17,7 +18,6 @@ def step_flops(parts: Parts, batch: StepBatch) -> float:
     """
     total = 0.0
     objective: Any = parts.objective
-    draft: Any = objective.draft_model
     target: Any = parts.target
     for rows in batch.micro:
         if rows is None:
@@ -30,25 +30,9 @@ def step_flops(parts: Parts, batch: StepBatch) -> float:
         width = config.num_attention_heads * config.head_dim
         total += 2 * _weights(target._layers) * tokens
         total += 4 * width * seen * config.num_hidden_layers
-        head = target.info().head.weight_VD
-        logits = len(head) + draft.config.draft_vocab_size
-        total += 2 * logits * head.shape[1] * len(plan.target_M)
-        total += 3 * _draft_flops(draft, plan, seen / max(1, tokens))
+        total += 2 * target.info().head.weight_VD.shape[1] * work.target_logits(plan)
+        total += work.planned(plan, seen / max(1, tokens))
     return total
-
-
-def _draft_flops(draft: Any, plan: Any, seen_per_row: float) -> float:
-    """Forward alone."""
-    slots, elements = len(plan.slot_T), sum(plan.counts)
-    config = draft.config
-    width = config.num_attention_heads * config.head_dim
-    total = 2.0 * float(draft.fc.weight.numel()) * slots
-    layers = len(draft.layers)
-    for index, layer in enumerate(draft.layers):
-        # lower layers run every slot at depth 0, the last one only what is asked for
-        rows = elements + (slots - plan.counts[0] if index < layers - 1 else 0)
-        total += 2 * _weights([layer]) * rows + 4 * width * seen_per_row * rows
-    return total + 2.0 * float(draft.lm_head.weight.numel()) * len(plan.head)
 
 
 def _weights(modules: Any) -> int:

@@ -22,6 +22,7 @@ from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.draft.derive import derive_draft_config
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
+from fledge.objective.work import Work
 from fledge.target.hf.fp8 import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train.batches import StepBatch
@@ -208,9 +209,16 @@ def measure_step(
         first_seconds=seconds[0],
         resident_bytes=built + moments,
         above_bytes=above,
-        flops=step_flops(parts, batches[-1]),
+        flops=step_flops(parts, batches[-1], work_of(case, parts)),
         ceiling=matmul_ceiling(device) if gpu else None,
     )
+
+
+def work_of(case: Case, parts: Parts) -> Work:
+    """What a step of it computes."""
+    method = METHODS[case.kind]
+    section = method.section.model_validate(method.bench_section)
+    return method.work(parts.objective.draft_model, section)
 
 
 def matmul_ceiling(device: torch.device, size: int = 8192) -> float:

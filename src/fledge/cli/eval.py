@@ -11,6 +11,7 @@ from fledge.api import Evaluation, evaluate_drafts
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import numbers, parse_dtype
+from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
 from fledge.core.text import counted
 
@@ -45,6 +46,9 @@ def evaluate(
         Path | None, Option(*opt.OUT, help="Keep the figures, for `fledge report`: RUN/eval.json.")
     ] = None,
     samples: Annotated[int, Option(min=0, help="Answers kept token by token with --out.")] = 6,
+    calibrated: Annotated[
+        Path | None, Option(help="Write the draft with its fitted temperatures: RUN/calibrated.")
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure what drafts gain: acceptance per token, domain and length, and the speed-up.
@@ -63,6 +67,8 @@ def evaluate(
     )  # fmt: skip
     if output is not None:
         check_place(output, read=prompts or ())
+    if calibrated is not None:
+        _check_calibrated(drafts, calibrated)
     measured = measure_drafts(
         drafts, prompts or ["mixed"], options, draft_tokens=draft_tokens, target=target,
         limit=limit, batch=batch, aux_layers=aux_layers, dtype=dtype, device=device,
@@ -70,6 +76,8 @@ def evaluate(
     )  # fmt: skip
     if output is not None:
         write_json(output, measured.to_json())
+    if calibrated is not None:
+        _write_calibrated(drafts[0], measured.reports[0], calibrated)
     if as_json:
         print_json(measured.to_json())
     else:
@@ -77,6 +85,27 @@ def evaluate(
     if not measured.agrees:
         err.say("live decoding disagrees with the replay: do not trust these figures", "red")
         raise Exit(1)
+
+
+def _check_calibrated(drafts: list[Path], place: Path) -> None:
+    """Before hours go by: there is one draft to write, and nothing in its place."""
+    check_place(place, directory=True)
+    if len(drafts) > 1:
+        raise BadInput("several drafts are measured", where="--calibrated", fix="measure one")
+    if place.exists():
+        raise BadInput("is there already", where=str(place), fix="name a new directory")
+
+
+def _write_calibrated(source: Path, report: Any, place: Path) -> None:
+    """The draft again, whose config has the temperatures; checkpoints stay as they are."""
+    from fledge.draft.files import write_with
+    from fledge.train.runs import draft_directory
+
+    if report.calibration is None:
+        what, fix = "this draft does not say how sure it is", "objective.kind=dspark trains one"
+        raise BadInput(what, where="--calibrated", fix=fix)
+    fitted = {"confidence_temperatures": report.calibration.temperatures}
+    write_with(draft_directory(source), place, fitted)
 
 
 def measure_drafts(
@@ -131,6 +160,9 @@ def show_tables(reports: Any, answers: Any) -> None:
     }
     if len(reports[0].groups) == 1:
         del tables["by set of prompts"]
+    for report in reports:
+        if report.calibration is not None:
+            tables[f"how sure {report.name} is, and how right"] = _calibration(report.calibration)
     for title, shown in tables.items():
         out.print(f"\n{title}", style="italic")
         out.print(shown)
@@ -196,6 +228,27 @@ def _speeds(reports: Any) -> Table:
         spread = speed["measured_speedup_quartiles"]
         gain = "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
         shown.add_row("  middle half", "", plain, rounds, "", "", gain, style="dim")
+    return shown
+
+
+def _calibration(found: Any) -> Table:
+    """A line a token: what is foretold of all tokens up to it, and what came true."""
+    from fledge.measure.calibration import calibration_error
+
+    shown = plain_table(
+        "all up to", "temperature", "foretold", "found", "off before", "off after", no_wrap=True
+    )
+    rows = zip(found.temperatures, found.before, found.after, strict=True)
+    for depth, (temperature, before, after) in enumerate(rows):
+        count = sum(one.count for one in after)
+        foretold = sum(one.foretold * one.count for one in after) / count
+        stood = sum(one.found * one.count for one in after) / count
+        shown.add_row(
+            f"token {depth + 1}", f"{temperature:.2f}", f"{foretold:.1%}", f"{stood:.1%}",
+            f"{calibration_error(before):.1%}", f"{calibration_error(after):.1%}",
+        )  # fmt: skip
+    shown.caption = "off: mean distance of foretold and found; after: by the other half's texts"
+    shown.caption_justify = "left"
     return shown
 
 

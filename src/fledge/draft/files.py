@@ -4,6 +4,7 @@ Engine-specific layouts are made from this one by `export`.
 """
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput, broken_files, first_line
-from fledge.core.files import save_tensors, write_json
+from fledge.core.files import atomic_directory, save_tensors, write_json
 from fledge.core.reading import load_tensors, read_json, tensor_shapes
 from fledge.draft.config import CONFIG_FILE, check_config_fits, check_draft_config
 from fledge.draft.rotary import rope_parameters, rotary_frequencies
@@ -51,6 +52,14 @@ def write_draft_files(
     dtype = tensors["lm_head.weight"].dtype
     write_json(directory / CONFIG_NAME, config_json(config, dtype, architecture))
     save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
+
+
+def write_with(draft: Path, directory: Path, changed: Mapping[str, Any]) -> None:
+    """The same draft in another, new directory, with some keys of its config changed."""
+    values = read_config(draft)
+    with atomic_directory(directory) as place:
+        shutil.copyfile(draft / WEIGHTS_NAME, place / WEIGHTS_NAME)
+        write_json(place / CONFIG_NAME, {**values, **changed})
 
 
 def read_config(directory: Path) -> dict[str, Any]:

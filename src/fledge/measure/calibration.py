@@ -11,7 +11,7 @@ Shapes: N slots of a depth.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -21,8 +21,11 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.decode.strategies.block import MarkovRollouts
+from fledge.draft.base import DraftModel
 from fledge.draft.block import BlockDraftModel
-from fledge.measure.packed import Ints, accepted_lengths
+from fledge.measure.packed import Ints, accepted_lengths, target_picks
+from fledge.measure.replay import Text, as_pack, ask, packs_of
+from fledge.target.base import Eagle3TargetBackend
 
 Floats = NDArray[np.float64]
 
@@ -41,6 +44,17 @@ class Sureness:
         """[N]: all tokens up to this depth were accepted."""
         return self.accepted_N > depth
 
+    def at(self, temperatures: Sequence[float]) -> "Sureness":
+        """The same with every depth's odds divided by its temperature; 1 where there is none."""
+        scale = np.ones(self.odds_NK.shape[1])
+        scale[: len(temperatures)] = temperatures[: len(scale)]
+        return Sureness(self.odds_NK / scale, self.accepted_N)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Sureness"]) -> "Sureness":
+        odds_NK = np.concatenate([part.odds_NK for part in parts])
+        return cls(odds_NK, np.concatenate([part.accepted_N for part in parts]))
+
 
 @dataclass(frozen=True)
 class Bin:
@@ -49,6 +63,78 @@ class Bin:
     foretold: float  # their mean chance
     found: float  # share of them where all tokens so far stood
     count: int
+
+
+Reliability = list[list[Bin]]  # by depth
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Temperatures of all texts, and what they are worth on texts that did not choose them."""
+
+    temperatures: list[float]  # by depth
+    before: Reliability  # with the temperatures that the draft came with
+    after: Reliability  # each half of the texts under the temperatures of the other half
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "temperatures": self.temperatures,
+            "error_before": [calibration_error(table) for table in self.before],
+            "error_after": [calibration_error(table) for table in self.after],
+            "before": _bins_to_json(self.before),
+            "after": _bins_to_json(self.after),
+        }
+
+
+def _bins_to_json(tables: Reliability) -> list[list[list[float]]]:
+    """[foretold, found, slots] of every interval, by depth."""
+    return [[[one.foretold, one.found, one.count] for one in table] for table in tables]
+
+
+def foretells(draft: DraftModel) -> TypeGuard[BlockDraftModel]:
+    """Whether a draft says how sure it is, so that it can be calibrated."""
+    return isinstance(draft, BlockDraftModel) and draft.confidence_head is not None
+
+
+def calibrate(
+    target: Eagle3TargetBackend,
+    draft: BlockDraftModel,
+    texts: Sequence[Text],
+    *,
+    depths: int,
+    batch_tokens: int = 8192,
+) -> Calibration:
+    """Fit temperatures on the target's own texts. What they are worth is measured crosswise, every
+    text under temperatures that it had no part in; a single text judges itself."""
+    halves = [
+        sureness(draft, _asked(target, draft, half, batch_tokens), depths)
+        for half in (texts[::2], texts[1::2])
+        if half
+    ]
+    fitted = [fit_temperatures(half) for half in halves]
+    whole = Sureness.joined(halves)
+    own = list(draft.config.confidence_temperatures)
+    crossed = Sureness.joined(
+        [half.at(cool) for half, cool in zip(halves, fitted[::-1], strict=True)]
+    )
+    temperatures = fit_temperatures(whole)
+    return Calibration(
+        temperatures,
+        [reliability(whole, own, depth) for depth in range(len(temperatures))],
+        [reliability(crossed, [], depth) for depth in range(len(temperatures))],
+    )
+
+
+def _asked(
+    target: Eagle3TargetBackend, draft: DraftModel, texts: Sequence[Text], batch_tokens: int
+) -> Iterator[tuple[Eagle3TargetBatch, TokenBatch, Ints]]:
+    """The texts in packs, with what the target says about each."""
+    selected_W = draft.selected_token_ids
+    assert selected_W is not None  # checked when it was loaded
+    for pack in packs_of([len(text) for text in texts], batch_tokens):
+        tokens = as_pack([texts[piece.row] for piece in pack])
+        batch = ask(target, tokens)
+        yield batch, tokens, target_picks(batch, tokens, target.info().head, selected_W)
 
 
 @torch.no_grad()
@@ -112,9 +198,7 @@ def fit_temperatures(found: Sureness) -> list[float]:
 
 def chances(found: Sureness, temperatures: Sequence[float]) -> Floats:
     """[N, depths] the running product; depths without a temperature have 1."""
-    scale = np.ones(found.odds_NK.shape[1])
-    scale[: len(temperatures)] = temperatures
-    return np.cumprod(_sigmoid(found.odds_NK / scale), axis=1, dtype=np.float64)
+    return np.cumprod(_sigmoid(found.at(temperatures).odds_NK), axis=1, dtype=np.float64)
 
 
 def reliability(

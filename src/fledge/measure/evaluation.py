@@ -19,6 +19,7 @@ from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.draft.base import DraftModel
 from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
+from fledge.measure.calibration import Calibration, calibrate, foretells
 from fledge.measure.figures import Acceptance, Sample, VocabularyMisses
 from fledge.measure.replay import Replay, Text, replay
 from fledge.measure.speed import Speed, Stopwatch
@@ -102,6 +103,7 @@ class DraftReport:
     speed: Speed | None
     replay_s: float | None  # seconds for all answers
     samples: list[ShownAnswer]
+    calibration: Calibration | None = None  # of drafts that say how sure they are
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {
@@ -119,6 +121,8 @@ class DraftReport:
             "live": None if self.live is None else self.live.to_json(),
             "speed": None if self.speed is None else self.speed.to_json(self.acceptance.length),
         }
+        if self.calibration is not None:
+            value["calibration"] = self.calibration.to_json()
         if self.samples:
             value["samples"] = [answer.to_json() for answer in self.samples]
         return value
@@ -181,7 +185,18 @@ class DraftEvaluation:
             speed=speed,
             replay_s=None if replays is None else replay_s,
             samples=[self._show(strategy, i, samples[i]) for i in self._shown],
+            calibration=self._calibrate(strategy),
         )
+
+    def _calibrate(self, strategy: Strategy) -> Calibration | None:
+        draft = strategy.draft
+        # the first token of an answer is the prompt's own: nothing is drafted before the second
+        texts = [Text(t.prompt_ids, t.answer_ids) for t in self.answers if len(t.answer_ids) > 1]
+        if not foretells(draft) or not texts:
+            return None
+        self._watch("calibrating", 0, len(texts))
+        tokens = self.options.batch_tokens
+        return calibrate(self.target, draft, texts, depths=strategy.depth, batch_tokens=tokens)
 
     def _show(self, strategy: Strategy, index: int, sample: Sample) -> ShownAnswer:
         """An answer token by token; without replay only who wrote it: proposals are not kept."""

@@ -70,7 +70,7 @@ def replay(
     if not all(len(text.prompt_ids) for text in texts):
         raise ValueError("texts: a prompt needs at least one token")
     replays: dict[int, Replay] = {}
-    for pack in _packs([len(text) for text in texts], batch_tokens):
+    for pack in packs_of([len(text) for text in texts], batch_tokens):
         members = [piece.row for piece in pack]
         done = _replay_pack(target, rollouts, [texts[i] for i in members])
         replays |= zip(members, done, strict=True)
@@ -79,7 +79,7 @@ def replay(
     return [replays[i] for i in range(len(texts))]
 
 
-def _packs(lengths: Sequence[int], batch_tokens: int) -> Sequence[Pack]:
+def packs_of(lengths: Sequence[int], batch_tokens: int) -> Sequence[Pack]:
     """Texts that run together. Longer ones than a pack run alone."""
     return pack_rows(lengths, max(batch_tokens, *lengths)).packs if lengths else ()
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fledge.draft.base import DraftModel
     from fledge.methods.section import ObjectiveSection
     from fledge.objective.base import Objective
+    from fledge.objective.work import Work
     from fledge.rollout.context import ContextRanks
 
 
@@ -107,6 +108,12 @@ class Method(ABC):
     def aux_layers(self, section: "ObjectiveSection | None" = None) -> int:
         """How many of the target's layers its drafts listen to; without a section, the usual."""
 
+    def default_layers(self, depth: int, count: int) -> list[int]:
+        """Which `count` layers of a target of `depth` they are, where nobody says."""
+        from fledge.target.layers import default_aux_layer_ids
+
+        return default_aux_layer_ids(depth, count)
+
     def draft_settings(
         self, section: "ObjectiveSection", *, tokenizer: Any, vocab_size: int
     ) -> dict[str, Any]:
@@ -125,12 +132,24 @@ class Method(ABC):
     ) -> "Objective[Any]":
         """The draft and its loss, as a training step calls them; `options` as its section has."""
 
+    def work(self, draft: "DraftModel", section: "ObjectiveSection") -> "Work":
+        """What a step computes and keeps, for predictions and benchmarks."""
+        from fledge.objective.work import ChainWork
+
+        return ChainWork(draft, section.depths)
+
     def bench_options(self, **flags: Any) -> dict[str, Any]:
         """`options` for `fledge bench train`, given its flags (0: the usual)."""
         return {}
 
-    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
-        """`draft_settings` for random weights, where there is no tokenizer to ask."""
+    bench_section: ClassVar[Mapping[str, Any]] = {}
+    """What `fledge bench train` measures besides the usual, as its section says it."""
+
+    def bench_draft_settings(
+        self, vocab_size: int, section: "ObjectiveSection | None" = None
+    ) -> dict[str, Any]:
+        """`draft_settings` for random weights, where there is no tokenizer to ask; without a
+        section, of what `fledge bench train` measures."""
         return {}
 
     # --- engines --------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What the recipe sections of block drafters share."""
 
+from abc import abstractmethod
 from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
@@ -51,6 +52,11 @@ class BlockSection(ObjectiveSection):
             return self.gamma
         near = min(_GAMMAS, key=lambda size: abs(size - self.block_size))
         return _GAMMAS[near] * self.block_size / near
+
+    @property
+    @abstractmethod
+    def reads_target(self) -> bool:
+        """Whether the loss reads the target's distribution, or the text alone."""
 
     def options(self) -> dict[str, object]:
         return {**super().options(), "gamma": self.decay_tokens}

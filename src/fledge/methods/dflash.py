@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fledge.draft.block import BlockDraftModel
     from fledge.methods.block_section import BlockSection
     from fledge.objective.base import Objective
+    from fledge.objective.work import Work
 
 
 class BlockMethod(Method):
@@ -39,6 +40,11 @@ class BlockMethod(Method):
         said: Any = section or self.section.model_validate({})
         return int(said.listened_layers)
 
+    def default_layers(self, depth: int, count: int) -> list[int]:
+        from fledge.target.layers import spread_layer_ids
+
+        return spread_layer_ids(depth, count)
+
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
 
@@ -53,12 +59,14 @@ class BlockMethod(Method):
 
         return grown(draft, config) if isinstance(draft, self.draft_type()) else None
 
-    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
-        section: Any = self.section.model_validate(self.bench_section)
-        return {**section.draft_settings(), "mask_token_id": vocab_size - 1, "qk_norm": True}
+    def work(self, draft: Any, section: Any) -> "Work":
+        from fledge.objective.work import BlockWork
 
-    bench_section: ClassVar[Mapping[str, Any]] = {}
-    """What `fledge bench train` measures besides the usual."""
+        return BlockWork(draft, section.anchors, section.reads_target)
+
+    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
+        said: Any = section or self.section.model_validate(self.bench_section)
+        return {**said.draft_settings(), "mask_token_id": vocab_size - 1}
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]

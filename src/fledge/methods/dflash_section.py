@@ -64,6 +64,10 @@ class DflashSection(BlockSection):
     def depths(self) -> int:
         return self.block_size - 1
 
+    @property
+    def reads_target(self) -> bool:
+        return self.loss.kind != "text"
+
     @model_validator(mode="after")
     def _dpace_reads_the_text(self) -> "DflashSection":
         if self.weights == "dpace" and self.loss.kind != "text":

@@ -45,6 +45,10 @@ class DsparkSection(BlockSection):
     def depths(self) -> int:
         return self.block_size
 
+    @property
+    def reads_target(self) -> bool:
+        return self.distance_weight > 0
+
     def draft_settings(self) -> dict[str, object]:
         return {
             **super().draft_settings(),

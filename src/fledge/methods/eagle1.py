@@ -69,7 +69,7 @@ class Eagle1(Method):
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"draft_tokens": depths or 5}
 
-    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
+    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
         return {"eagle_version": self.config_version, "num_aux_hidden_states": 1}
 
 

@@ -63,7 +63,7 @@ class Peagle(Eagle3):
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}
 
-    def bench_draft_settings(self, vocab_size: int) -> dict[str, Any]:
+    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
         return {"parallel_drafting": True, "mask_token_id": vocab_size - 1}
 
     def version(self, config: Any) -> str:

@@ -50,7 +50,7 @@ _LINE = Table(
         "evaluation": _MEASURED,
     },
 )
-_EVALUATION = Table({"drafts": ListOf(Table(), most=4096)})
+_EVALUATION = Table({"drafts": ListOf(Table(), most=4096)}, optional={"target": Maybe(Table())})
 _MOST_BYTES = 1 << 28  # of measured answers, token by token
 
 

@@ -257,6 +257,20 @@ function acceptance() {
     make("p", { class: "note definition" }, `${first.definition[0].toUpperCase()}${first.definition.slice(1)}.`));
 }
 
+function confidence() {
+  const found = first?.calibration;
+  if (!found?.temperatures?.length) return;
+  const series = found.after.map((points, k) => ({ name: `token ${k + 1}`, points, colour: curveColour(k), dash: k < 8 ? null : "5 3" }));
+  const rows = found.temperatures.map((temperature, k) => ({ name: `token ${k + 1}`,
+    values: [found.error_before[k], found.error_after[k]], notes: ["", `temperature ${temperature.toFixed(2)}`] }));
+  const most = Math.max(0.01, ...found.error_before, ...found.error_after);
+  section("How sure, how right", "The draft foretells the chance that all tokens up to one stand; replay says how often they did. "
+    + "Temperatures are fitted on these answers, and each half of them is judged under the other half's.",
+    make("div", { class: "grid two", id: "confidence" },
+      panel("Foretold and found", "across: the chance it foretold; up: the share that stood; on the diagonal it is right", agreement(series)),
+      panel("How far off", "mean distance of foretold and found", legend(["as it came", "with temperatures"]), bars(rows, { most, format: percent }))));
+}
+
 function heldOut() {
   const held = data.held_out;
   if (!held.step.length) return;
@@ -313,6 +327,7 @@ head();
 cards();
 tokens();
 acceptance();
+confidence();
 heldOut();
 training();
 recipe();

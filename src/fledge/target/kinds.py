@@ -43,7 +43,7 @@ class TargetSection(Section):
     """Each kind says what it needs the name for."""
 
     aux_layer_ids: Annotated[tuple[Count, ...], BeforeValidator(_comma_separated)] | None = None
-    """Decoder layers that feed the draft, in order (EAGLE-3: three); null: 1, n/2 - 1, n - 4."""
+    """Decoder layers that feed the draft, in order (EAGLE-3: three); null: the method's own."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
@@ -75,6 +75,9 @@ class TargetKind(ABC, Generic[SectionT]):
 
     brings_rows: ClassVar[bool] = False
     """Whether it answers about rows of its own (`known_rows`), whatever data a recipe names."""
+
+    shows_any_layers: ClassVar[bool] = False
+    """Whether it can be opened for any layers; a server or a cache was told when it was made."""
 
     @abstractmethod
     def open(
@@ -142,6 +145,8 @@ LoadedT = TypeVar("LoadedT", bound=LoadedTarget)
 
 class LoadedKind(TargetKind[LoadedT]):
     """What the kinds that load weights answer alike."""
+
+    shows_any_layers = True
 
     def dtype(self, section: LoadedT, device: "torch.device") -> "torch.dtype":
         from fledge.target.cache.format import DTYPES

@@ -117,15 +117,25 @@ def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
 
 def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[int]:
     """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28].
-    One alone is what stands behind all layers, [n] (see `inner_layers`). Another number of layers
-    is spread evenly from the second to the third from the end, as block drafts are read by others:
-    five of 36 are [1, 9, 17, 25, 33]."""
+    One alone is what stands behind all layers, [n] (see `inner_layers`); another number of layers
+    is spread."""
     if count == 1:
         return [depth]
-    if count == EAGLE3_AUX_LAYERS:
-        ids = [1, depth // 2 - 1, depth - 4]
-    else:
-        ids = [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+    if count != EAGLE3_AUX_LAYERS:
+        return spread_layer_ids(depth, count)
+    return _possible([1, depth // 2 - 1, depth - 4], depth)
+
+
+def spread_layer_ids(depth: int, count: int) -> list[int]:
+    """What block drafts listen to: evenly from the second layer to the third from the end, five of
+    36 are [1, 9, 17, 25, 33]. One alone is the middle one."""
+    if count == 1:
+        return _possible([depth // 2], depth)
+    return _possible([round(1 + i * (depth - 4) / (count - 1)) for i in range(count)], depth)
+
+
+def _possible(ids: list[int], depth: int) -> list[int]:
+    count = len(ids)
     if len(set(ids)) < count or not all(0 <= i < depth for i in ids):
         raise BadInput(
             f"the target is too shallow for the default aux layers: {depth} layers give {ids}; "

@@ -15,11 +15,12 @@ from torch import nn
 from fledge.core.errors import BadInput
 from fledge.draft.base import DraftModel
 from fledge.models.shapes import shape_of
+from fledge.objective.work import Work
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import Cut, kind_of, model_name
 from fledge.target.layers import text_config
 from fledge.train.drafts import config_of_draft
-from fledge.train.memory import SUPERVISED, StepMemory, draft_bytes
+from fledge.train.memory import StepMemory, draft_bytes
 from fledge.train.pace import RATES
 from fledge.train.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
 
@@ -111,8 +112,7 @@ class Forecast:
     def step(self) -> StepMemory:
         training, packing = self.recipe.training, self.recipe.packing
         tokens = training.micro_batch * packing.tokens
-        depths = self.recipe.objective.depths
-        return StepMemory(self.draft.config, depths, tokens, training.accumulate, width=2)
+        return StepMemory(self._work, tokens, training.accumulate, width=2)
 
     def target_bytes(self) -> int:
         """A rank's share of the weights, the layers that are whole while they run, the head that
@@ -158,14 +158,15 @@ class Forecast:
         recipe, training = self.recipe, self.recipe.training
         total = training.steps or 0
         packs = training.micro_batch * training.accumulate
-        one = self._target_s() + self._draft_s() / training.context
+        one = self._target_s() + self._pack_s(self._work.step(self._seen())) / training.context
         trained, _ = self._trained()
         update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
         update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
         measured = times(0, total, recipe.evaluation.every_steps)
         saves = times(0, total, recipe.checkpoint.every_steps) | measured
         held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
-        evaluated = held_out / self.ranks * (self._target_s(alone=True) + self._draft_s() / 3)
+        scored = self._pack_s(self._work.scored(self._seen()))
+        evaluated = held_out / self.ranks * (self._target_s(alone=True) + scored)
         return {
             "start_up": 0.0,
             "data": 0.0,
@@ -196,16 +197,12 @@ class Forecast:
             pass_s += summed / self._link(together)
         return float(asked * pass_s)
 
-    def _draft_s(self) -> float:
-        """Seconds of rollouts over a pack, forward and backward, on one rank."""
-        config, depths = self.draft.config, self.recipe.objective.depths
-        sizes = {name: p.numel() for name, p in self.draft.named_parameters() if p.ndim == 2}
-        layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
-        width = config.num_attention_heads * config.head_dim
-        attention = 2 * width * self._seen() * config.num_hidden_layers
-        rollouts = depths * (layers + attention + sizes["lm_head.weight"])
-        inputs = sizes["fc.weight"]
-        operations = 6 * (SUPERVISED * rollouts + inputs)
+    @property
+    def _work(self) -> Work:
+        return self.recipe.method.work(self.draft, self.recipe.objective)
+
+    def _pack_s(self, operations: float) -> float:
+        """Seconds for so many operations a token of a pack, on one rank."""
         return float(self.recipe.packing.tokens * operations / RATES["cuda"])
 
     def _link(self, ranks: int) -> float:
@@ -217,7 +214,7 @@ def _draft(recipe: Recipe, config: Any) -> DraftModel:
     """The recipe's draft without memory."""
     vocab_size = text_config(config).vocab_size
     size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)
-    settings = recipe.method.bench_draft_settings(vocab_size)
+    settings = recipe.method.bench_draft_settings(vocab_size, recipe.objective)
     with torch.device("meta"):
         draft = recipe.method.draft_type()(config_of_draft(recipe, config, size, settings))
     if recipe.draft.freeze_embeddings:

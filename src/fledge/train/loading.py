@@ -27,7 +27,7 @@ def load_target(
 ) -> "HFEagle3TargetModel":
     """The target of a draft. Its run may know it; whether its code may run is the user's to say:
     a recipe that came with the draft does not speak for them."""
-    from fledge.draft.files import read_config, read_draft_config
+    from fledge.draft.files import read_draft_config
     from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.train.runs import recipe_of
 
@@ -37,10 +37,8 @@ def load_target(
         raise BadInput("which target?", where=str(draft), fix="give --target MODEL")
     if dtype is None:
         dtype = str(getattr(recipe.target, "dtype", "auto")) if recipe is not None else "auto"
-    if aux_layer_ids is None:  # what the draft says it was trained on, or its run; others' do not
-        aux_layer_ids = read_config(draft).get("aux_layer_ids")
-    if aux_layer_ids is None and recipe is not None:
-        aux_layer_ids = list(recipe.target.aux_layer_ids or ()) or None
+    if aux_layer_ids is None:
+        aux_layer_ids = known_layers(draft)
     return HFEagle3TargetModel.from_pretrained(
         name,
         aux_layer_ids=aux_layer_ids,
@@ -49,6 +47,35 @@ def load_target(
         num_aux_layers=read_draft_config(draft).num_aux_hidden_states,
         trust_remote_code=trust_remote_code,
     )
+
+
+def known_layers(draft: Path) -> list[int] | None:
+    """The target's layers that a draft says it was trained on, or its run; others' do not."""
+    from fledge.draft.files import read_config
+    from fledge.train.runs import recipe_of
+
+    layers = read_config(draft).get("aux_layer_ids")
+    recipe = recipe_of(draft) if layers is None else None
+    if recipe is not None:
+        layers = recipe.target.aux_layer_ids
+    return list(layers) if layers else None
+
+
+def heard_by(target: "HFEagle3TargetModel", draft: Path) -> "HFEagle3TargetModel":
+    """The target as a draft hears it: drafts of several methods, side by side, listen to different
+    layers. One that was made for another target gets it as it is: `check_fits` says why not."""
+    from fledge.draft.files import read_draft_config
+    from fledge.methods.registry import method_of
+    from fledge.target.layers import target_depth
+
+    config, layers = read_draft_config(draft), known_layers(draft)
+    if config.target_hidden_size != target.info().hidden_size:
+        return target
+    count = config.num_aux_hidden_states
+    if layers is None and count == len(target.aux_layer_ids):
+        return target
+    depth = target_depth(target.model.config)
+    return target.hearing(layers or method_of(config).default_layers(depth, count))
 
 
 def check_method(draft: Path, method: str | None) -> None:

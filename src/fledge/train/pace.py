@@ -20,9 +20,9 @@ from fledge.data.pack import Piece, collate
 from fledge.decode.strategies.registry import rollouts_of
 from fledge.measure.packed import target_picks
 from fledge.measure.replay import replay_held_out
+from fledge.objective.work import SUPERVISED, Work
 from fledge.target.finite import NotFinite
 from fledge.target.remember import colocated
-from fledge.train.memory import SUPERVISED
 from fledge.train.sharding import whole
 
 if TYPE_CHECKING:
@@ -61,21 +61,23 @@ def target_weights(training: "Training") -> list[nn.Parameter]:
     return [] if module is None else list(module.parameters())
 
 
+def work_of(training: "Training") -> Work:
+    """What a step of the run computes and keeps."""
+    recipe = training.recipe
+    return recipe.method.work(training.draft, recipe.objective)
+
+
 def _by_rate(training: "Training") -> Pace:
-    """Multiply-adds count twice, a backward twice its forward."""
-    parts, config = training.parts, training.draft.config
+    """By operations, as `objective/work.py` counts them; attention is left out."""
+    parts, work = training.parts, work_of(training)
     kind = parts.device.type
     rate = RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
     target = sum(p.numel() for p in target_weights(training) if p.ndim == 2)
-    weights = training.draft.named_parameters()
-    layer = sum(p.numel() for name, p in weights if name.startswith("layers.") and p.ndim == 2)
-    rollouts = parts.objective.depths * (layer + config.draft_vocab_size * config.hidden_size)
-    inputs = config.num_aux_hidden_states * config.hidden_size**2
-    head = parts.target.info().vocab_size * config.target_hidden_size
+    head = parts.target.info().vocab_size * work.config.target_hidden_size
     return Pace(
         target_s=2 * target / rate,
-        step_s=6 * (SUPERVISED * rollouts + inputs) / rate / parts.world.context,
-        replay_s=2 * ((SUPERVISED + 1) * rollouts + 2 * inputs) / rate,
+        step_s=work.step() / rate / parts.world.context,
+        replay_s=(work.scored() + work.replayed()) / rate,
         picks_s=2 * SUPERVISED * head / rate,
     )
 

@@ -19,7 +19,7 @@ from fledge.target.cache.format import OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
 from fledge.train.runs import as_begun
-from fledge.train.setup import make_target, split_training, tokenise_options, tokenised
+from fledge.train.setup import listening, make_target, split_training, tokenise_options, tokenised
 from fledge.train.vocabulary import choose_vocabulary
 
 
@@ -71,7 +71,7 @@ def recipe_job(
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     model = ModelFacts.read(
         kind.model_name(section),
-        aux_layer_ids=kind.aux_layer_ids(section),
+        aux_layer_ids=kind.aux_layer_ids(listening(recipe)),
         num_aux_layers=recipe.method.aux_layers(recipe.objective),
         trust_remote_code=section.trust_remote_code,
     )

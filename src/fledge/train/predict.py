@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from fledge.target.kinds import kind_of
 from fledge.train.checkpoint import newest_step
 from fledge.train.memory import StepMemory, draft_bytes
-from fledge.train.pace import pace_of, target_weights
+from fledge.train.pace import pace_of, target_weights, work_of
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
@@ -103,8 +103,7 @@ def step_memory(training: "Training") -> StepMemory:
     """What a step of the run holds, on however many ranks."""
     section, stream = training.recipe.training, training.stream
     return StepMemory(
-        training.draft.config,
-        training.parts.objective.depths,
+        work_of(training),
         section.micro_batch * stream.tokens,
         section.accumulate,
         _width(training),

@@ -33,7 +33,14 @@ from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.rollout.context import ContextRanks
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.kinds import kind_of, model_name, target_tokenizer
+from fledge.target.kinds import (
+    TargetSection,
+    kind_of,
+    model_name,
+    target_config,
+    target_tokenizer,
+)
+from fledge.target.layers import target_depth
 from fledge.train.batches import PackStream
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
@@ -276,10 +283,21 @@ def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenB
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
 
 
+def listening(recipe: Recipe) -> TargetSection:
+    """The recipe's target with the layers that its method listens to where the recipe names none
+    and it can show any."""
+    section = recipe.target
+    if section.aux_layer_ids is not None or not kind_of(section).shows_any_layers:
+        return section
+    count = recipe.method.aux_layers(recipe.objective)
+    ids = recipe.method.default_layers(target_depth(target_config(section)), count)
+    return section.model_copy(update={"aux_layer_ids": tuple(ids)})
+
+
 def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     """The frozen target that a recipe names."""
-    layers = recipe.method.aux_layers(recipe.objective)
-    target = kind_of(recipe.target).open(recipe.target, device=device, aux_layers=layers)
+    layers, section = recipe.method.aux_layers(recipe.objective), listening(recipe)
+    target = kind_of(section).open(section, device=device, aux_layers=layers)
     if len(target.aux_layer_ids) != layers:
         target.close()
         what = f"the target shows layers {target.aux_layer_ids}, a draft of {recipe.method.title} "

@@ -180,6 +180,18 @@ class HFEagle3TargetModel(InProcessTarget):
         target._stored_as = loaded.stored_as
         return target
 
+    def hearing(self, aux_layer_ids: Sequence[int]) -> "HFEagle3TargetModel":
+        """The same model, of which another draft hears other layers. It is this one's to close."""
+        ids = list(aux_layer_ids)
+        if ids == self.aux_layer_ids:
+            return self
+        other = HFEagle3TargetModel(
+            self.model, ids, self.cp_mesh, supervision=self.supervision, tokenizer=self.tokenizer,
+            num_aux_layers=len(ids),
+        )  # fmt: skip
+        other._stored_as = self._stored_as
+        return other
+
     @torch.no_grad()
     def _meet(self) -> None:
         """What needs every rank, done while all of them are here: later one alone may ask."""

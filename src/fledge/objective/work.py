@@ -1,0 +1,275 @@
+"""What a step computes and keeps, counted from shapes: for predictions and for benchmarks.
+
+A method says which of these describes it (`Method.work`). Operations are those of matrix products,
+a multiply-add is two; recomputation counts nothing, for it is a choice. Bytes are what autograd
+keeps of the draft between forward and backward.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fledge.draft.layer import forget_mlp
+from fledge.objective.supervision import CHUNK_SCORES
+from fledge.rollout.block_plan import ANCHOR_TOKENS
+
+SUPERVISED = 0.8  # a usual share of the tokens; what is not supervised pays almost nothing
+_CHUNK = 4 * CHUNK_SCORES * 4.0  # logits, probabilities and gradients in float32
+_KEPT_MLP_GIB = {"chain": 2.5, "block": 1.5}  # beyond it the backward computes MLPs again
+
+
+class Work(ABC):
+    """Of one draft, under one objective."""
+
+    draft: Any  # a DraftModel, perhaps without memory
+
+    @property
+    def config(self) -> Any:
+        return self.draft.config
+
+    # --- predicted, for a pack whose tokens are supervised as usual; `seen`: keys of a query -----
+
+    @abstractmethod
+    def step(self, seen: float = 0.0) -> float:
+        """Operations a token, forward and backward."""
+
+    @abstractmethod
+    def scored(self, seen: float = 0.0) -> float:
+        """Operations a token where nothing is learnt from it: forward alone."""
+
+    @abstractmethod
+    def replayed(self, seen: float = 0.0) -> float:
+        """Operations a token of a text that is replayed: it is drafted from everywhere."""
+
+    @abstractmethod
+    def kept_bytes(self, tokens: int, width: int, context: int = 1) -> float:
+        """What layers keep of a micro-batch, in numbers of `width` bytes, on one of `context` ranks
+        that share its rows; and what the loss sums up gradients in."""
+
+    def chunk_bytes(self, tokens: int, width: int) -> float:
+        """What the loss holds while a chunk of logits exists."""
+        return _CHUNK
+
+    # --- of a batch that is laid out -------------------------------------------------------------
+
+    @abstractmethod
+    def planned(self, plan: Any, seen: float) -> float:
+        """Operations of a step on exactly this plan, forward and backward; `seen`: keys that a
+        token of it sees on average."""
+
+    @abstractmethod
+    def target_logits(self, plan: Any) -> float:
+        """How many of the target's logits its loss asks for."""
+
+
+def _matrices(modules: Any) -> int:
+    """Weights of matrices: what a row is multiplied with."""
+    return sum(p.numel() for module in modules for p in module.parameters() if p.ndim == 2)
+
+
+@dataclass(frozen=True)
+class ChainWork(Work):
+    """Every supervised token starts a rollout of `depths` elements, each of which runs all layers
+    and the draft's own head: EAGLE-1, EAGLE-3, and P-EAGLE, whose elements run side by side."""
+
+    draft: Any
+    depths: int
+
+    def _forward(self, share: float, seen: float) -> float:
+        """Multiply-adds a token, if such a share of the tokens starts a rollout."""
+        config, draft = self.config, self.draft
+        width = config.num_attention_heads * config.head_dim
+        attention = 2 * width * seen * config.num_hidden_layers
+        element = _matrices(draft.layers) + attention + draft.lm_head.weight.numel()
+        return float(share * self.depths * element + draft.fc.weight.numel())
+
+    def step(self, seen: float = 0.0) -> float:
+        return 6 * self._forward(SUPERVISED, seen)
+
+    def scored(self, seen: float = 0.0) -> float:
+        return 2 * self._forward(SUPERVISED, seen)
+
+    def replayed(self, seen: float = 0.0) -> float:
+        return 2 * self._forward(1.0, seen)
+
+    def kept_bytes(self, tokens: int, width: int, context: int = 1) -> float:
+        """Per token and depth the backward keeps: q, k, v, attention's output, MLP's gate and up,
+        norms. Depth-0 keys and values of all slots are on every rank."""
+        config, rows = self.config, tokens * self.depths / context
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        per_row = heads * config.head_dim + 5 * config.hidden_size
+        mlp = rows * 2 * config.intermediate_size
+        dtype = torch.float32 if width == 4 else torch.bfloat16
+        supervised = int(SUPERVISED * rows * config.num_hidden_layers)
+        if forget_mlp(config, supervised, dtype, kept_gib=_KEPT_MLP_GIB["chain"]):
+            # computed again, one depth of one layer at a time: gate, up and both gradients
+            mlp = tokens / context * 4 * config.intermediate_size / config.num_hidden_layers
+        keys = 2 * tokens * config.num_key_value_heads * config.head_dim
+        shared = keys if context > 1 else 0
+        layers = (rows * per_row + mlp + shared) * width * config.num_hidden_layers
+        head_gradient = config.draft_vocab_size * config.hidden_size * 4
+        return float(layers + head_gradient)
+
+    def planned(self, plan: Any, seen: float) -> float:
+        slots, elements = len(plan.slot_T), sum(plan.counts)
+        config, draft = self.config, self.draft
+        width = config.num_attention_heads * config.head_dim
+        total = 2.0 * float(draft.fc.weight.numel()) * slots
+        for index, layer in enumerate(draft.layers):
+            # lower layers run every slot at depth 0, the last one only what is asked for
+            rows = elements + (slots - plan.counts[0] if index < len(draft.layers) - 1 else 0)
+            total += 2 * _matrices([layer]) * rows + 4 * width * seen * rows
+        return 3 * (total + 2.0 * float(draft.lm_head.weight.numel()) * len(plan.head))
+
+    def target_logits(self, plan: Any) -> float:
+        """The top token is sought in all, probabilities are those of the draft's vocabulary."""
+        return float((self.config.vocab_size + self.config.draft_vocab_size) * len(plan.target_M))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How much of everything there is in a batch of blocks."""
+
+    tokens: float  # of the context
+    blocks: float
+    elements: float  # tokens that are foretold and scored
+    pairs: float  # of a query and a key that it sees, in one layer
+
+
+@dataclass(frozen=True)
+class BlockWork(Work):
+    """Blocks at some tokens: `block_size` rows each through all layers, beside the context, of
+    which each layer makes keys and values once. The head is frozen: no gradient of its weight."""
+
+    draft: Any  # BlockDraftModel
+    anchors: int
+    by_target: bool  # the loss reads the target's distribution
+
+    # --- exact, given the counts -----------------------------------------------------------------
+
+    def forward(self, n: Blocks) -> dict[str, float]:
+        """Operations by part: fc, layers, the frozen head, and the small heads that are trained."""
+        config, draft = self.config, self.draft
+        rows, size, width = n.blocks * config.block_size, config.hidden_size, self._heads
+        keys = 2 * config.num_key_value_heads * config.head_dim
+        per_layer = _matrices(draft.layers) / len(draft.layers)
+        one = 2 * per_layer * rows + 2 * size * keys * n.tokens + 4 * width * n.pairs
+        small = 0.0
+        if draft.markov_head is not None:
+            small += config.draft_vocab_size * config.markov_rank
+        if draft.confidence_head is not None:
+            small += draft.confidence_head.proj.weight.numel()
+        return {
+            "fc": 2.0 * draft.fc.weight.numel() * n.tokens,
+            "layers": len(draft.layers) * one,
+            "head": 2.0 * config.draft_vocab_size * size * n.elements,
+            "small heads": 2 * small * n.elements,
+        }
+
+    def training(self, n: Blocks) -> float:
+        """Forward and backward: the gradient of fc's input is nobody's, nor that of the head."""
+        parts = self.forward(n)
+        frozen = 2 * (parts["fc"] + parts["head"])
+        return frozen + 3 * (parts["layers"] + parts["small heads"])
+
+    def kept(self, n: Blocks, width: int) -> float:
+        """Bytes that autograd keeps of such a batch."""
+        config = self.config
+        numbers = len(self.draft.layers) * self._kept_by_layer(n, width)
+        rows = n.blocks * config.block_size
+        norm = 1 + self._twice_kept
+        numbers += n.tokens * (1 + norm) * config.hidden_size  # fc's output, and the context
+        numbers += (rows + n.tokens) * 2 * config.head_dim  # cos and sin
+        numbers += rows * config.hidden_size  # before the last norm
+        numbers += n.elements * config.hidden_size  # the gradient that the head leaves
+        return float(numbers * width) + self._kept_by_small_heads(n, width) + self._weights(width)
+
+    def _kept_by_layer(self, n: Blocks, width: int) -> float:
+        """Of a row: the state before both norms and after, q, k, v, turned q and k, what attention
+        says, gate and up. Of a token of the context: k, v and turned k."""
+        config, more = self.config, self._twice_kept
+        rows, keys = n.blocks * config.block_size, config.num_key_value_heads * config.head_dim
+        per_row = (4 + 2 * more) * config.hidden_size + (3 + more) * (self._heads + keys)
+        dtype = torch.float32 if width == 4 else torch.bfloat16
+        every = int(rows * len(self.draft.layers))
+        if not forget_mlp(config, every, dtype, kept_gib=_KEPT_MLP_GIB["block"]):
+            per_row += 2 * config.intermediate_size
+        return float(rows * per_row + n.tokens * (3 + more) * keys)
+
+    @property
+    def _twice_kept(self) -> int:
+        """1 where a norm is several operations, which keep what they norm before and after: CPUs
+        have no single one."""
+        return int(self.draft.device.type == "cpu")
+
+    def _kept_by_small_heads(self, n: Blocks, width: int) -> float:
+        """In the step's precision what the loss left of the Markov head's two factors, in float32
+        what the confidence head reads."""
+        config, kept = self.config, 0.0
+        if self.draft.markov_head is not None:
+            rank = config.markov_rank
+            kept += n.elements * rank * width
+            kept += config.draft_vocab_size * rank * 4
+        if self.draft.confidence_head is not None:
+            kept += n.elements * self.draft.confidence_head.proj.in_features * 4
+        return kept
+
+    def _weights(self, width: int) -> float:
+        """q, k and v as one matrix; in another precision than the masters', all of them."""
+        layers = self.draft.layers
+        if width < 4:
+            return float(width * (_matrices(layers) + self.draft.fc.weight.numel()))
+        attention = [layer.self_attn for layer in layers]
+        joined = [p for one in attention for p in (one.q_proj, one.k_proj, one.v_proj)]
+        return float(width * _matrices(joined))
+
+    @property
+    def _heads(self) -> int:
+        return int(self.config.num_attention_heads * self.config.head_dim)
+
+    # --- on average ------------------------------------------------------------------------------
+
+    def _usual(self, tokens: float, seen: float, share: float | None = None) -> Blocks:
+        """In so many tokens; `share` of them start a block (None: as many as training draws)."""
+        size = self.config.block_size
+        if share is None:
+            share = min(self.anchors / ANCHOR_TOKENS, SUPERVISED)
+        blocks = share * tokens
+        pairs = blocks * size * (seen + size) if seen else 0.0
+        return Blocks(tokens, blocks, blocks * self.draft.drafts, pairs)
+
+    def step(self, seen: float = 0.0) -> float:
+        return self.training(self._usual(1.0, seen))
+
+    def scored(self, seen: float = 0.0) -> float:
+        return sum(self.forward(self._usual(1.0, seen)).values())
+
+    def replayed(self, seen: float = 0.0) -> float:
+        return sum(self.forward(self._usual(1.0, seen, SUPERVISED)).values())
+
+    def kept_bytes(self, tokens: int, width: int, context: int = 1) -> float:
+        return self.kept(self._usual(tokens, 0.0), width)  # rows are never shared
+
+    def chunk_bytes(self, tokens: int, width: int) -> float:
+        """Logits that become their own gradient; on a CPU a copy of them for a moment. With the
+        target's distribution, that in float32, and on a CPU what compares the two."""
+        copies = 2 if width == 4 else 1
+        scores = float(self._usual(tokens, 0.0).elements * self.config.draft_vocab_size)
+        if self.by_target:
+            return min(_CHUNK, scores * (copies * width + 4 * 2 * copies))
+        return min(_CHUNK / 2, scores * copies * width)
+
+    def planned(self, plan: Any, seen: float) -> float:
+        return self.training(self.counted(plan))
+
+    def counted(self, plan: Any) -> Blocks:
+        """Of a `BlockPlan`. Layers that slide are counted as if they did not."""
+        rows = plan.blocks
+        before = int((rows.slot_host - rows.first_host + 1).sum()) * rows.size
+        own = rows.size * (rows.size + 1) / 2 if self.config.causal else rows.size**2
+        return Blocks(len(plan.slot_T), len(rows), len(plan.head), before + len(rows) * own)
+
+    def target_logits(self, plan: Any) -> float:
+        return float(self.config.draft_vocab_size * len(plan.target_M)) if self.by_target else 0.0
