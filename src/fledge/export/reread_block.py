@@ -57,10 +57,9 @@ def reread_block(
 def _flat_config(values: dict[str, Any], engine: str) -> LlamaConfig:
     nested = values.get("dflash_config") or {}
     counted = values.get("eagle_aux_hidden_state_layer_ids") if engine == "vllm" else None
+    ids = nested.get("target_layer_ids") or values.get("target_layer_ids") or []
     if counted:  # vLLM looks here first, and counts what is before layer 0
         ids = [i - 1 for i in counted]
-    else:
-        ids = nested.get("target_layer_ids") or values.get("target_layer_ids")
     require(bool(ids) and ids == sorted(set(ids)), "target_layer_ids")
     mask = nested.get("mask_token_id", values.get("mask_token_id"))
     config = engine_config(values, values, aux_layer_ids=list(ids), mask_token_id=mask)

@@ -20,6 +20,7 @@ from fledge.models.weight_files import TargetTables, read_target_tables
 from fledge.target.layers import default_aux_layer_ids, target_depth, text_config
 
 if TYPE_CHECKING:
+    from fledge.diagnosis.checks.block_probe import BlockProbe
     from fledge.diagnosis.checks.probe import Probe
 
 Severity = Literal["error", "warning", "note"]
@@ -108,7 +109,7 @@ class Subject:
     files: DraftFiles
     target: TargetFiles
     engine: str = ""  # "vllm" or "sglang" turns what that engine cannot load into errors
-    probe: "Probe | None" = None  # behavioural checks only
+    probe: "Probe | BlockProbe | None" = None  # behavioural checks only
     estimate: float | None = None  # acceptance length that the training claims, if it left a record
 
     @cached_property
