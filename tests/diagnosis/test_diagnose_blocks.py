@@ -193,7 +193,7 @@ DECODED = {
     "rotary base": ("dflash", "block-rope-measured", _other_base),
     "slots one too far": ("dspark", "slot-shifted", _set("sample_from_anchor", False)),
     "Markov factors exchanged": ("dspark", "markov-swapped", _swapped),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", DECODED)
@@ -209,7 +209,7 @@ def test_a_fault_that_only_decoding_shows_is_named(blocks, look, tmp_path, fault
 
 def test_a_context_off_by_one_is_named(place, look, tmp_path):
     """Trained with the anchor's own features in its context, which decoding does not have yet."""
-    make_block(place / "target", late=-1).save_pretrained(tmp_path / "late")
+    make_block(place / "target", fit=150, late=-1).save_pretrained(tmp_path / "late")
     found = look(tmp_path / "late")
     assert {finding.check for finding in found.of("error")} == {"context-shifted"}
     assert found.repaired is None
