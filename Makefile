@@ -93,7 +93,7 @@ $(SPECULATORS)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 test-speculators: $(SPECULATORS)/.ready  ## exports in the speculators package
-	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py
+	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py
 
 # Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
 SGLANG := 059 0523

@@ -92,13 +92,13 @@ def make_draft(
         for weight in draft.parameters():
             if weight.ndim == 1:
                 weight.add_(0.5 * torch.randn_like(weight))
+    if width is not None:
+        ids = torch.randperm(vocabulary)[:width].sort().values
+        draft.set_vocab_mapping(ids, _marked(ids, vocabulary))
     if config.hidden_size == hidden:
         draft.copy_embeddings_from_target(model.get_input_embeddings())
     if not draft.lm_head.weight.requires_grad:
         draft.copy_head_from_target(model.lm_head)
-    if width is not None:
-        ids = torch.randperm(vocabulary)[:width].sort().values
-        draft.set_vocab_mapping(ids, _marked(ids, vocabulary))
     return draft
 
 

@@ -38,6 +38,7 @@ _VLLM, _SGLANG = (
 )
 _SGLANG_EAGLE1 = "tests/engines/sglang/test_sglang_eagle1.py"
 _SPECULATORS = "tests/export/test_export_speculators.py"
+_BLOCKS, _DSPARK = (f"tests/engines/vllm/test_vllm_{one}.py" for one in ("blocks", "dspark"))
 _PROPOSALS = "every proposed token is ours, at every depth"
 TESTED = [
     Tested(
@@ -66,6 +67,28 @@ TESTED = [
         f"{_VLLM}::test_a_wrong_config_is_noticed", "plain-vllm, eagle1-vllm", _versions("vllm"),
         "controls: wrong aux layers, norm flags, rotary base and scaling do not pass",
         kinds=("eagle3", "llama3 rotary", "eagle3.1", "p-eagle", "eagle1"),
+    ),
+    Tested(
+        f"{_BLOCKS}::test_vllm_proposes_the_blocks_that_we_propose",
+        "dflash-flat, speculators-dflash", _versions("vllm"),
+        f"{_PROPOSALS}; output is plain greedy's; its counters equal our replay",
+        kinds=("dflash",),
+    ),
+    Tested(
+        f"{_BLOCKS}::test_vllm_proposes_what_unusual_blocks_propose", "dflash-flat",
+        _versions("vllm"), "the same", kinds=("causal", "small vocabulary", "sliding layers"),
+    ),
+    Tested(
+        f"{_BLOCKS}::test_a_wrong_block_is_noticed", "dflash-flat, speculators-dflash",
+        _versions("vllm"),
+        "controls: wrong layers, placeholder, rotary layout and direction do not pass",
+        kinds=("dflash",),
+    ),
+    Tested(
+        f"{_DSPARK}::test_vllm_computes_our_blocks", "dspark-flat, speculators-dspark",
+        f"{_versions('vllm')}, its loader and classes (its runner wants a GPU)",
+        "logits, Markov biases, confidences to 1e-4, tokens; wrong tensors do not pass",
+        kinds=("dspark",),
     ),
     Tested(
         f"{_SGLANG}::test_every_parameter_comes_from_the_files", "plain-sglang",
@@ -99,6 +122,12 @@ TESTED = [
         kinds=("peagle",),
     ),
     Tested(
+        "tests/export/test_export_speculators_blocks.py::test_they_load_and_compute_our_logits",
+        "speculators-dflash, speculators-dspark", _versions("speculators"),
+        "every tensor is loaded; logits, Markov biases, confidences of all slots to 1e-4",
+        kinds=("dflash", "dspark", "small vocabularies of both"),
+    ),
+    Tested(
         f"{_SPECULATORS}::test_their_converter_takes_our_plain_exports", "plain-vllm",
         f"{_versions('speculators')}, converter", "converted, loaded, logits to 1e-4",
         kinds=("eagle3", "full vocabulary"),
@@ -116,6 +145,12 @@ TESTED = [
     Tested(
         "tests/train/test_eagle1_run.py::test_evaluated_and_exported", "eagle1-vllm, eagle1-sglang",
         "our reader (`reread.py`)", "the same", kinds=("eagle1", "eagle2"),
+    ),
+    Tested(
+        "tests/export/test_export_blocks.py::test_the_files_are_the_draft_and_decode_as_it_does",
+        "dflash-flat, dspark-flat, speculators", "our reader (`reread_block.py`)",
+        "every tensor and flag; decoding equal to the checkpoint's",
+        kinds=("dflash", "dspark", "small vocabularies, causal, sliding"),
     ),
     Tested(
         "tests/export/test_export_files.py::test_a_broken_file_is_named",

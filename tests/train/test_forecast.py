@@ -146,7 +146,7 @@ def test_blocks_are_not_counted_as_chains():
         "target.parallel={cp: 1}", "training.micro_batch=4", "objective.kind=dflash",
         "objective.block_size=8", "draft.draft_vocab_size=null", "draft.layers=5",
     )  # fmt: skip
-    recipe = ROOT / "recipes" / "llama31_8b_128k_8gpu.yaml"
+    recipe = "llama31_8b_128k_8gpu"
     block = Forecast.of(load_recipe(recipe, shape), 8)
     assert block.draft.config.block_size == 8
     work = block.step.work
@@ -166,7 +166,7 @@ def test_blocks_are_not_counted_as_chains():
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_headers_of_block_recipes_say_what_plan_says(kind, gpus):
-    path = ROOT / "recipes" / f"qwen3_8b_{kind}_{gpus}gpu.yaml"
+    path = shipped_recipe(f"qwen3_8b_{kind}_{gpus}gpu")
     [said] = re.findall(
         r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
         r"(\d+\.\d)", path.read_text(),

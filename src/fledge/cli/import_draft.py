@@ -25,8 +25,10 @@ def import_draft(
     """Write a foreign draft in our own layout: for eval, as draft.init_from, for export.
 
     EAGLE-3 and P-EAGLE in the layouts of SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel
-    and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang. What engines would
-    share with the target (embeddings, a full head) is copied from it; numbers are not changed.
+    and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang; DFlash and DSpark in
+    those of z-lab, DeepSpec, SpecForge and speculators. What engines would share with the target
+    (embeddings, a full head) is copied from it, but for DFlash and DSpark, which have none of
+    their own; numbers are not changed.
     """
     from fledge.diagnosis.foreign import read_files
     from fledge.diagnosis.import_draft import import_draft as bring_in

@@ -27,9 +27,9 @@ from fledge.decode.strategies.registry import choose
 from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.decode.target import CachedTarget, take
 from fledge.draft.base import DraftModel
+from fledge.methods.registry import method_of
 from fledge.target.finite import Fault, NotFinite, broken_layer, refusal
 from fledge.target.layers import (
-    default_aux_layer_ids,
     target_depth,
     validate_aux_layer_ids,
 )
@@ -314,5 +314,5 @@ def _aux_layer_ids(model: nn.Module, draft: DraftModel, wanted: Sequence[int] | 
     """The layers that a draft listens to: as asked, as it was trained, or the default ones."""
     depth, count = target_depth(model.config), draft.config.num_aux_hidden_states
     trained = getattr(draft.config, "aux_layer_ids", None)
-    ids = wanted or trained or default_aux_layer_ids(depth, count)
+    ids = wanted or trained or method_of(draft.config).default_layers(depth, count)
     return validate_aux_layer_ids(ids, depth, count)

@@ -9,10 +9,12 @@ from typing import Any
 from fledge.core.errors import BadInput, UntrustedCode
 from fledge.core.files import atomic_directory, save_tensors, write_json
 from fledge.diagnosis.checks.base import Finding, Level, Subject, TargetFiles
+from fledge.diagnosis.checks.block_probe import BlockProbe
 from fledge.diagnosis.checks.probe import Answering, Probe, Score
-from fledge.diagnosis.checks.registry import CHECKS
+from fledge.diagnosis.checks.registry import checks_for
 from fledge.diagnosis.foreign import DraftFiles, read_files
 from fledge.diagnosis.import_draft import build_draft
+from fledge.draft.block import BlockDraftModel
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.export.formats import RECORD_NAME
 from fledge.models.weight_files import weight_files
@@ -93,7 +95,7 @@ def diagnose(
 
 def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
     """All findings of these levels, in the order of the registry."""
-    for check in CHECKS.values():
+    for check in checks_for(subject):
         if check.level in levels:
             for finding in check.run(subject):
                 yield replace(finding, check=check.id)
@@ -135,14 +137,17 @@ def _decode(
     except BadInput as refused:
         result.skipped.append(f"behavioural checks: {refused}")
         return
-    subject.probe = Probe(subject, draft, answers)
+    probe: Any = Probe
+    if isinstance(draft, BlockDraftModel):
+        probe = BlockProbe
+    subject.probe = probe = probe(subject, draft, answers)
     subject.estimate = training_estimate(subject.directory)
     findings = list(run_checks(subject, ("behavioural",)))
     result.findings += findings
-    result.score = subject.probe.score(subject.probe.as_written)
-    measured = [finding for finding in findings if finding.check in subject.probe.steps]
+    result.score = probe.score(probe.as_written)
+    measured = [finding for finding in findings if finding.check in probe.steps]
     if measured and _repair(subject, measured, result) == len(measured):
-        result.repaired_score = subject.probe.best  # else that reading cannot be written down
+        result.repaired_score = probe.best  # else that reading cannot be written down
 
 
 def training_estimate(directory: Path) -> float | None:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -138,17 +138,26 @@ class DraftFiles:
 
     @property
     def view(self) -> "DraftView":
-        return DraftView(self.config, self.tensors)
+        from fledge.diagnosis.block_view import BlockView, is_block_draft  # builds on this file
+
+        blocks = is_block_draft(self.config, self.tensors)
+        return (BlockView if blocks else DraftView)(self.config, self.tensors)
 
     def put(self, key: str, value: Any) -> None:
         """Set a config value where this layout keeps it; None takes it out."""
-        layout = self.view.layout
-        inside = layout.nested and key not in layout.beside
-        place = self.config[layout.nested] if inside else self.config
+        *outer, name = self.view.path(key).split(".")
+        place = self.config
+        for one in outer:
+            place = place[one]
         if value is None:
-            place.pop(key, None)
+            place.pop(name, None)
         else:
-            place[key] = value
+            place[name] = value
+
+    def put_mask(self, token: int) -> None:
+        """Set the placeholder wherever the files name it."""
+        for path in self.view.mask_paths:
+            set_path(self.config, path, token)
 
     def put_tensor(self, own: str, value: Tensor) -> None:
         """Set a tensor, by our name for it, under the name that it has in the file."""
@@ -170,7 +179,10 @@ def read_files(directory: Path) -> DraftFiles:
     if config.get("model_type") == WRAPPED_TYPE and config.get(WRAPPED_KEY) is not None:
         inner = f"the config under '{WRAPPED_KEY}'"
         check(config[WRAPPED_KEY], CONFIG, where=str(path), what=inner)
-    return DraftFiles(directory, config, read_tensors(directory))
+    files = DraftFiles(directory, config, read_tensors(directory))
+    if (expected := files.view.expected) is not None:
+        check(config, expected, where=str(path), what="the config")
+    return files
 
 
 @dataclass(frozen=True)
@@ -179,6 +191,7 @@ class DraftView:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    expected: ClassVar[Expected | None] = None  # what a kind of draft has in its config besides
 
     @cached_property
     def layout(self) -> FileLayout:
@@ -232,6 +245,11 @@ class DraftView:
             return {key: value for key, value in outer.items() if key != NESTED_KEY}
         beside = {key: value for key, value in outer.items() if key in layout.beside}
         return {**(outer.get(layout.nested) or {}), **beside}
+
+    def path(self, key: str) -> str:
+        """Where in the config a key stands, or would stand."""
+        inside = self.layout.nested and key not in self.layout.beside
+        return f"{self.layout.nested}.{key}" if inside else key
 
     def get(self, key: str, absent: Any = None) -> Any:
         value = self.flat.get(key)
@@ -301,10 +319,15 @@ class DraftView:
         return bias if bias is not None and bool(bias.any()) else None
 
     @property
+    def mask_paths(self) -> list[str]:
+        """Where the placeholder stands, in the order in which engines look; one place at least."""
+        paths = ["dflash_config.mask_token_id", *map(self.path, MASK_KEYS)]
+        found = [path for path in paths if get_path(self.config, path) is not None]
+        return found or [self.path(MASK_KEYS[0])]
+
+    @property
     def mask_token_id(self) -> Any:
-        given = (self.config.get("dflash_config") or {}).get("mask_token_id")
-        values = (given, *(self.get(key) for key in MASK_KEYS))
-        return next((value for value in values if value is not None), None)
+        return get_path(self.config, self.mask_paths[0])
 
     @property
     def speculative_tokens(self) -> int | None:

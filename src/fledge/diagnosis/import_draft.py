@@ -19,8 +19,10 @@ from transformers import LlamaConfig
 from fledge.core.errors import BadInput
 from fledge.core.install import fledge_command
 from fledge.core.text import counted
+from fledge.diagnosis.block_view import BlockView
 from fledge.diagnosis.checks.base import Subject, TargetFiles
 from fledge.diagnosis.foreign import BIAS_KEYS, CONFIG_KEYS, read_files, tokens_marked
+from fledge.diagnosis.import_block import build_block
 from fledge.diagnosis.layouts import OWN_AUX_KEY
 from fledge.draft.base import DraftModel
 from fledge.draft.config import check_draft_config, depths_key, trained_depths
@@ -57,6 +59,8 @@ def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: boo
 def build_draft(subject: Subject) -> DraftModel:
     """The draft in memory, as our own model, in the dtype of the files (the widest, if several)."""
     where = subject.directory
+    if isinstance(subject.view, BlockView):
+        return build_block(subject)
     if refusal := next(_refusals(subject), None):
         raise BadInput(refusal, where=str(where))
     state, config = own_state(subject), own_config(subject)

@@ -39,7 +39,8 @@ def model_card(record: Mapping[str, Any], directory: str, recipe: Recipe | None)
 
 def _front_matter(record: Mapping[str, Any]) -> str:
     served_as = record["target"]["served_as"]
-    lines = ["---", "library_name: fledge", "tags: [speculative-decoding, eagle3, draft]"]
+    tags = f"tags: [speculative-decoding, {record['objective']}, draft]"
+    lines = ["---", "library_name: fledge", tags]
     if is_hub_id(served_as):
         lines.insert(1, f"base_model: {served_as}")
     return "\n".join([*lines, "---", ""])

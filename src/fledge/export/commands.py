@@ -44,7 +44,7 @@ def serve_command(
             "python", "-m", "sglang.launch_server", "--model-path", target,
             "--speculative-algorithm", method.algorithms["sglang"],
             "--speculative-draft-model-path", directory,
-            "--speculative-num-steps", str(depth), *method.sglang_flags(depth), *where,
+            *method.sglang_flags(depth), *where,
         ]  # fmt: skip
     as_recorded = num_draft_tokens is None and target == known["served_as"]
     if record["engine"] == "speculators" and as_recorded:

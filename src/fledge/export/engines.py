@@ -9,7 +9,7 @@ from typing import Literal
 from packaging.version import Version
 
 from fledge.core.errors import BadInput
-from fledge.export.formats import Feature
+from fledge.export.rules import Feature
 
 EngineName = Literal["vllm", "sglang", "speculators"]
 
@@ -83,6 +83,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
     "vllm": ServingEngine(
         "vllm", "vLLM", oldest="0.16.0", tested=("0.32.0",),
         limits=(
+            Limit("blocks", "0.32.0", "serve with vLLM 0.32"),
             Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
@@ -97,6 +98,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
         "sglang", "SGLang", oldest="0.5.9", tested=("0.5.9", "0.5.23"),
         limits=(
             Limit("parallel drafting", None, "--engine vllm serves P-EAGLE"),
+            Limit("blocks", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
             Limit("several layers", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
             Limit("fc_norm", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
             Limit("norm_output", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
@@ -105,6 +107,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("last layer", None, "train with target.aux_layer_ids below the last layer"),
             Limit("partial rotary", None, "--engine vllm"),
             Limit("yarn attention factor", None, "--engine vllm"),
+            Limit("reduced head", None, "train with draft.draft_vocab_size=null, or --engine vllm"),
             *_NOT_IN_LLAMA,
         ),
     ),
@@ -113,6 +116,8 @@ ENGINES: dict[EngineName, ServingEngine] = {
         limits=(
             Limit("other width", None, "--engine vllm takes a target of another width"),
             Limit("partial rotary", None, "--engine vllm"),
+            Limit("causal blocks", None, "--engine vllm writes the flat layout, which says it"),
+            Limit("sliding layers", None, "--engine vllm: vLLM misreads them in this layout"),
             *_NOT_IN_LLAMA,
         ),
     ),

@@ -18,9 +18,10 @@ from fledge.core.files import atomic_directory, check_place, save_tensors, write
 from fledge.core.reading import read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
+from fledge.export.block_layout import check_whole_block, with_head_rows
 from fledge.export.card import model_card
 from fledge.export.engines import ENGINES
-from fledge.export.formats import CARD_NAME, FORMATS, RECORD_NAME, Feature
+from fledge.export.formats import CARD_NAME, FORMATS, RECORD_NAME
 from fledge.export.here import note_target
 from fledge.export.layout import (
     TargetFacts,
@@ -31,6 +32,7 @@ from fledge.export.layout import (
     file_tensors,
 )
 from fledge.export.reread import Reread, TargetSide
+from fledge.export.rules import Feature
 from fledge.export.self_check import (
     CheckOptions,
     DecodingCheck,
@@ -52,6 +54,7 @@ from fledge.export.source import (
 from fledge.methods.registry import method_of
 from fledge.models.resolve import public_name
 
+_EMBEDDINGS = "embed_tokens.weight"
 _SHAPE = ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
 
 
@@ -145,6 +148,7 @@ class _Job:
             what = f"{self.engine.title} reads no {self.method.title} drafts"
             raise BadInput(what, where="--engine", fix=fix)
         self.layout = FORMATS[self.method.formats[name]]
+        check_whole_block(draft.config, self.asked_draft_tokens)
         self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # before anything slow
         self.watch("loading the target", 0, 1)
@@ -161,6 +165,7 @@ class _Job:
             )  # fmt: skip
         self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
         self.embeddings = self._settle_embeddings()
+        self.draft = with_head_rows(self.draft, self.side.head_VE)
         self.features = self._check(trained_embeddings=self.embeddings == "trained")
 
     def _target_facts(self) -> TargetFacts:
@@ -194,6 +199,8 @@ class _Job:
 
     def _settle_embeddings(self) -> str:
         """Whose embeddings the draft is served with: `the target's` or `trained`."""
+        if _EMBEDDINGS not in self.draft.tensors:
+            return "the target's"
         if self.in_use is None:
             if self.target_embeddings:
                 fix = "leave out --without-target"
@@ -205,7 +212,7 @@ class _Job:
         asked = self.target_embeddings
         if not asked and not same_embeddings(self.draft, self.side):
             return "trained"
-        if asked or "embed_tokens.weight" in self.layout.ignored:
+        if asked or _EMBEDDINGS in self.layout.ignored:
             self.draft = with_target_embeddings(self.draft, self.side)
         return "the target's"
 
@@ -244,9 +251,9 @@ class _Job:
         return check
 
     def _decode(self, check: SelfCheck, reread: Reread, in_use: TargetInUse) -> None:
-        name = "embed_tokens.weight"
-        before, after = self.source.tensors[name].to(self.draft.dtype), self.draft.tensors[name]
-        unchanged = not self.reordered and torch.equal(before, after)
+        before, after = (one.tensors.get(_EMBEDDINGS) for one in (self.source, self.draft))
+        kept = before is None or after is None or torch.equal(before.to(after.dtype), after)
+        unchanged = not self.reordered and kept
         # with an estimate: as many tokens as it was made for, or the figures are not comparable
         as_asked = self.source.estimate is None
         depth = self.num_draft_tokens if as_asked else self.source.num_draft_tokens

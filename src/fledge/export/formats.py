@@ -10,24 +10,29 @@ docs/export.md lists versions and tests).
     speculators-peagle   the same for P-EAGLE
     eagle1-vllm          layers.N.*, config.json of a Llama; the target's embeddings and head
     eagle1-sglang        the same with a bias of fc, which SGLang's class has
+
+Those of DFlash and DSpark stand in `block_formats`, the words of the tables in `rules`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
-# required: without it the engine fails or, worse, serves noise. optional: not needed; read by the
-# engine or by trainers when there. ignored: the engine takes the target's. forbidden: misread.
-Need = Literal["required", "optional", "forbidden", "ignored"]
-# What a draft has that not every draft has; "" is what all have.
-Feature = Literal[
-    "", "parallel drafting", "several layers", "fc_norm", "norm_output", "small vocabulary",
-    "trained embeddings", "chosen aux layers", "last layer", "other width", "scaled rotary",
-    "partial rotary", "yarn attention factor", "fc bias",
-    "attention bias", "mlp bias", "q/k norms",
-]  # fmt: skip
+from fledge.export.block_formats import BLOCK_FORMATS
+from fledge.export.rules import (
+    DEEP_NORMS,
+    Feature,
+    Format,
+    KeyRule,
+    Need,
+    TensorRule,
+    fact_keys,
+    layer_rules,
+    llama_keys,
+    speculators_keys,
+)
 
 CARD_NAME = "README.md"
 RECORD_NAME = "fledge_export.json"  # where an export came from and what was measured on it
@@ -36,55 +41,9 @@ RECORD_NAME = "fledge_export.json"  # where an export came from and what was mea
 # --- tensors -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TensorRule:
-    """One tensor: our name, theirs, its shape, and when it is in the file."""
-
-    ours: str  # {n}: number of a layer, {a}: number of an aux state
-    theirs: str
-    shape: tuple[str, ...]  # products of sizes, by their letters in docs/semantics.md, section 18
-    need: Need = "required"
-    feature: Feature = ""  # only drafts with this feature have it
-    zeros: bool = False  # drafts without the tensor are written with zeros
-    deep: bool = False  # of every layer but the first
-
-
-def _layer(
-    ours: str, theirs: str, *, norms: Mapping[str, str], fused: bool = False, deep: bool = False
-) -> list[TensorRule]:
-    """One decoder layer, or all deep ones; `norms` maps our norms to theirs."""
-    width = "2*E" if fused else "E"
-    shapes: dict[str, tuple[str, ...]] = {
-        "self_attn.q_proj": ("H*C", width),
-        "self_attn.k_proj": ("G*C", width),
-        "self_attn.v_proj": ("G*C", width),
-        "self_attn.o_proj": ("E", "H*C"),
-        "mlp.gate_proj": ("I", "E"),
-        "mlp.up_proj": ("I", "E"),
-        "mlp.down_proj": ("E", "I"),
-        **dict.fromkeys(norms, ("E",)),
-    }
-    weights = [
-        TensorRule(f"{ours}.{name}.weight", f"{theirs}.{norms.get(name, name)}.weight", shape)
-        for name, shape in shapes.items()
-    ]
-    biases: list[TensorRule] = []
-    for name, shape in shapes.items():
-        feature: Feature = "attention bias" if name.startswith("self_attn.") else "mlp bias"
-        if len(shape) == 2:
-            names = (f"{ours}.{name}.bias", f"{theirs}.{name}.bias")
-            biases.append(TensorRule(*names, shape[:1], feature=feature))
-    head_norms = [
-        TensorRule(f"{ours}.{name}.weight", f"{theirs}.{name}.weight", ("C",), feature="q/k norms")
-        for name in ("self_attn.q_norm", "self_attn.k_norm")
-    ]
-    return [replace(rule, deep=deep) for rule in (*weights, *biases, *head_norms)]
-
-
-_DEEP_NORMS = {name: name for name in ("input_layernorm", "post_attention_layernorm")}
-_FIRST_NORMS = {**_DEEP_NORMS, "hidden_norm": "hidden_norm"}
+_FIRST_NORMS = {**DEEP_NORMS, "hidden_norm": "hidden_norm"}
 # SGLang's deeper layers norm their input with what they call hidden_norm.
-_SGLANG_DEEP_NORMS = {**_DEEP_NORMS, "input_layernorm": "hidden_norm"}
+_SGLANG_DEEP_NORMS = {**DEEP_NORMS, "input_layernorm": "hidden_norm"}
 
 
 def _tensors(
@@ -102,8 +61,8 @@ def _tensors(
     ]
     return (
         *(TensorRule(name, name, *rule) for name, *rule in same),
-        *_layer("layers.0", first, fused=True, norms=_FIRST_NORMS),
-        *_layer("layers.{n}", "layers.{n}", deep=True, norms=deep_norms),
+        *layer_rules("layers.0", first, fused=True, norms=_FIRST_NORMS),
+        *layer_rules("layers.{n}", "layers.{n}", deep=True, norms=deep_norms),
     )
 
 
@@ -112,8 +71,8 @@ def _eagle1_tensors(*, bias: TensorRule) -> tuple[TensorRule, ...]:
     return (
         TensorRule("fc.weight", "fc.weight", ("E", "2*E")),
         bias,
-        *_layer("layers.0", "layers.0", norms=after),
-        *_layer("layers.{n}", "layers.{n}", deep=True, norms=_DEEP_NORMS),
+        *layer_rules("layers.0", "layers.0", norms=after),
+        *layer_rules("layers.{n}", "layers.{n}", deep=True, norms=DEEP_NORMS),
         TensorRule("embed_tokens.weight", "embed_tokens.weight", ("V", "E"), "ignored"),
         TensorRule("lm_head.weight", "lm_head.weight", ("V", "E"), "ignored"),
     )
@@ -122,44 +81,7 @@ def _eagle1_tensors(*, bias: TensorRule) -> tuple[TensorRule, ...]:
 # --- config keys -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KeyRule:
-    """One key of config.json: a dotted path, and the fact (see `facts`) that stands there."""
-
-    theirs: str
-    fact: str = ""  # "" : `value` stands there, whatever the draft
-    value: Any = None
-    need: Need = "required"
-    feature: Feature = ""
-
-
-_LLAMA = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
-    "vocab_size", "rope_theta", "rope_parameters", "initializer_range", "torch_dtype",
-)  # fmt: skip
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
 _DRAFT = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output")
-
-
-def _facts(*names: str, prefix: str = "", need: Need = "required") -> list[KeyRule]:
-    """Keys that are called as their facts are."""
-    return [KeyRule(prefix + name, name, need=need) for name in names]
-
-
-def _llama_keys(prefix: str = "") -> list[KeyRule]:
-    return [
-        KeyRule(f"{prefix}model_type", value="llama"),
-        *_facts(*_LLAMA, prefix=prefix),
-        KeyRule(f"{prefix}rope_scaling", "rope_scaling", feature="scaled rotary"),
-        *_facts(*_TOKENS, prefix=prefix, need="optional"),
-        *_facts("attention_bias", "mlp_bias", prefix=prefix),
-        KeyRule(f"{prefix}tie_word_embeddings", value=False),
-    ]
-
-
 _MASK_TOKEN = KeyRule("mask_token_id", "mask_token_id", feature="parallel drafting")
 # Ours: how deep the draft was trained to propose, where an export is all that is left of its run.
 TRAINED = (
@@ -167,67 +89,38 @@ TRAINED = (
 )  # fmt: skip
 _PLAIN_KEYS = (
     KeyRule("architectures", value=["LlamaForCausalLMEagle3"]),
-    *_llama_keys(),
-    *_facts(*_DRAFT, "num_aux_hidden_states"),
+    *llama_keys(),
+    *fact_keys(*_DRAFT, "num_aux_hidden_states"),
     KeyRule("norm_before_residual", value=False),
-    *_facts(*TRAINED, need="optional"),
+    *fact_keys(*TRAINED, need="optional"),
 )
 
 
 # Read by `fledge import` alone: to an engine both versions are the same.
-_EAGLE1_OWN = _facts("eagle_version", "draft_tokens", need="optional")
+_EAGLE1_OWN = fact_keys("eagle_version", "draft_tokens", need="optional")
 
 
 def _speculators_keys(kind: str) -> tuple[KeyRule, ...]:
-    greedy = "speculators_config.proposal_methods.0"
     title = {"eagle3": "Eagle3", "peagle": "PEagle"}[kind]
+    layers = llama_keys("transformer_layer_config.")
     return (
-        KeyRule("model_type", need="forbidden"),
-        KeyRule("architectures", value=[f"{title}Speculator"]),
-        KeyRule("speculators_model_type", value=kind),
-        KeyRule("speculators_version", value="0.9.0"),
-        KeyRule("speculators_config.algorithm", value=kind),
-        KeyRule("speculators_config.default_proposal_method", value="greedy"),
-        KeyRule(f"{greedy}.proposal_type", value="greedy"),
-        KeyRule(f"{greedy}.speculative_tokens", "num_draft_tokens"),
-        KeyRule(f"{greedy}.verifier_accept_k", value=1),
-        KeyRule(f"{greedy}.accept_tolerance", value=0.0),
-        KeyRule("speculators_config.verifier.name_or_path", "target"),
-        KeyRule("speculators_config.verifier.architectures", "target_architectures"),
-        *_llama_keys("transformer_layer_config."),
-        *_facts(*_DRAFT, "torch_dtype"),
+        *speculators_keys(kind, f"{title}Speculator", layers),
+        *fact_keys(*_DRAFT, "torch_dtype"),
         KeyRule("norm_before_residual", value=False),
         KeyRule("norm_before_fc", value=False),
         KeyRule("embed_requires_grad", value=kind == "peagle", need="optional"),
         KeyRule("tie_word_embeddings", value=False, need="optional"),
         _MASK_TOKEN,
-        *_facts(*TRAINED, need="optional"),
+        *fact_keys(*TRAINED, need="optional"),
     )
 
 
 # --- formats -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Format:
-    """One layout on disk."""
-
-    name: str
-    tensors: tuple[TensorRule, ...]
-    keys: tuple[KeyRule, ...]
-    aux_ids_key: str  # where the aux layers stand; "": nowhere, the engine knows them
-    aux_id_offset: int = 0  # the id in the file = number of the layer whose output it is + this
-    always_aux_ids: bool = False  # even when they are the engine's default
-
-    @property
-    def ignored(self) -> set[str]:
-        """Our tensors for which the engine takes the target's."""
-        return {rule.ours for rule in self.tensors if rule.need == "ignored"}
-
-
 _PLAIN_VLLM = Format(
     "plain-vllm",
-    _tensors("layers.0", _DEEP_NORMS, embeddings="optional", t2d="optional", parallel="required"),
+    _tensors("layers.0", DEEP_NORMS, embeddings="optional", t2d="optional", parallel="required"),
     (
         *_PLAIN_KEYS,
         _MASK_TOKEN,
@@ -235,7 +128,7 @@ _PLAIN_VLLM = Format(
         KeyRule("architectures", value=["Eagle3Qwen3ForCausalLM"], feature="q/k norms"),
         KeyRule("model_type", value="qwen3", feature="q/k norms"),
         # Ours: an export for vLLM is also a draft that `fledge eval` and `init_from` read.
-        *_facts("aux_layer_ids", "parallel_drafting", "qk_norm", need="optional"),
+        *fact_keys("aux_layer_ids", "parallel_drafting", "qk_norm", need="optional"),
     ),
     aux_ids_key="eagle_aux_hidden_state_layer_ids",
     aux_id_offset=1,
@@ -253,7 +146,7 @@ _SPECULATORS = [
     Format(
         f"speculators-{kind}",
         _tensors(
-            "layers.0", _DEEP_NORMS, embeddings="required", t2d="required", parallel="required"
+            "layers.0", DEEP_NORMS, embeddings="required", t2d="required", parallel="required"
         ),
         _speculators_keys(kind),
         aux_ids_key="eagle_aux_hidden_state_layer_ids",
@@ -265,16 +158,18 @@ _SPECULATORS = [
 _EAGLE1_VLLM = Format(
     "eagle1-vllm",
     _eagle1_tensors(bias=TensorRule("fc.bias", "fc.bias", ("E",), "forbidden", "fc bias")),
-    (KeyRule("architectures", value=["EagleLlamaForCausalLM"]), *_llama_keys(), *_EAGLE1_OWN),
+    (KeyRule("architectures", value=["EagleLlamaForCausalLM"]), *llama_keys(), *_EAGLE1_OWN),
     aux_ids_key="",
 )
 _EAGLE1_SGLANG = Format(
     "eagle1-sglang",
     _eagle1_tensors(bias=TensorRule("fc.bias", "fc.bias", ("E",), zeros=True)),
-    (KeyRule("architectures", value=["LlamaForCausalLMEagle"]), *_llama_keys(), *_EAGLE1_OWN),
+    (KeyRule("architectures", value=["LlamaForCausalLMEagle"]), *llama_keys(), *_EAGLE1_OWN),
     aux_ids_key="",
 )
-_FORMATS = (_PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS, _EAGLE1_VLLM, _EAGLE1_SGLANG)
+_FORMATS = (
+    _PLAIN_VLLM, _PLAIN_SGLANG, *_SPECULATORS, _EAGLE1_VLLM, _EAGLE1_SGLANG, *BLOCK_FORMATS,
+)  # fmt: skip
 FORMATS = {layout.name: layout for layout in _FORMATS}
 
 
@@ -315,11 +210,13 @@ def expected_tensors(
 _SIZES = {
     "E": "hidden_size", "D": "target_hidden_size", "A": "num_aux_hidden_states", "V": "vocab_size",
     "W": "draft_vocab_size", "H": "num_attention_heads", "G": "num_key_value_heads",
-    "C": "head_dim", "I": "intermediate_size",
+    "C": "head_dim", "I": "intermediate_size", "R": "markov_rank",
 }  # fmt: skip
 
 
 def _dimension(text: str, facts: Mapping[str, Any]) -> int:
+    if "+" in text:
+        return sum(_dimension(part, facts) for part in text.split("+"))
     return prod(int(part) if part.isdigit() else facts[_SIZES[part]] for part in text.split("*"))
 
 

@@ -55,6 +55,10 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     values = read_json(directory / "config.json", what="the export's config")
     tensors: dict[str, Tensor] = load_tensors(directory / "model.safetensors", what="the export")
     readers = {"vllm": _as_vllm, "sglang": _as_sglang, "speculators": _as_speculators}
+    from fledge.export.reread_block import block_kind, reread_block  # which builds on this file
+
+    if block_kind(values) is not None:
+        return reread_block(values, tensors, engine, target)
     if values.get("architectures") == _EAGLE1_CLASSES.get(engine):
         return _as_eagle1(values, tensors, target)
     return readers[engine](values, tensors, target)
@@ -62,9 +66,9 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
 
 def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
     normed = values.get("architectures") == ["Eagle3Qwen3ForCausalLM"]
-    _require(normed or values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
-    _require(values.get("model_type") == ("qwen3" if normed else "llama"), "model_type")
-    _require(not values.get("norm_before_residual", False), "norm_before_residual")
+    require(normed or values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
+    require(values.get("model_type") == ("qwen3" if normed else "llama"), "model_type")
+    require(not values.get("norm_before_residual", False), "norm_before_residual")
     key, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
     ids = values.get(key) or nested.get(key)
     ours = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
@@ -72,7 +76,7 @@ def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetS
         ours["mask_hidden"] = ours["mask_hidden"].reshape(1, 1, -1)
     if "embed_tokens.weight" not in ours:
         ours |= _target_embeddings(target, ours)
-    config = _config(
+    config = engine_config(
         values,
         values,
         aux_layer_ids=_below(ids, target.layers),
@@ -84,9 +88,9 @@ def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetS
 
 
 def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
-    _require(values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
-    _require(not values.get("tie_word_embeddings", False), "tie_word_embeddings")
-    _require(not values.get("norm_before_residual", False), "norm_before_residual")
+    require(values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
+    require(not values.get("tie_word_embeddings", False), "tie_word_embeddings")
+    require(not values.get("norm_before_residual", False), "norm_before_residual")
     ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = _default_layers(target.layers)
@@ -101,22 +105,22 @@ def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: Targe
         else:
             unread.append(name)
     ours |= _target_embeddings(target, ours)
-    return Reread(_config(values, values, aux_layer_ids=ids), ours, unread)
+    return Reread(engine_config(values, values, aux_layer_ids=ids), ours, unread)
 
 
 def _as_speculators(
     values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide
 ) -> Reread:
     kind = values["speculators_model_type"]
-    _require(kind in ("eagle3", "peagle"), "speculators_model_type")
-    _require(values["speculators_config"]["algorithm"] == kind, "speculators_config.algorithm")
-    _require("model_type" not in values, "model_type")
+    require(kind in ("eagle3", "peagle"), "speculators_model_type")
+    require(values["speculators_config"]["algorithm"] == kind, "speculators_config.algorithm")
+    require("model_type" not in values, "model_type")
     [proposal] = values["speculators_config"]["proposal_methods"]
-    _require(proposal["speculative_tokens"] > 0, "speculative_tokens")
-    _require(bool(values["speculators_config"]["verifier"]["name_or_path"]), "verifier")
+    require(proposal["speculative_tokens"] > 0, "speculative_tokens")
+    require(bool(values["speculators_config"]["verifier"]["name_or_path"]), "verifier")
     absent = kind == "eagle3"  # what it means where the file does not say
-    _require(not values.get("norm_before_residual", absent), "norm_before_residual")
-    config = _config(
+    require(not values.get("norm_before_residual", absent), "norm_before_residual")
+    config = engine_config(
         values["transformer_layer_config"],
         values,
         aux_layer_ids=_below(values.get("eagle_aux_hidden_state_layer_ids"), target.layers),
@@ -135,16 +139,16 @@ def _as_eagle1(values: dict[str, Any], tensors: dict[str, Tensor], target: Targe
     ours = dict(tensors)
     bias = ours.get("fc.bias")
     if values["architectures"] == _EAGLE1_CLASSES["sglang"]:
-        _require(bias is not None, "fc.bias (in model.safetensors)")
+        require(bias is not None, "fc.bias (in model.safetensors)")
         if bias is not None and not bool(bias.any()):
             del ours["fc.bias"]
     else:
-        _require(bias is None, "fc.bias (in model.safetensors)")
+        require(bias is None, "fc.bias (in model.safetensors)")
     ours |= _target_embeddings(target, ours)
     if target.head_VE is not None:
         ours["lm_head.weight"] = target.head_VE.to(ours["fc.weight"].dtype)
     ids = [] if target.layers is None else [target.layers]
-    config = _config(values, {}, aux_layer_ids=ids)
+    config = engine_config(values, {}, aux_layer_ids=ids)
     config.num_aux_hidden_states = 1
     config.eagle_version = values.get("eagle_version", 1)
     config.fc_bias = "fc.bias" in ours
@@ -158,7 +162,8 @@ def _target_embeddings(target: TargetSide, tensors: Mapping[str, Tensor]) -> dic
     return {"embed_tokens.weight": target.embeddings_VE.to(tensors["fc.weight"].dtype)}
 
 
-def _require(holds: bool, key: str) -> None:
+def require(holds: bool, key: str) -> None:
+    """Refuse an export whose `key` an engine would misread."""
     if not holds:
         raise BadInput(f"self-check: {key} is not what the engine must read", where="config.json")
 
@@ -174,7 +179,7 @@ def _default_layers(layers: int | None) -> list[int]:
     return [1, layers // 2 - 1, layers - 4]
 
 
-def _config(
+def engine_config(
     llama: Mapping[str, Any],
     outer: Mapping[str, Any],
     *,
@@ -227,6 +232,8 @@ _COMPARED = (
     "rms_norm_eps", "max_position_embeddings", "num_aux_hidden_states", "fc_norm", "norm_output",
     "parallel_drafting", "mask_token_id", "aux_layer_ids", "eagle_version",
     "attention_bias", "mlp_bias", "qk_norm",
+    "block_size", "sample_from_anchor", "causal", "sliding_window", "sliding_layers",
+    "markov_rank", "confidence_head",
 )  # fmt: skip
 
 

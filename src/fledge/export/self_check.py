@@ -192,6 +192,7 @@ class DecodingCheck:
         """`unchanged`: the tensors are the checkpoint's own, so that every round must agree."""
         check.notes += self._in_use.notes
         files = served.model().to(self._device)
+        files.borrow_from(self._target)
         check_fits(self._target, files, "the export")
         if self._source.estimate is not None:
             check.estimate = self._source.estimate
@@ -262,6 +263,7 @@ class DecodingCheck:
         live = self._live(files, prompts, stops)
         self._watch("decoding from the checkpoint", 2, 3)
         checkpoint = self._source.model().to(self._device, files.dtype)
+        checkpoint.borrow_from(self._target)
         before = self._live(checkpoint, prompts, stops)
         same = all(
             (one.token_ids, one.rounds) == (other.token_ids, other.rounds)

@@ -16,7 +16,7 @@ from fledge.models.embedded import MODELS as EMBEDDED
 from fledge.models.resolve import load_config, local_model
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
-from fledge.target.layers import default_aux_layer_ids, target_depth
+from fledge.target.layers import target_depth
 from fledge.train.runs import (
     checkpoint_state,
     draft_directory,
@@ -61,8 +61,8 @@ class DraftSource:
         if getattr(self.config, "aux_layer_ids", None) is None:
             ids = list((self.recipe and self.recipe.target.aux_layer_ids) or ())
             if not ids and target.layers is not None:
-                count = method_of(self.config).aux_layers()
-                ids = default_aux_layer_ids(target.layers, count)
+                count = self.config.num_aux_hidden_states
+                ids = method_of(self.config).default_layers(target.layers, count)
             if not ids:
                 raise BadInput(
                     "which layers of the target it listens to is not known",

@@ -157,7 +157,8 @@ class Method(ABC):
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         """How SGLang is told what a round drafts."""
         count = str(num_draft_tokens + 1)  # the newest known token is counted
-        return ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", count]
+        steps = ["--speculative-num-steps", str(num_draft_tokens)]
+        return [*steps, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", count]
 
     def version(self, config: Any) -> str:
         """What a draft's card calls it."""

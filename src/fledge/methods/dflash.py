@@ -78,7 +78,11 @@ class Dflash(BlockMethod):
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
         "strategy", {"block": "fledge.decode.strategies.block:Block"}
     )
-    formats: ClassVar[Mapping[str, str]] = {}
+    formats: ClassVar[Mapping[str, str]] = {
+        "vllm": "dflash-flat",
+        "sglang": "dflash-flat",
+        "speculators": "speculators-dflash",
+    }
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
     bench_section: ClassVar[Mapping[str, Any]] = {"block_size": 8}
 

@@ -20,7 +20,11 @@ class Dspark(BlockMethod):
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
         "strategy", {"markov": "fledge.decode.strategies.block:MarkovBlock"}
     )
-    formats: ClassVar[Mapping[str, str]] = {}
+    formats: ClassVar[Mapping[str, str]] = {
+        "vllm": "dspark-flat",
+        "sglang": "dspark-flat",
+        "speculators": "speculators-dspark",
+    }
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
     bench_section: ClassVar[Mapping[str, Any]] = {"block_size": 8}
 

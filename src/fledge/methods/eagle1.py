@@ -88,8 +88,9 @@ class Eagle2(Eagle1):
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         from fledge.decode.strategies.shape import TreeShape
 
-        tree, topk = TreeShape(), "--speculative-eagle-topk"
-        return [topk, str(tree.width), "--speculative-num-draft-tokens", str(tree.nodes + 1)]
+        tree, count = TreeShape(), "--speculative-num-draft-tokens"
+        steps = ["--speculative-num-steps", str(num_draft_tokens)]
+        return [*steps, "--speculative-eagle-topk", str(tree.width), count, str(tree.nodes + 1)]
 
 
 EAGLE1, EAGLE2 = Eagle1(), Eagle2()

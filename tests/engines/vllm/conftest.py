@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engines.cases import engine_target, saved
 from fledge.target.vllm.runner import VLLMTargetRunner
@@ -60,3 +61,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     engines = Engines(tmp_path_factory.mktemp("targets"))
     yield engines
     engines.close()
+
+
+@pytest.fixture
+def norms_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM norms the context's keys of all layers at once, with one row of weights a layer. Its CPU
+    kernel (0.32) takes the first row for all of them; on a GPU each layer gets its own, as here."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalize(self: Any, all_k: torch.Tensor) -> torch.Tensor:
+        layers = zip(all_k, self._k_norm_weights, strict=True)
+        size, eps = all_k.shape[-1:], self._rms_norm_eps
+        normed = [torch.nn.functional.rms_norm(k, size, weight, eps) for k, weight in layers]
+        return torch.stack(normed)
+
+    monkeypatch.setattr(DFlashQwen3Model, "_normalize_context_k", normalize)

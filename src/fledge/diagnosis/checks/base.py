@@ -17,9 +17,10 @@ from fledge.diagnosis.foreign import DraftFiles, DraftView
 from fledge.draft.derive import derive_draft_config
 from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.models.weight_files import TargetTables, read_target_tables
-from fledge.target.layers import default_aux_layer_ids, target_depth, text_config
+from fledge.target.layers import target_depth, text_config
 
 if TYPE_CHECKING:
+    from fledge.diagnosis.checks.block_probe import BlockProbe
     from fledge.diagnosis.checks.probe import Probe
 
 Severity = Literal["error", "warning", "note"]
@@ -108,7 +109,7 @@ class Subject:
     files: DraftFiles
     target: TargetFiles
     engine: str = ""  # "vllm" or "sglang" turns what that engine cannot load into errors
-    probe: "Probe | None" = None  # behavioural checks only
+    probe: "Probe | BlockProbe | None" = None  # behavioural checks only
     estimate: float | None = None  # acceptance length that the training claims, if it left a record
 
     @cached_property
@@ -144,7 +145,8 @@ class Subject:
     def default_aux(self) -> list[int] | None:
         """The layers that engines take when a draft names none; None when it is too shallow."""
         with suppress(BadInput):
-            return default_aux_layer_ids(self.target.depth, self.view.method.aux_layers())
+            method = self.view.method
+            return method.default_layers(self.target.depth, method.aux_layers())
         return None
 
     def only_for(self, engine: str, fault: Finding) -> Finding:

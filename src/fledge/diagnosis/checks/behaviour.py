@@ -15,7 +15,7 @@ _UNSEEN = (
 
 
 def _probe(subject: Subject) -> Probe:
-    assert subject.probe is not None, "behavioural checks run with a probe"
+    assert isinstance(subject.probe, Probe), "behavioural checks run with a probe"
     return subject.probe
 
 

@@ -151,8 +151,12 @@ class Answering:
     def score(
         self, draft: DraftModel, layer_ids: Sequence[int], *, last_normed: bool = False
     ) -> Score:
+        return self.score_on(self.showing(layer_ids, last_normed=last_normed), draft)
+
+    def score_on(self, backend: Eagle3TargetBackend, draft: DraftModel) -> Score:
+        """What a draft accepts of the answers, given features as `backend` shows them."""
         replays = replay(
-            self.showing(layer_ids, last_normed=last_normed),
+            backend,
             draft,
             [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers],
             num_draft_tokens=DEPTHS,

@@ -1,7 +1,12 @@
 """All checks, in the order in which they run; the table in docs/diagnose.md is made from this."""
 
+from types import ModuleType
+
+from fledge.diagnosis.block_view import BlockView
 from fledge.diagnosis.checks import (
     behaviour,
+    block_decoding,
+    blocks,
     numeric,
     positions,
     settings,
@@ -9,13 +14,33 @@ from fledge.diagnosis.checks import (
     tensors,
     vocabulary,
 )
-from fledge.diagnosis.checks.base import Check
+from fledge.diagnosis.checks.base import Check, Subject
 
 _MODULES = (tensors, vocabulary, settings, positions, surroundings, numeric, behaviour)
 
-_VALUES = [value for module in _MODULES for value in vars(module).values()]
+_BLOCK_MODULES = (blocks, block_decoding)
+# What is said of any draft's files holds for block drafts too.
+_SHARED = (
+    "names", "vocab-size", "draft-vocab-size", "d2t-missing", "d2t-type", "d2t-absolute",
+    "d2t-range", "d2t-order", "t2d-mismatch", "end-token", "dtype", "not-finite", "constant",
+    "random-weights", "rope-conflict", "rope", "max-position", "tokenizer", "target-quantised",
+)  # fmt: skip
 
-CHECKS = {check.id: check for check in _VALUES if isinstance(check, Check)}
+
+def _checks(modules: tuple[ModuleType, ...]) -> dict[str, Check]:
+    values = [value for module in modules for value in vars(module).values()]
+    return {check.id: check for check in values if isinstance(check, Check)}
+
+
+_CHAINS, _BLOCKS = _checks(_MODULES), _checks(_BLOCK_MODULES)
+CHECKS = _CHAINS | _BLOCKS
+
+
+def checks_for(subject: Subject) -> list[Check]:
+    """Those that fit the kind of draft."""
+    if not isinstance(subject.view, BlockView):
+        return list(_CHAINS.values())
+    return [*(_CHAINS[name] for name in _SHARED), *_BLOCKS.values()]
 
 
 def table() -> str:

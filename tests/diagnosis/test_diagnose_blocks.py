@@ -1,0 +1,233 @@
+"""DFlash and DSpark drafts: healthy in every layout, imported to the bit, and each way to break one
+named by its check; a certain repair gives the healthy draft back."""
+
+import pytest
+import torch
+from block_drafts import LAYERS, LAYOUTS, MASK, make_block, write_block_as
+from test_diagnose_faults import assert_same_files, broken_copy, errors_and_warnings, no_decoding
+
+from export.drafts import files_of
+from fledge.core.errors import BadInput
+from fledge.diagnosis.checks.block_probe import in_halves
+from fledge.diagnosis.diagnose import diagnose, write_repaired
+from fledge.diagnosis.import_draft import import_draft
+from fledge.export.export import export_draft
+
+W1, W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
+FOREIGN = [(kind, layout) for kind in LAYOUTS for layout in LAYOUTS[kind]]
+
+
+@pytest.fixture(scope="session")
+def blocks(place):
+    """kind -> a fitted draft of ours."""
+    for kind in ("dflash", "dspark"):
+        if not (place / kind).exists():
+            make_block(place / "target", spark=kind == "dspark").save_pretrained(place / kind)
+    return {kind: place / kind for kind in ("dflash", "dspark")}
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_healthy_draft_of_ours_passes(blocks, look, kind):
+    found = look(blocks[kind])
+    assert found.healthy, found.findings
+    assert found.layout == "fledge"
+    assert not found.skipped
+    assert found.score.first > 0.3
+
+
+@pytest.mark.parametrize(("kind", "layout"), FOREIGN)
+def test_other_trainers_drafts_are_healthy_and_come_back_bit_for_bit(
+    place, blocks, tmp_path, kind, layout
+):
+    foreign = write_block_as(layout, blocks[kind], tmp_path / "foreign")
+    found = diagnose(foreign, str(place / "target"), answering=no_decoding)
+    assert found.healthy, found.findings
+    assert found.layout == layout
+    import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert_same_files(tmp_path / "ours", blocks[kind])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_exports_are_healthy_and_come_back_bit_for_bit(place, blocks, tmp_path, kind, engine):
+    target = str(place / "target")
+    out = export_draft(
+        blocks[kind], tmp_path / "out", engine=engine, target=target, without_target=True
+    )
+    found = diagnose(out, target, answering=no_decoding)
+    assert found.healthy, found.findings
+    import_draft(out, tmp_path / "ours", target=target)
+    assert_same_files(tmp_path / "ours", blocks[kind])
+
+
+# --- broken, seen in the files -------------------------------------------------------------------
+
+
+def _set(path, value):
+    def break_(config, tensors):
+        *outer, last = path.split(".")
+        for name in outer:
+            config = config[name]
+        config[last] = value
+
+    return break_
+
+
+def _drop(*names):
+    return lambda config, tensors: [tensors.pop(name) for name in names]
+
+
+def _transposed(config, tensors):
+    tensors[W1] = tensors[W1].t().contiguous()
+
+
+def _other_order(config, tensors):
+    config["dflash_config"]["target_layer_ids"] = [5, 1, 3]
+    low, middle, high = tensors["fc.weight"].chunk(3, dim=1)
+    tensors["fc.weight"] = torch.cat([high, low, middle], dim=1)
+
+
+def _foreign_tensor(config, tensors):
+    tensors["mask_hidden"] = torch.rand(1, 1, 96)
+
+
+STATIC = {
+    "a lost norm": ("dflash", "dflash", "block-missing", _drop("hidden_norm.weight"), False),
+    "a lost head": ("dspark", "dspark", "block-missing", _drop(W2), False),
+    "another draft's tensor": ("dflash", "dflash", "block-unexpected", _foreign_tensor, True),
+    "a factor on its side": ("dspark", "dspark", "markov-transposed", _transposed, True),
+    "ids counted from 1": (
+        "dflash", "dflash", "block-layers", _set("dflash_config.target_layer_ids", [6, 7, 8]), None,
+    ),
+    "too few layers": (
+        "dflash", "dflash", "block-layers", _set("dflash_config.target_layer_ids", [1, 3]), False,
+    ),
+    "ids out of order": ("dflash", "dflash", "block-layers", _other_order, True),
+    "no block size": ("dspark", "speculators", "block-size", _set("block_size", None), True),
+    "another block size": ("dflash", "speculators", "block-size", _set("block_size", 7), None),
+    "no placeholder": (
+        "dflash", "dflash", "block-mask", _set("dflash_config.mask_token_id", None), False,
+    ),
+    "a placeholder beyond the vocabulary": (
+        "dspark", "dspark", "block-mask", _set("mask_token_id", 90_000), False,
+    ),
+    "another target's depth": (
+        "dflash", "dflash", "block-places", _set("num_target_layers", 9), True,
+    ),
+    "two places of the layers": (
+        "dflash", "dflash", "block-places",
+        _set("eagle_aux_hidden_state_layer_ids", [1, 3, 5]), None,
+    ),
+    "a head without its flag": (
+        "dspark", "dspark", "confidence-flags", _set("enable_confidence_head", False), True,
+    ),
+    "a head that reads more": (
+        "dspark", "dspark", "confidence-flags", _set("confidence_head_with_markov", False), True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", STATIC)
+def test_a_fault_of_the_files_is_named(place, blocks, tmp_path, fault):
+    """`repaired`: True: to the bit; None: to files that agree with themselves; False: it cannot."""
+    kind, layout, check, break_, repaired = STATIC[fault]
+    healthy = write_block_as(layout, blocks[kind], tmp_path / "healthy")
+    broken = broken_copy(healthy, tmp_path / "broken", break_)
+    found = diagnose(broken, str(place / "target"), answering=no_decoding)
+    assert errors_and_warnings(found) == {check: "error"}
+    if repaired is False:
+        assert found.repaired is None
+        with pytest.raises(BadInput, match="fault"):
+            import_draft(broken, tmp_path / "ours", target=str(place / "target"))
+        return
+    mended = write_repaired(found, tmp_path / "mended")
+    assert diagnose(mended, str(place / "target"), answering=no_decoding).healthy
+    if repaired:
+        assert_same_files(mended, healthy)
+
+
+def test_a_key_that_vllm_takes_for_causal_blocks(place, blocks, tmp_path):
+    healthy = write_block_as("speculators", blocks["dflash"], tmp_path / "healthy")
+    break_ = _set("sliding_window_non_causal", False)
+    broken = broken_copy(healthy, tmp_path / "broken", break_)
+    target = str(place / "target")
+    assert diagnose(broken, target, answering=no_decoding).healthy
+    found = diagnose(broken, target, engine="vllm", answering=no_decoding)
+    assert errors_and_warnings(found) == {"block-direction": "error"}
+    assert_same_files(write_repaired(found, tmp_path / "mended"), healthy)
+
+
+# --- broken, seen in decoding --------------------------------------------------------------------
+
+
+def _interleaved(config, tensors):
+    """As if neighbors turned: the inverse of what `in_halves` does."""
+    channels = config["head_dim"]
+    order = torch.cat([torch.arange(0, channels, 2), torch.arange(1, channels, 2)]).argsort()
+    for name, held in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            turned = held.view(-1, channels, held.shape[1])[:, order]
+            tensors[name] = turned.reshape(held.shape).contiguous()
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensors[name] = held[order].contiguous()
+
+
+def _swapped(config, tensors):
+    tensors[W1], tensors[W2] = tensors[W2].clone(), tensors[W1].clone()
+
+
+def _other_base(config, tensors):
+    rope = {"rope_type": "default", "rope_theta": 7.0}
+    config |= {"rope_parameters": rope, "rope_theta": 7.0}
+    config.pop("rope_scaling", None)
+
+
+DECODED = {
+    "ids off by one": (
+        "dflash",
+        "block-layers-shifted",
+        _set("dflash_config.target_layer_ids", [0, 2, 4]),
+    ),
+    "another placeholder": ("dflash", "mask-measured", _set("dflash_config.mask_token_id", 60)),
+    "rotary layout": ("dflash", "rotary-layout", _interleaved),
+    "rotary base": ("dflash", "block-rope-measured", _other_base),
+    "slots one too far": ("dspark", "slot-shifted", _set("sample_from_anchor", False)),
+    "Markov factors exchanged": ("dspark", "markov-swapped", _swapped),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", DECODED)
+def test_a_fault_that_only_decoding_shows_is_named(blocks, look, tmp_path, fault):
+    kind, check, break_ = DECODED[fault]
+    healthy = write_block_as(kind, blocks[kind], tmp_path / "healthy")
+    found = look(broken_copy(healthy, tmp_path / "broken", break_))
+    errors = {finding.check for finding in found.of("error")}
+    assert errors == {check}, found.findings
+    assert found.repaired_score.first > found.score.first
+    assert_same_files(write_repaired(found, tmp_path / "mended"), healthy)
+
+
+def test_a_context_off_by_one_is_named(place, look, tmp_path):
+    """Trained with the anchor's own features in its context, which decoding does not have yet."""
+    make_block(place / "target", fit=150, late=-1).save_pretrained(tmp_path / "late")
+    found = look(tmp_path / "late")
+    assert {finding.check for finding in found.of("error")} == {"context-shifted"}
+    assert found.repaired is None
+
+
+def test_halves_and_neighbors_turn_alike():
+    """Permuted, a rotation of neighbors is one of halves: scores between q and k stay."""
+    torch.manual_seed(0)
+    names = [f"layers.0.self_attn.{one}_proj.weight" for one in "qk"]
+    state = {name: torch.randn(16, 6) for name in names}
+    state |= {f"layers.0.self_attn.{one}_norm.weight": torch.rand(8) for one in "qk"}
+    found = in_halves(state, 8)
+    assert found.keys() == state.keys()
+    for name in names:
+        assert torch.equal(found[name][:4], state[name][0:8:2])
+        assert torch.equal(found[name][12:], state[name][9:16:2])
+
+
+def test_the_fitted_drafts_are_what_the_tests_take_them_for(blocks):
+    config, _ = files_of(blocks["dflash"])
+    assert (config["aux_layer_ids"], config["mask_token_id"]) == (LAYERS, MASK)

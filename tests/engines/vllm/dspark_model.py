@@ -1,0 +1,105 @@
+"""A DSpark draft as vLLM loads and computes it, without the runner, which wants a GPU.
+
+vLLM's own config, loader and classes, and its target beside them, whose embedding and head the
+draft shares. Only the paged attention kernel is replaced, by one that keeps keys and values as
+they come.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class PlainAttention(nn.Module):
+    """Queries of a block see the context and all of the block."""
+
+    kv_cache = None
+
+    def __init__(self, heads: int, kv_heads: int, size: int) -> None:
+        super().__init__()
+        self._shape = heads, kv_heads, size
+        self.impl = SimpleNamespace(do_kv_cache_update=self._keep)
+        self._context: tuple[Tensor, Tensor] | None = None
+
+    def _keep(self, layer: Any, keys: Tensor, values: Tensor, *_: Any) -> None:
+        self._context = keys, values
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads, kv_heads, size = self._shape
+        assert self._context is not None
+        keys, values = (
+            torch.cat([kept, own.view(-1, kv_heads, size)]).repeat_interleave(heads // kv_heads, 1)
+            for kept, own in zip(self._context, (k, v), strict=True)
+        )
+        parts = (x.transpose(0, 1)[None] for x in (q.view(-1, heads, size), keys, values))
+        return F.scaled_dot_product_attention(*parts)[0].transpose(0, 1).flatten(1)
+
+
+@contextmanager
+def loaded_dspark(target: Path, speculative: dict[str, Any] | None, place: Path) -> Iterator[Any]:
+    """vLLM's model of a draft; `speculative`: as the serve command says it, None where `target` is
+    a draft that names its own."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+    from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
+
+    options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 1, "enforce_eager": True}
+    with (
+        patch.object(VllmConfig, "_validate_v1_model_runner", lambda self: None),
+        patch.object(torch.accelerator, "empty_cache", lambda: None),  # as vLLM's CPU worker does
+    ):
+        args = EngineArgs(
+            model=str(target), skip_tokenizer_init=True, speculative_config=speculative, **options
+        )
+        config = args.create_engine_config()
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
+            initialize_model_parallel(1, 1)
+            try:
+                model = load_dspark_model(get_model(vllm_config=config), config)
+                _without_pages(model)
+                yield model
+            finally:
+                cleanup_dist_env_and_memory()
+
+
+def _without_pages(model: Any) -> None:
+    for number, layer in enumerate(model.model.layers):
+        own = layer.self_attn
+        own.attn = PlainAttention(own.num_heads, own.num_kv_heads, own.head_dim)
+        model.model._attn_layers[number] = own.attn
+
+
+@torch.inference_mode()
+def draft_block(model: Any, aux_TD: Tensor, newest: int, slots: int) -> dict[str, Tensor]:
+    """What the classes compute behind T verified tokens, as the runner calls them: left to right,
+    each token the likeliest."""
+    place_T = torch.arange(len(aux_TD))
+    mask = model.config.mask_token_id
+    model.precompute_and_store_context_kv(model.combine_hidden_states(aux_TD), place_T, place_T)
+    tokens_J = torch.tensor([newest] + [mask] * (slots - 1))
+    states_JE = model(tokens_J, len(aux_TD) + torch.arange(slots))
+    logits_JW = model.compute_draft_logits(states_JE)
+    before, found = torch.tensor([newest]), []
+    for state_E, base_W in zip(states_JE, logits_JW, strict=True):
+        features = model.markov_embed(before)
+        bias_W = model.markov_bias(features)[0]
+        sure = model.compute_confidence(state_E[None], features)[0]
+        before = model.map_draft_to_target((base_W + bias_W).argmax()[None])
+        found.append((base_W, bias_W, sure, before[0]))
+    names = ("logits", "biases", "confidence", "tokens")
+    by_name = zip(names, zip(*found, strict=True), strict=True)
+    return {name: torch.stack(one) for name, one in by_name}
