@@ -1,9 +1,5 @@
-"""Exported block drafts in a real vLLM.
-
-DFlash: every token that vLLM proposes is ours, at every slot, and its counters equal our replay.
-DSpark: vLLM's runner wants a GPU, so its own loader and model class are called instead: they must
-compute our states, logits, Markov biases and confidences from our files. Controls must not pass.
-"""
+"""Exported DFlash drafts in a real vLLM: every token that it proposes is ours, at every slot, and
+its counters equal our replay. Controls must not pass. (DSpark: test_vllm_dspark.py.)"""
 
 import json
 import shutil

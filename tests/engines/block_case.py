@@ -1,0 +1,71 @@
+"""A random block draft with opinions, a text to draft behind, and what we compute for it: what an
+engine's own classes are compared with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engines.cases import VOCABULARY, engine_target, make_draft, saved
+from fledge.decode.proposal import Chooser
+from fledge.decode.state import RoundState, columns, send_rows
+from fledge.decode.strategies.registry import choose
+from fledge.decode.strategies.shape import DraftShape
+from fledge.draft.block import BlockDraftModel
+from fledge.export.export import export_draft
+
+LAYERS, SLOTS, KNOWN = [1, 3, 5], 4, 9
+DSPARK: dict[str, Any] = {
+    "block_size": SLOTS, "mask_token_id": 2, "num_hidden_layers": 2, "markov_rank": 8,
+    "confidence_head": True, "sample_from_anchor": True,
+}  # fmt: skip
+
+
+class BlockCase:
+    """KNOWN verified tokens with their aux states, and one more, which nobody has read yet."""
+
+    def __init__(self, root: Path, slots: int = SLOTS, **options: Any) -> None:
+        self.root, self.slots = root, slots
+        self.model = engine_target("llama")
+        self.target = saved(self.model, root / "target")
+        draft = make_draft(self.model, LAYERS, **options)
+        assert isinstance(draft, BlockDraftModel)
+        self.draft = draft.eval()
+        with torch.no_grad():
+            for weight in draft.parameters():
+                if weight.ndim == 2 and weight.requires_grad:
+                    weight.normal_(std=0.2)
+        draft.save_pretrained(root / "draft")
+        generator = torch.Generator().manual_seed(5)
+        self.aux_TD = torch.randn(KNOWN, len(LAYERS) * 64, generator=generator)
+        self.text = torch.randint(3, VOCABULARY, (KNOWN + 1,), generator=generator).tolist()
+
+    def export(self, engine: str) -> Path:
+        out = self.root / engine
+        if not out.exists():
+            options = {"engine": engine, "target": str(self.target), "without_target": True}
+            export_draft(self.root / "draft", out, **options)
+        return out
+
+    @torch.inference_mode()
+    def ours(self) -> dict[str, Tensor]:
+        """States and tokens of the slots that draft; of DSpark its heads' words too."""
+        draft, strategy = self.draft, choose(self.draft)(self.draft, DraftShape(self.slots))
+        blocks: Any = strategy
+        aux_1TD = self.aux_TD[None]
+        blocks.start([self.text[:1]], aux_1TD)
+        table = send_rows([(KNOWN, self.text[1:], range(KNOWN))], torch.device("cpu"), width=KNOWN)
+        state = RoundState(*columns(table), aux_1TD, blocks.reserve(KNOWN))
+        states_JE = blocks.states(state)[0]
+        tokens_J = blocks.propose(state, Chooser()).token_BN[0]
+        found = {"tokens": tokens_J, "logits": F.linear(states_JE, draft.lm_head.weight)}
+        if draft.markov_head is None or draft.confidence_head is None:
+            return found
+        before_J = torch.cat([torch.tensor(self.text[-1:]), tokens_J[:-1]])
+        features_JR = draft.markov_head.features(before_J, torch.float32)
+        return found | {
+            "biases": F.linear(features_JR, draft.markov_head.out_WR),
+            "confidence": draft.confidence_head(states_JE, features_JR).sigmoid(),
+        }

@@ -1,0 +1,129 @@
+"""DFlash and DSpark exports in SGLang's own classes: they listen to our layers, load our files and
+compute our logits, Markov biases, confidences and tokens. Its worker wants a GPU
+(tests/engines/sglang/sglang_block.py says what stands for it here). Controls must not pass."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sglang_block import SGLangBlock
+from sglang_draft import open_engine
+from torch import Tensor
+from torch.nn import functional as F
+
+from engines.block_case import DSPARK, LAYERS, SLOTS, BlockCase
+from fledge.target.hf.model import HFEagle3TargetModel
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": SLOTS + 1, "mask_token_id": 2, "num_hidden_layers": 2},
+    "dspark": DSPARK,
+}
+KINDS["dflash, causal"] = KINDS["dflash"] | {"causal": True}
+
+
+def _has_blocks() -> bool:
+    sglang = importlib.util.find_spec("sglang")
+    assert sglang is None or sglang.origin is not None
+    return (
+        sglang is not None and (Path(sglang.origin or "").parent / "srt/models/dspark.py").exists()
+    )
+
+
+pytestmark = pytest.mark.skipif(not _has_blocks(), reason="this SGLang has no block drafters")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: Any, tmp_path_factory: Any) -> BlockCase:
+    return BlockCase(tmp_path_factory.mktemp("blocks"), **KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def engine(case: BlockCase) -> Iterator[Any]:
+    engine = open_engine(case.target)
+    yield engine
+    engine.close()
+
+
+def theirs(case: BlockCase, export: Path, engine: Any) -> dict[str, Tensor]:
+    """As the worker calls its model: DFlash drafts behind its newest token, DSpark from it on."""
+    sglang = SGLangBlock(export, engine.model)
+    assert sglang.listened(8) == LAYERS
+    model, newest = sglang.model, torch.tensor(case.text[-1:])
+    if not hasattr(model, "markov_head"):
+        states_JE = sglang.states(case.aux_TD, case.text[-1], SLOTS + 1)[1:]
+        logits_JV = F.linear(states_JE, engine.model.lm_head.weight[:97])
+        return {"logits": logits_JV, "tokens": logits_JV.argmax(-1)}
+    assert model.sample_from_anchor
+    states_JE = sglang.states(case.aux_TD, case.text[-1], SLOTS)
+    with torch.inference_mode():
+        logits_JV, features_JE = model.compute_base_logits(states_JE)
+        biases, tokens = [], [newest]
+        for logits_V in logits_JV:
+            bias_1V, _ = model.markov_head.step_bias(tokens[-1], hidden_states=None, state=None)
+            biases.append(bias_1V[0])
+            tokens.append((logits_V + bias_1V).argmax(-1))
+        tokens_J = torch.cat(tokens[1:])
+        sure_1J, _ = model.compute_confidence(
+            anchor_tokens=newest, draft_tokens=tokens_J[None], confidence_features=features_JE
+        )
+    return {
+        "logits": logits_JV, "biases": torch.stack(biases), "confidence": sure_1J[0],
+        "tokens": tokens_J,
+    }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def confidences_read(monkeypatch: Any) -> None:
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # in the other it ignores them
+
+
+def test_sglang_computes_our_blocks(case: BlockCase, engine: Any) -> None:
+    ours, found = case.ours(), theirs(case, case.export("sglang"), engine)
+    assert ours.keys() == found.keys()
+    assert torch.equal(ours.pop("tokens"), found["tokens"])
+    for name, tensor in ours.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
+    assert ours["logits"].std() > 0.5
+
+
+def test_sglang_hears_our_layers(case: BlockCase, engine: Any) -> None:
+    """The ids in our files, read as SGLang reads them: the states that our target shows."""
+    row = [*case.text]
+    engine.model.set_dflash_layers_to_capture(
+        SGLangBlock(case.export("sglang"), engine.model).listened(8)
+    )
+    aux_TD = torch.cat(engine.extend([row], True).aux_KND, dim=-1)
+    with HFEagle3TargetModel(case.model, LAYERS) as target:
+        ids = torch.tensor([row])
+        batch = target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+    torch.testing.assert_close(aux_TD, batch.aux_hidden_states[0], rtol=0, atol=1e-4)
+
+
+def _swap(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(held: dict[str, Tensor]) -> None:
+        held[one], held[other] = held[other], held[one]
+
+    return change
+
+
+CONTROLS: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "norms of keys": _swap("layers.0.self_attn.k_norm.weight", "layers.1.self_attn.k_norm.weight"),
+    "norm of features": lambda held: held["hidden_norm.weight"].fill_(1.0),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_wrong_tensor_is_noticed(
+    control: str, case: BlockCase, engine: Any, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(case.export("sglang"), tmp_path / "broken")
+    held = load_file(broken / "model.safetensors")
+    CONTROLS[control](held)
+    save_file(held, broken / "model.safetensors", {"format": "pt"})
+    far = theirs(case, broken, engine)["logits"] - case.ours()["logits"]
+    assert far.abs().max() > 0.05
