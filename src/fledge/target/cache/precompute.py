@@ -1,22 +1,23 @@
 """Run the target once over many rows and store its answers: the work behind `precompute`.
 
 The target computes on the caller's thread; copies, checksums and writing follow on another. Batches
-never cross a shard, so its bytes do not depend on which process wrote it, or when.
+never cross a shard, so its bytes do not depend on which process wrote it, or when: any number of
+processes may work on one cache, each on the shards that it has claimed.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
+from fledge.core.claims import Claims
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
@@ -34,8 +35,8 @@ from fledge.target.cache.job import (
     readable,
 )
 from fledge.target.cache.manifest import (
+    CLAIMS,
     LATE,
-    LOCK,
     MANIFEST,
     VOCABULARY,
     ensure_resumable,
@@ -96,12 +97,9 @@ def execute(
             say(line)
     with load() as target:
         check_target(job, target)
-        with _locked(job.directory, world.is_main):
-            begin_cache(job, target, write=world.is_main)
-            world.barrier()  # the manifest is there before the first shard
-            written = write_shards(
-                job, plan, target, rank=world.rank, world=world.size, on_progress=on_progress
-            )
+        with Claims(job.directory / CLAIMS) as claims:
+            begin_cache(job, target, claims)
+            written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
     leave_world(world)
     complete = all(index < plan.allowed for index in plan.missing)
     if not complete:
@@ -109,39 +107,22 @@ def execute(
     return Done(0 if complete else STOPPED, plan.total_bytes, len(plan.done), written)
 
 
-@contextmanager
-def _locked(directory: Path, main: bool) -> Iterator[None]:
-    """Keep a second precompute out of the directory while one is at work."""
-    if not main:
-        yield
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(directory / LOCK, timeout=0):
-            yield
-            if not (directory / LOCK).exists():  # what was written before is not there any more
-                raise removed(directory)
-    except Timeout:
-        raise BadInput("another precompute is writing here", where=str(directory)) from None
-
-
-def begin_cache(job: CacheJob, target: Eagle3TargetBackend, *, write: bool = True) -> None:
-    """Check the loaded target against the cache that is there, then write all but the shards."""
+def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> None:
+    """Check the loaded target against the cache that is there, then write all but the shards, one
+    process after the other: the first has everything to do."""
     info = target.info()
     tensors = target_tensors(info, target.get_input_embeddings().weight)
     manifest = {**job.manifest, LATE: target_facts(info, tensors)}
-    existing = existing_shards(job.directory)
-    ensure_resumable(job.directory, manifest, existing)
-    if not write:
-        return
-    job.directory.mkdir(parents=True, exist_ok=True)
-    remove_temporary_files(job.directory)
-    if not existing or not has_head(job.directory, job.model_dir):
-        if job.vocabulary is not None:
-            job.vocabulary.save(job.directory / VOCABULARY)
-        if job.padded_to is not None:
-            write_embedding(job.directory, tensors["embed_tokens"])
-        write_head(job.directory, job.on_disk(manifest), tensors, job.model_dir)
+    with claims.alone("manifest"):
+        existing = existing_shards(job.directory)
+        ensure_resumable(job.directory, manifest, existing, shared=claims.has_company())
+        remove_temporary_files(job.directory, claims)
+        if not existing or not has_head(job.directory, job.model_dir):
+            if job.vocabulary is not None:
+                job.vocabulary.save(job.directory / VOCABULARY)
+            if job.padded_to is not None:
+                write_embedding(job.directory, tensors["embed_tokens"])
+            write_head(job.directory, job.on_disk(manifest), tensors, job.model_dir)
 
 
 def check_target(job: CacheJob, target: Eagle3TargetBackend) -> None:
@@ -166,29 +147,64 @@ def write_shards(
     job: CacheJob,
     plan: CachePlan,
     target: Eagle3TargetBackend,
+    claims: Claims,
     *,
-    rank: int = 0,
-    world: int = 1,
     on_progress: Callable[[Written], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Write this process's share of the missing shards; `begin_cache` has been called."""
+    """Write missing shards until none is left that nobody has claimed, and wait for those; returns
+    how many this process wrote. `begin_cache` has been called."""
     vocabulary = None
     if job.vocabulary is not None and not job.shape.is_hidden:
         ids = torch.from_numpy(job.vocabulary.selected_token_ids)
         vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
         target.set_vocab_mapping(*vocabulary)
-    shards = [index for index in plan.missing if index < plan.allowed][rank::world]
-    with _Disk(job, on_progress, module_of(target)) as disk:
-        for index in shards:
+    indices = [index for index in plan.missing if index < plan.allowed]
+    missing = {job.shard_path(index).name: index for index in indices}
+    is_written, written = _New([job.shard_path(index) for index in indices]), 0
+    disk, told = _Disk(job, on_progress, module_of(target)), 0
+
+    def waiting(shards: int) -> None:
+        nonlocal told
+        disk.check()
+        if shards != told:
+            say(f"waiting for {shards} shard{'s'[: shards > 1]} that other processes are writing")
+        told = shards
+
+    with disk:
+        for name in claims.share(missing, is_written, waiting=waiting):
             if not (job.directory / MANIFEST).exists():
                 raise removed(job.directory)
-            rows = job.shard_rows(index)
-            disk.take((index, rows))
+            rows = job.shard_rows(missing[name])
+            disk.take((missing[name], rows))
             for members in _batches(rows, job.batch_size):
                 asked = [rows[i] for i in members]
                 disk.take((members, _compute(job, target, asked, vocabulary)))
             disk.take(None)
-    return len(shards)
+            written += 1
+    if not (job.directory / MANIFEST).exists():  # nor is what was written before
+        raise removed(job.directory)
+    return written
+
+
+class _New:
+    """Whether a file is there, and not the damaged one that was there at the beginning."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = {path.name: path for path in paths}
+        self._before = {path.name: _stamp(path) for path in paths}
+
+    def __call__(self, name: str) -> bool:
+        stamp = _stamp(self._paths[name])
+        return stamp is not None and stamp != self._before[name]
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
@@ -282,6 +298,10 @@ class _Disk:
     def take(self, item: tuple[int, list[TokenRow]] | tuple[list[int], _Payload] | None) -> None:
         """(index, rows) begins a shard, (members, payload) fills it, None ends it."""
         self._offer(item)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has stopped the thread."""
         if self._error is not None:
             raise self._error
 
