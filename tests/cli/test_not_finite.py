@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from fledge.cli import main
-from fledge.target.cache import precompute as precomputing
+from fledge.target.cache import capture
 from fledge.train.fit import fit
 from fledge.train.setup import set_up
 from train.tiny import Notes, recipe_for
@@ -105,7 +105,7 @@ def test_verify_and_training_name_rows_of_a_cache(
 ):
     """A cache from before NaN was looked for: whole by its checksums, and worth nothing."""
     cache = tmp_path / "cache"
-    monkeypatch.setattr(precomputing._Disk, "_check", lambda *_: None)
+    monkeypatch.setattr(capture.Disk, "_check", lambda *_: None)
     words = ["precompute", recipe_file(), "-o", cache, "--encoding", encoding]
     assert run(*words)[0] == 0
     code, out, _ = run("cache", "verify", cache, "--json")

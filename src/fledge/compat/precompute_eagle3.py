@@ -35,10 +35,11 @@ from fledge.core.files import check_place
 from fledge.core.head import TargetHead
 from fledge.core.terminal import Terminal
 from fledge.core.text import VisibleFormatter
+from fledge.target.cache.capture import Written
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job, quota_in_bytes
 from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
-from fledge.target.cache.precompute import Written, execute
+from fledge.target.cache.precompute import execute
 from fledge.target.hf.kind import HF, HfTarget
 from fledge.target.kinds import spelt_out
 from fledge.target.layers import EAGLE3_AUX_LAYERS

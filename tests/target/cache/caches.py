@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fledge.core.claims import Claims
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.format import FORMAT, CacheShape
 from fledge.target.cache.job import CacheJob, plan_cache
-from fledge.target.cache.manifest import dtype_name
+from fledge.target.cache.manifest import CLAIMS, dtype_name
 from fledge.target.cache.precompute import begin_cache, write_shards
 
 
@@ -44,12 +45,13 @@ def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=No
 def write_cache(directory, target, rows, encoding, **more):
     job = make_job(directory, target, rows, encoding, **more)
     plan = plan_cache(job, head_bytes=0)
-    begin_cache(job, target)
-    write_shards(job, plan, target)
+    with Claims(job.directory / CLAIMS) as claims:
+        begin_cache(job, target, claims)
+        write_shards(job, plan, target, claims)
     return Path(directory)
 
 
 def payload(directory):
-    """name -> bytes of everything in a cache that is not a lock."""
-    files = [p for p in Path(directory).rglob("*") if p.is_file() and p.name != ".lock"]
+    """name -> bytes of everything in a cache; claims that were left behind would be part of it."""
+    files = [p for p in Path(directory).rglob("*") if p.is_file()]
     return {str(p.relative_to(directory)): p.read_bytes() for p in files}

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 import fledge
 from fledge.compat.precompute_eagle3 import (
@@ -25,12 +24,14 @@ from fledge.compat.precompute_eagle3 import (
     _validate_args,
     main,
 )
+from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
 from fledge.objective.supervision import LogitsSupervision, VocabularyTensors
 from fledge.target.cache import job as cache_job
 from fledge.target.cache import precompute
 from fledge.target.cache import shard as cache_shard
 from fledge.target.cache.job import plan_cache
+from fledge.target.cache.manifest import CLAIMS
 from fledge.target.cache.precompute import begin_cache, write_shards
 from fledge.target.cache.store import CacheStore
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -395,9 +396,10 @@ def test_whatever_stops_the_writing_thread_is_raised_where_the_target_runs(tmp_p
     with HFEagle3TargetModel(tiny_model("llama"), supervision="hidden") as target:
         job = make_job(tmp_path / "cache", target, rows, "hidden")
         plan = plan_cache(job, head_bytes=0)
-        begin_cache(job, target)
-        with pytest.raises(KeyError, match="a bar that is gone"):
-            write_shards(job, plan, target, on_progress=broken)
+        with Claims(job.directory / CLAIMS) as claims:
+            begin_cache(job, target, claims)
+            with pytest.raises(KeyError, match="a bar that is gone"):
+                write_shards(job, plan, target, claims, on_progress=broken)
     assert not list((tmp_path / "cache").rglob("shard*"))
 
 
@@ -451,12 +453,15 @@ def test_a_head_with_a_file_missing_is_completed(argv, tmp_path, finished):
     assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
 
 
-def test_two_at_once_are_kept_apart(argv, tmp_path, capsys):
-    (tmp_path / "cache").mkdir()
-    with FileLock(tmp_path / "cache" / ".lock"):
-        assert main(argv()) == 2
-    assert "another precompute is writing here" in capsys.readouterr().err
-    assert main(argv()) == 0
+def test_another_configuration_beside_a_running_one_is_refused(argv, tmp_path, capsys):
+    """Even before the first shard is there."""
+    cache = tmp_path / "cache"
+    assert main(argv(output_dir=cache, quota_gb=1e-9)) == 3  # a manifest, no shard
+    with Claims(cache / CLAIMS):  # somebody is about to write one
+        assert main(argv(output_dir=cache, encoding="hidden-fp8", resume=True)) == 2
+        assert "made with another configuration: encoding" in capsys.readouterr().err
+        assert main(argv(output_dir=cache, resume=True)) == 0
+    assert not (cache / CLAIMS).exists()
 
 
 def test_a_shuffle_seed_orders_the_rows_and_changes_nothing_else(argv, tmp_path):
@@ -537,6 +542,40 @@ def test_kill_nine_at_ten_random_moments(argv, tmp_path):
     assert caught >= 3  # kills left half-written shards behind, under no shard's name
     assert main(words) == 0
     assert payload(tmp_path / "cache") == payload(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_four_at_once_and_ten_kills(argv, tmp_path):
+    """The same command four times at any moment; whoever is killed is started again."""
+    flags = {"encoding": "hidden", "shard_size": 2, "batch_size": 2}
+    assert main(argv(**flags, output_dir=tmp_path / "whole")) == 0
+    words, cache = argv(**flags, resume=True), tmp_path / "cache"
+    context, rng, codes = multiprocessing.get_context("fork"), random.Random(7), []
+
+    def begin():
+        process = context.Process(target=_run_slowly, args=(words,))
+        process.start()
+        return process
+
+    team, kills = [begin() for _ in range(4)], 0
+    while kills < 10:
+        time.sleep(rng.uniform(0, 0.15))
+        alive = [process for process in team if process.is_alive()]
+        if not alive:  # too quick for the murderer: one shard less, and on they go
+            sorted(cache.glob("shard-*"))[rng.randrange(3)].unlink()
+        else:
+            victim = rng.choice(alive)
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.join()
+            team.remove(victim)
+            kills += 1
+        team = [process for process in team if process.is_alive()]
+        team += [begin() for _ in range(4 - len(team))]
+    for process in team:
+        process.join(timeout=120)
+        codes.append(process.exitcode)
+    assert codes == [0] * 4
+    assert payload(cache) == payload(tmp_path / "whole")
 
 
 def _rank(rank, size, port, words):

@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fledge.core import reading
+from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
 from fledge.core.expected import (
     Choice,
@@ -43,7 +44,7 @@ MANIFEST = "manifest.json"
 TARGET = "target.safetensors"
 TARGET_FILES = "target"  # config and tokenizer
 VOCABULARY = "vocabulary.safetensors"
-LOCK = ".lock"
+CLAIMS = ".claims"  # who is at which shard
 _SIZE = Whole(1, 2**24)  # of a state or a vocabulary
 # What a target says of itself, in a manifest or from a server.
 _TARGET_FACTS = Table(
@@ -158,11 +159,14 @@ def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return lines
 
 
-def ensure_resumable(directory: Path, manifest: dict[str, Any], shards: Iterable[int]) -> None:
-    """Refuse to add to a cache that was made otherwise; without a shard there is none to spoil.
-    `manifest` may lack what only the loaded target knows; that is compared later."""
+def ensure_resumable(
+    directory: Path, manifest: dict[str, Any], shards: Iterable[int], *, shared: bool = False
+) -> None:
+    """Refuse to add to a cache that was made otherwise; without a shard there is none to spoil,
+    unless others have begun (`shared`). `manifest` may lack what only the loaded target knows; that
+    is compared later."""
     shards = set(shards)
-    if not shards:
+    if not shards and not (shared and (directory / MANIFEST).exists()):
         return
     if not (directory / MANIFEST).exists():
         raise BadInput(
@@ -207,10 +211,13 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         )
 
 
-def remove_temporary_files(directory: Path) -> None:
-    """Temporary files of runs that were killed."""
-    for path in directory.rglob(".*.tmp"):
-        path.unlink(missing_ok=True)
+def remove_temporary_files(directory: Path, claims: Claims) -> None:
+    """Temporary files of processes that were killed, unless others are at work: whoever made
+    one before we looked is seen when we look for company."""
+    temporary = list(directory.rglob(".*.tmp"))
+    if not claims.has_company():
+        for path in temporary:
+            path.unlink(missing_ok=True)
 
 
 def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
