@@ -6,7 +6,10 @@ import shutil
 import pytest
 import torch
 
+from engines.block_case import DSPARK
+from engines.cases import engine_target, make_draft
 from fledge.diagnosis.foreign import read_files
+from fledge.export.export import export_draft
 from fledge.methods.registry import load_draft
 from fuzz.mutate import json_bytes, mutated_header
 from fuzz.survive import Case
@@ -47,6 +50,25 @@ class ForeignConfig(Config):
         assert (view.flat, view.names, view.junk, view.parallel, view.aux_layer_ids) is not None
 
 
+class BlockConfig(Config):
+    """A DSpark draft: heads of its own, lists of layers and temperatures."""
+
+    def build(self):
+        make_draft(engine_target(), [1, 3, 5], **DSPARK).save_pretrained(self.place)
+
+
+class ForeignBlockConfig(ForeignConfig):
+    """Drafts in the layout of engines, nested keys included."""
+
+    def build(self):
+        own = self.place / "own"
+        make_draft(engine_target(), [1, 3, 5], block_size=5, mask_token_id=2).save_pretrained(own)
+        options = {"engine": "vllm", "target": "org/model", "without_target": True}
+        made = export_draft(own, self.place / "out", **options)
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(made / name, self.place)
+
+
 class TorchFile(Case):
     """torch's own files hold pickles: only what weights are made of is read from them."""
 
@@ -71,7 +93,7 @@ class TorchFile(Case):
             assert tensor.nbytes < 10**6
 
 
-CASES = (Config, Weights, ForeignConfig, TorchFile)
+CASES = (Config, Weights, ForeignConfig, BlockConfig, ForeignBlockConfig, TorchFile)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -107,6 +107,28 @@ def test_eval_and_chat(block, kind, tmp_path):
     assert answer["text"]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_exported_diagnosed_imported_and_served(block, kind, engine, tmp_path):
+    """The files decode as the checkpoint does, and what comes back is that checkpoint."""
+    fit(set_up(block(kind, "training.steps=2")), Notes())
+    out, target = tmp_path / "out", block(kind).target.model
+    few = ("--limit", 2, "--max-new-tokens", 8)
+    record = run("export", tmp_path / "run", "--engine", engine, "--out", out, *few)
+    check = record["self_check"]
+    assert check["same_rows"] == check["estimate"]  # fp32, one machine: bit for bit
+    assert check["decoded"]["same_as_checkpoint"]
+    loader = "vllm" if engine == "speculators" else engine  # who serves that format
+    found = run("diagnose", out, "--target", target, "--engine", loader, "--static")
+    assert [one for one in found["findings"] if one["level"] == "error"] == []
+    back = tmp_path / "back"
+    assert run("import", out, "--target", target, "--out", back)["aux_layer_ids"]
+    ours, theirs = (load_draft(place).state_dict() for place in (tmp_path / "run" / "best", back))
+    assert differing(ours, theirs) == []
+    words = run("serve", out)
+    assert any(kind in word.lower() for word in words)
+
+
 def test_a_dspark_run_starts_from_a_dflash_one(block, tmp_path):
     same = "objective.block_size=4"
     fit(set_up(block("dflash", same, run="first")), Notes())
