@@ -1,0 +1,158 @@
+"""Methods on the same data for the same GPU seconds, several seeds each: lengths and speed-ups.
+
+    python benchmarks/race.py smollm2_gpu smollm2_peagle_gpu smollm2_dflash_gpu smollm2_dspark_gpu \
+        --data smollm2_chat.jsonl --prompts eval_mt_bench.jsonl eval_gsm8k.jsonl eval_alpaca.jsonl \
+        --out benchmarks/results/data/smollm2_race.json --seconds 150 --seeds 3
+
+The seeds of one recipe train side by side, which leaves no method an idle GPU that another had to
+itself. A short run says how many steps fit; each seed then trains so many, schedule included, and
+what it took is printed. All drafts are replayed over the target's own answers, side by side
+(`fledge eval`); those of the first seed are also decoded live, alone on the machine.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+FLEDGE = [sys.executable, "-m", "fledge"]
+QUIET = ("evaluation.every_steps=1000000", "checkpoint.every_steps=1000000")
+PROBE = 120  # steps of the run that says how fast steps are; the second half counts
+
+
+def fledge(*words: str) -> dict[str, Any]:
+    done = subprocess.run([*FLEDGE, *words, "--json"], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):  # 1: live decoding disagreed, the figures say so
+        sys.exit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def train(recipe: str, runs: list[Path], words: list[str]) -> None:
+    """One process a seed, all at once."""
+    commands = [
+        [*FLEDGE, "train", recipe, f"run.output_dir={run}", f"training.seed={seed}", *words]
+        for seed, run in enumerate(runs)
+    ]
+    logs = [run.with_suffix(".log").open("w") for run in runs]
+    started = [
+        subprocess.Popen(command, stdout=log, stderr=log)
+        for command, log in zip(commands, logs, strict=True)
+    ]
+    codes = [process.wait() for process in started]
+    for run, code, log in zip(runs, codes, logs, strict=True):
+        log.close()
+        if code:
+            sys.exit(
+                f"{run.name} ended with {code}:\n{run.with_suffix('.log').read_text()[-2000:]}"
+            )
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "seconds" in line]
+
+
+def rate(runs: list[Path]) -> float:
+    """Steps a second that every seed reaches beside the others, compilation aside."""
+    each = []
+    for run in runs:
+        first, *_, last = (line for line in steps(run) if line["step"] >= PROBE / 2)
+        each.append((last["step"] - first["step"]) / (last["seconds"] - first["seconds"]))
+    return statistics.mean(each)
+
+
+def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
+    data = [f"data.train={args.data}", "tracking.every_steps=5", *args.set]
+    probes = [place / f"{recipe}-probe{seed}" for seed in range(args.seeds)]
+    train(recipe, probes, [*data, *QUIET, f"training.steps={PROBE}", "data.valid_rows=8"])
+    count = int(rate(probes) * args.seconds)
+    runs = [place / f"{recipe}-{seed}" for seed in range(args.seeds)]
+    begin = time.perf_counter()
+    train(recipe, runs, [*data, *QUIET, f"training.steps={count}"])
+    trained = [steps(run) for run in runs]
+    return {
+        "runs": [str(run) for run in runs],
+        "steps": count,
+        "training_s": [lines[-1]["seconds"] for lines in trained],
+        "with_start_s": time.perf_counter() - begin,
+        "tokens_per_s": [
+            statistics.median(line["tokens_per_s"] for line in lines) for lines in trained
+        ],
+    }
+
+
+def lengths(entrants: dict[str, Any], prompts: str, args: argparse.Namespace) -> dict[str, Any]:
+    """recipe -> acceptance lengths of its seeds, on one set of prompts."""
+    drafts = [run for entrant in entrants.values() for run in entrant["runs"]]
+    words = ["eval", *drafts, "--prompts", prompts, "--live", "0", "--limit", str(args.limit)]
+    found = iter(fledge(*words)["drafts"])
+    return {
+        recipe: [next(found)["acceptance_length"] for _ in entrant["runs"]]
+        for recipe, entrant in entrants.items()
+    }
+
+
+def live(entrant: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The first seed's draft, decoded live with nothing beside it."""
+    words = ["eval", entrant["runs"][0], "--live", str(args.live), "--limit", str(args.limit)]
+    report = fledge(*words, *(word for path in args.prompts for word in ("--prompts", path)))
+    [draft] = report["drafts"]
+    return {"proof": draft["live"], "speed": draft["speed"]}
+
+
+def show(entrants: dict[str, Any], sets: list[str]) -> None:
+    print("| recipe | steps | seconds | tok/s | " + " | ".join(sets) + " | live speed-up |")
+    print("|---|" + "--:|" * (len(sets) + 4))
+    for recipe, found in entrants.items():
+        cells = [
+            f"{statistics.mean(found['length'][one]):.3f} "
+            f"({min(found['length'][one]):.3f} to {max(found['length'][one]):.3f})"
+            for one in sets
+        ]
+        seconds = statistics.mean(found["training_s"])
+        tokens = statistics.mean(found["tokens_per_s"])
+        gain = found["live"]["speed"]["measured_speedup_live_sample"]
+        print(
+            f"| {recipe} | {found['steps']:,} | {seconds:.0f} | {tokens:,.0f} | "
+            + " | ".join(cells)
+            + f" | {gain:.2f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=0, help="prompts of each set; 0: all")
+    parser.add_argument("--live", type=int, default=12, help="answers decoded live")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of every recipe")
+    args = parser.parse_args()
+    place = Path(os.environ.get("RACE_RUNS") or tempfile.mkdtemp(prefix="race-"))
+    entrants: dict[str, Any] = {}
+    for recipe in args.recipes:
+        entrants[recipe] = race(recipe, place, args)
+        print(json.dumps({recipe: entrants[recipe]}), flush=True)
+        args.out.write_text(json.dumps(entrants, indent=1))
+    sets = [Path(path).stem.removeprefix("eval_") for path in args.prompts]
+    for name, path in zip(sets, args.prompts, strict=True):
+        for recipe, found in lengths(entrants, path, args).items():
+            entrants[recipe].setdefault("length", {})[name] = found
+    for entrant in entrants.values():
+        entrant["live"] = live(entrant, args)
+    args.out.write_text(json.dumps(entrants, indent=1))
+    show(entrants, sets)
+
+
+if __name__ == "__main__":
+    main()
