@@ -1,0 +1,82 @@
+"""`fledge cluster train`: two ranks and two targets, and a machine that vanishes in the middle."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
+
+from fledge.target.ray.connection import Connection
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from ranks import run_ranks
+from target.ray.clusters import cluster, everything_is_free, until
+from train.test_fit import comparable, differing, final_weights
+from train.tiny import Notes
+
+pytestmark = pytest.mark.cluster
+
+LONG = ("training.steps=150", "training.epochs=1", "training.micro_batch=1",
+        "checkpoint.every_steps=10", "evaluation.every_steps=75")  # fmt: skip
+
+
+def train(recipe):
+    assert fit(set_up(recipe), Notes()).finished
+
+
+def fledge(*words):
+    return [sys.executable, "-m", "fledge", *map(str, words)]
+
+
+def status(nodes):
+    command = fledge("cluster", "status", "--address", nodes.address, "--json")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def steps(run):
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    return int(max(names, default="step-0").removeprefix("step-"))
+
+
+def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
+    run_ranks(2, train, recipe(*LONG, run="whole"))
+    there = ("target.backend=ray", "target.workers=2", "target.placement=spread")
+    path, run = tmp_path / "recipe.yaml", tmp_path / "cut"
+    path.write_text(recipe(*LONG, *there, run="cut").to_yaml())
+    with cluster(4, 4) as nodes:
+        options = ("--ranks", 2, "--address", nodes.address, "--json")
+        command = fledge("cluster", "train", path, *options)
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                until(lambda: steps(run) >= 20 or process.poll() is not None, timeout_s=120)
+                assert process.poll() is None, process.communicate()
+                [before] = status(nodes)
+                nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
+                until(lambda: steps(run) >= 120 or process.poll() is not None, timeout_s=120)
+                assert process.poll() is None, process.communicate()
+                [after] = status(nodes)
+                written, said = process.communicate(timeout=120)
+            finally:
+                process.kill()
+        with Connection(nodes.address):
+            until(everything_is_free)
+    assert process.returncode == 0, said
+    assert "start again from step" in said
+    outcome = json.loads(written)
+    assert (outcome["finished"], outcome["step"]) == (True, 150)
+    assert set(before["ranks"]) == set(after["ranks"]) == {"rank-0", "rank-1"}
+    assert set(before["targets"]) == {"target-0", "target-1"}
+    assert before["run"]["run"]["restarts"] == 0
+    assert after["run"]["run"]["restarts"] == 1
+    assert after["ranks"]["rank-0"]["restarts"] == 1
+    assert after["run"]["run"]["tokens_per_s"] > 0
+    left = {facts["node_id"] for kind in ("ranks", "targets") for facts in after[kind].values()}
+    assert left == {nodes.nodes[0].node_id}
+    assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []
+    assert comparable(tmp_path / "whole") == comparable(run)
