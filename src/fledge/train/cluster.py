@@ -107,11 +107,12 @@ class Rank:
 
     def _obey(self) -> None:
         """Pass on the word to stop, as the signal that a run knows."""
-        ray = import_ray()
-        with contextlib.suppress(ray.exceptions.RayError):
-            while not ray.get(self._board.stopping.remote()):
-                time.sleep(_LOOK_EVERY_S)
-            os.kill(os.getpid(), signal.SIGTERM)
+        ray, stopping = import_ray(), False
+        while not stopping:
+            time.sleep(_LOOK_EVERY_S)
+            with contextlib.suppress(ray.exceptions.RayError):  # a board may be lost, and come back
+                stopping = ray.get(self._board.stopping.remote())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait_for_place(directory: Path) -> None:

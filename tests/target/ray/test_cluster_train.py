@@ -1,8 +1,10 @@
 """`fledge cluster train`: two ranks and two targets, and a machine that vanishes in the middle."""
 
 import json
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -42,28 +44,36 @@ def steps(run):
     return int(max(names, default="step-0").removeprefix("step-"))
 
 
+@contextmanager
+def training(nodes, path, *options):
+    command = fledge("cluster", "train", path, "--ranks", 2, "--address", nodes.address, *options)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def comes_to(step, run, process):
+    until(lambda: steps(run) >= step or process.poll() is not None, timeout_s=120)
+    assert process.poll() is None, process.communicate()
+
+
 def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
     run_ranks(2, train, recipe(*LONG, run="whole"))
     there = ("target.backend=ray", "target.workers=2", "target.placement=spread")
     path, run = tmp_path / "recipe.yaml", tmp_path / "cut"
     path.write_text(recipe(*LONG, *there, run="cut").to_yaml())
     with cluster(4, 4) as nodes:
-        options = ("--ranks", 2, "--address", nodes.address, "--json")
-        command = fledge("cluster", "train", path, *options)
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                until(lambda: steps(run) >= 20 or process.poll() is not None, timeout_s=120)
-                assert process.poll() is None, process.communicate()
-                [before] = status(nodes)
-                nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
-                until(lambda: steps(run) >= 120 or process.poll() is not None, timeout_s=120)
-                assert process.poll() is None, process.communicate()
-                [after] = status(nodes)
-                written, said = process.communicate(timeout=120)
-            finally:
-                process.kill()
+        with training(nodes, path, "--json") as process:
+            comes_to(20, run, process)
+            [before] = status(nodes)
+            nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
+            comes_to(120, run, process)
+            [after] = status(nodes)
+            written, said = process.communicate(timeout=120)
         with Connection(nodes.address):
             until(everything_is_free)
     assert process.returncode == 0, said
@@ -80,3 +90,25 @@ def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
     assert left == {nodes.nodes[0].node_id}
     assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []
     assert comparable(tmp_path / "whole") == comparable(run)
+
+
+def test_a_run_is_stopped_continued_and_goes_on_with_fewer_ranks(recipe, tmp_path):
+    """Ranks with a target each: what is placed is up to the recipe."""
+    run_ranks(2, train, recipe(*LONG, run="whole"))
+    path, run = tmp_path / "recipe.yaml", tmp_path / "cut"
+    path.write_text(recipe(*LONG, run="cut").to_yaml())
+    with cluster(1, 1) as nodes:
+        with training(nodes, path) as process:
+            comes_to(20, run, process)
+            process.send_signal(signal.SIGTERM)
+            written, said = process.communicate(timeout=60)
+        assert process.returncode == 143, said
+        assert "the same command continues the run" in written
+        with training(nodes, path, "--wait-s", 5) as process:
+            comes_to(steps(run) + 20, run, process)
+            [before] = status(nodes)
+            nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
+            written, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    assert "room for 1 of 2 ranks" in said
+    assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []

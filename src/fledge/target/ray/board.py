@@ -50,7 +50,7 @@ def make_board(run: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Board)
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(Board)
     return actor.options(
         name=run + _SUFFIX, namespace=NAMESPACE, get_if_exists=True, scheduling_strategy=here
     ).remote(run)

@@ -3,7 +3,9 @@
 Everything of fledge is in one namespace; a run's workers and its board carry the run's name.
 """
 
+import contextlib
 import signal
+import sys
 import threading
 from types import TracebackType
 from typing import Any
@@ -26,6 +28,7 @@ class Connection:
         if self._ours:
             _join(ray, address)
             _joined = address
+            sys.stdout = _WithoutRay(sys.stdout)
         elif _joined is not None and address not in ("auto", _joined):
             what = f"this process is part of the cluster at {_joined} already, not of {address!r}"
             raise BadInput(what, where="address", fix="use one cluster at a time")
@@ -34,7 +37,10 @@ class Connection:
         global _joined
         if self._ours:
             self._ours, _joined = False, None
-            import_ray().shutdown()
+            with contextlib.redirect_stdout(sys.stderr):  # it says what it has held back
+                import_ray().shutdown()
+            if isinstance(sys.stdout, _WithoutRay):
+                sys.stdout = sys.stdout.stdout
 
     def __enter__(self) -> "Connection":
         return self
@@ -46,6 +52,21 @@ class Connection:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _WithoutRay:
+    """stdout without what Ray's own threads say of the cluster, which goes to stderr: results go to
+    stdout, and `fledge ... --json | jq` must work while machines die."""
+
+    def __init__(self, stdout: Any) -> None:
+        self.stdout = stdout
+
+    def write(self, text: str) -> Any:
+        ray_speaks = threading.current_thread().name.startswith("ray_")
+        return (sys.stderr if ray_speaks else self.stdout).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stdout, name)
 
 
 def import_ray() -> Any:
