@@ -40,7 +40,7 @@ def test_a_worker_is_a_whole_target_of_another_kind() -> None:
     ],
 )
 def test_a_worker_that_cannot_be_is_one_line(worker: str, told: str) -> None:
-    with pytest.raises(BadInput, match="target.worker") as refused:
+    with pytest.raises(BadInput, match=r"target\.worker") as refused:
         load_recipe(None, [*RAY, f"target.worker={worker}"])
     assert told in str(refused.value)
 

@@ -33,7 +33,7 @@ def test_two_hundred_batches_while_workers_and_machines_die(model):
     ) as here:
         expected = [here.answer(rows) for rows in questions]
     with cluster(1, 1) as nodes, Connection(nodes.address):
-        with opened(section(nodes, model, workers=2, prefetch=4)) as target:
+        with opened(section(nodes, model, workers=2)) as target:
             until(lambda: len(told()) == 2)
 
             def disturb(number):

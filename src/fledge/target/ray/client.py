@@ -1,7 +1,6 @@
 """The target on a Ray cluster as a trainer sees it: rows in, one batch out, asked for ahead.
 
-`prefetch` questions are under way at once, in the order in which they were asked; the others wait
-here, so a slow trainer fills neither the workers nor the object store. An answer leaves the object
+`prefetch` questions for each worker are under way at once, over all ranks; the others wait here, so a slow trainer fills neither the workers nor the object store. An answer leaves the object
 store as soon as it is there.
 """
 
@@ -33,13 +32,13 @@ class RayEagle3TargetModel(Eagle3TargetBackend):
         fleet: Fleet,
         *,
         supervision: Supervision = "hidden",
-        prefetch: int | None = None,
+        prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
         super().__init__(supervision)
         self._fleet, self._pin = fleet, pin_memory
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.prefetch = prefetch or max(2, -(-2 * len(fleet) // ranks))
+        self.prefetch = -(-prefetch * len(fleet) // ranks)
         self._threads = ThreadPoolExecutor(self.prefetch, thread_name_prefix="fledge-ray")
         self._lock = threading.Lock()
         self._target: tuple[InputEmbedding, TargetInfo] | None = None
@@ -60,7 +59,7 @@ class RayEagle3TargetModel(Eagle3TargetBackend):
         return self.answer_async(rows).result()
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
-        """Ask in the background; `prefetch` calls at a time, the others wait their turn."""
+        """Ask in the background; so many calls at a time, the others wait their turn."""
         self._check_open()
         rows = rows.map(lambda tensor: tensor.detach().cpu())
         documents = find_documents(rows)

@@ -41,8 +41,8 @@ class RayTarget(LoadedTarget):
     placement: Literal["spread", "pack"] = "spread"
     """Workers on as many machines as possible, or on as few."""
 
-    prefetch: PositiveCount | None = None
-    """Batches a rank asks for ahead; null: so many that each worker has two to do."""
+    prefetch: PositiveCount = 2
+    """Batches under way at each worker; the ranks share them, and ask for so many ahead."""
 
     wait_s: NonNegative = 300.0
     """How long to wait while no worker answers before the run stops, resumable."""
