@@ -1,7 +1,6 @@
 """`fledge cluster`: a run's targets and ranks on a Ray cluster, and who runs where."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,7 +57,7 @@ def train(
         code, words = train_on_cluster(
             recipe, run_recipe, layout, address=address, observer=watcher, as_json=as_json
         )
-    sys.stdout.write(words)
+    out.plain(words, end="")  # as the first rank would have shown it
     if code:
         raise Exit(code)
 
@@ -126,7 +125,7 @@ def _print_run(told: dict[str, Any]) -> None:
         title += f"  waiting for the target {run['target_share']:.0%}"
     if run:
         title += f"  restarts {run['restarts']}"
-    columns = ("who", "where", "process", "restarts", "batches", "tok/s", "busy")
+    columns = ("who", "where", "process", "restarts", "batches", "tok/s", "busy", "heard of")
     shown = plain_table(*columns, words=2, title=title)
     for kind in ("ranks", "targets"):
         for name, facts in told[kind].items():
@@ -137,10 +136,12 @@ def _print_run(told: dict[str, Any]) -> None:
 
 
 def _pace(facts: dict[str, Any]) -> tuple[str, ...]:
-    """Of a target: batches, tokens/s while it works, and the share of time in which it does."""
+    """Of a target: batches, tokens/s while it works, the share of time in which it does, and when
+    it last said so: an idle one is silent, and so is one that is gone."""
     if "captured" not in facts:
-        return ("", "", "")
+        return ("", "", "", "")
     seconds = facts["seconds"]
     speed = facts["tokens"] / seconds if seconds else 0.0
     busy = seconds / facts["up_s"] if facts["up_s"] else 0.0
-    return str(facts["captured"]), f"{speed:,.0f}", f"{busy:.0%}"
+    ago = f"{facts['told_s_ago']:.0f} s ago"
+    return str(facts["captured"]), f"{speed:,.0f}", f"{busy:.0%}", ago

@@ -27,7 +27,7 @@ class Board:
             lives = self._lives.setdefault((kind, name), set())
             lives.add((facts.get("node_id", ""), facts["pid"]))
             facts = {**facts, "restarts": len(lives) - 1}
-        self._told[kind][name] = {**facts, "told_at": time.time()}
+        self._told[kind][name] = {**facts, "told_at": time.monotonic()}
 
     def forget(self, kind: str) -> None:
         self._told[kind].clear()
@@ -40,8 +40,14 @@ class Board:
         return self._stopping
 
     def read(self) -> dict[str, Any]:
-        kinds = {kind: dict(sorted(told.items())) for kind, told in self._told.items()}
-        return {"name": self._run, **kinds}
+        """All of it, each with the seconds since it was told."""
+        now, read = time.monotonic(), dict[str, Any](name=self._run)
+        for kind, told in self._told.items():
+            read[kind] = {
+                name: {**facts, "told_s_ago": now - facts["told_at"]}
+                for name, facts in sorted(told.items())
+            }
+        return read
 
 
 def make_board(run: str) -> Any:

@@ -1,7 +1,8 @@
 """The target on a Ray cluster as a trainer sees it: rows in, one batch out, asked for ahead.
 
-`prefetch` questions for each worker are under way at once, over all ranks; the others wait here, so a slow trainer fills neither the workers nor the object store. An answer leaves the object
-store as soon as it is there.
+`prefetch` questions for each worker are under way at once, over all ranks. The others wait here, so
+a slow trainer fills neither the workers nor the object store, which an answer leaves as soon as it
+is there.
 """
 
 import threading

@@ -73,8 +73,8 @@ class RayTarget(LoadedTarget):
             raise refused(*place, value=first["input"], why=first["msg"]) from error
         cut = kind_of(section).cut(section)
         if cut is not None and cut.ranks > 1:
-            why = "a worker is one process; use vllm or sglang with tp_size"
-            raise refused("worker", "parallel", value=cut.ranks, why=why)
+            why = "a worker is one process; to split a target use vllm or sglang with tp_size"
+            raise refused("worker", value=self.worker, why=why)
         return section
 
 
