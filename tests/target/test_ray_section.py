@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput, MissingPackage
+from fledge.core.install import install_extra
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import engine_section, kind_of
@@ -65,3 +66,12 @@ def test_without_ray_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) 
     section = load_recipe(None, list(RAY)).target
     with pytest.raises(MissingPackage, match=r"ray is not installed; .*install .*\[cluster\]"):
         kind_of(section).open(section, device=torch.device("cpu"), aux_layers=3)
+
+
+def test_the_doctor_knows_the_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fledge.cli import doctor
+
+    monkeypatch.setattr(doctor, "installed_as", lambda package: None)
+    parts = {part.name: part for part in doctor._packages()}
+    assert parts["clusters (Ray)"].install == install_extra("cluster")
+    assert "[cluster]" in parts["clusters (Ray)"].install

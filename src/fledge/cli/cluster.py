@@ -23,6 +23,7 @@ Address = Annotated[
 TRAIN_EXAMPLE = (
     "Example: fledge cluster train smollm2_cpu data.train=chats.jsonl target.backend=ray --ranks 2"
 )
+_TAIL_BYTES = 1 << 14  # of the metrics: some lines
 STATUS_EXAMPLE = "Example: fledge cluster status --json"
 
 
@@ -88,7 +89,9 @@ class _Watcher:
 def _last_line(metrics: Path) -> dict[str, Any]:
     """What the newest whole line of figures says."""
     try:
-        lines = metrics.read_text().splitlines()[-4:]
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
     except OSError:  # not begun yet
         return {}
     for line in reversed(lines):

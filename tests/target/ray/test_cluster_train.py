@@ -32,11 +32,15 @@ def fledge(*words):
     return [sys.executable, "-m", "fledge", *map(str, words)]
 
 
-def status(nodes):
-    command = fledge("cluster", "status", "--address", nodes.address, "--json")
+def shown(nodes, *options):
+    command = fledge("cluster", "status", "--address", nodes.address, *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return done.stdout
+
+
+def status(nodes):
+    return json.loads(shown(nodes, "--json"))
 
 
 def steps(run):
@@ -72,7 +76,7 @@ def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
             [before] = status(nodes)
             nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
             comes_to(120, run, process)
-            [after] = status(nodes)
+            [after], table = status(nodes), shown(nodes)
             written, said = process.communicate(timeout=120)
         with Connection(nodes.address):
             until(everything_is_free)
@@ -86,6 +90,11 @@ def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
     assert after["run"]["run"]["restarts"] == 1
     assert after["ranks"]["rank-0"]["restarts"] == 1
     assert after["run"]["run"]["tokens_per_s"] > 0
+    said_of = {line.split()[0]: line for line in table.splitlines() if line.strip()}
+    assert f"waiting for the target {after['run']['run']['target_share']:.0%}"[:22] in table
+    assert {"rank-0", "rank-1", "target-0", "target-1"} <= said_of.keys()
+    assert str(after["ranks"]["rank-1"]["pid"]) in said_of["rank-1"]
+    (tmp_path / "table").write_text(table)
     assert {facts["node_id"] for facts in after["ranks"].values()} == {nodes.nodes[0].node_id}
     assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []
     assert comparable(tmp_path / "whole") == comparable(run)

@@ -1,5 +1,10 @@
 """Workers on a cluster are the target in this process: the contract, and what cannot work."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +19,7 @@ from target.contract import CHECKS, Case
 from target.ray.clusters import batches, cluster, everything_is_free, opened, section, until
 from target.tiny_models import tiny_model
 
+TESTS = Path(__file__).parents[2]
 pytestmark = pytest.mark.cluster
 CPU = torch.device("cpu")
 
@@ -94,3 +100,27 @@ def test_without_a_worker_the_run_stops_resumable(nodes, model):
         until(lambda: isinstance(_asked(worker), ray.exceptions.RayActorError))
         with pytest.raises(TargetUnreachable, match="no target worker answered for 2 s"):
             target.answer(next(batches(1)))
+
+
+_DRIVER = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from target.ray.clusters import opened, section
+with opened(section(SimpleNamespace(address=sys.argv[1]), sys.argv[2], workers=2)) as target:
+    target.info()
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_trainer_that_is_killed_leaves_nothing(nodes, model):
+    command = [sys.executable, "-c", _DRIVER, nodes.address, str(model)]
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "up\n"
+        assert not everything_is_free()
+        process.kill()
+    until(everything_is_free)
