@@ -91,10 +91,9 @@ def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
     assert after["ranks"]["rank-0"]["restarts"] == 1
     assert after["run"]["run"]["tokens_per_s"] > 0
     said_of = {line.split()[0]: line for line in table.splitlines() if line.strip()}
-    assert f"waiting for the target {after['run']['run']['target_share']:.0%}"[:22] in table
+    assert "waiting for the target" in table
     assert {"rank-0", "rank-1", "target-0", "target-1"} <= said_of.keys()
     assert str(after["ranks"]["rank-1"]["pid"]) in said_of["rank-1"]
-    (tmp_path / "table").write_text(table)
     assert {facts["node_id"] for facts in after["ranks"].values()} == {nodes.nodes[0].node_id}
     assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []
     assert comparable(tmp_path / "whole") == comparable(run)
