@@ -165,7 +165,7 @@ class _Run:
                 return 128 + stop.received, ""
             in_vain = in_vain + 1 if self._step() == step else 1
             step = self._step()
-            if in_vain > _IN_VAIN:
+            if in_vain >= _IN_VAIN:
                 what = f"{in_vain} starts in a row were lost at step {step} ({ended})"
                 raise BadInput(what, fix="look at ray's logs; the same command continues the run")
             self.restarts += 1
