@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-ranks test-newcomer test-wheel fuzz docs test-speculators test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel fuzz docs test-speculators test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## the whole story on a real 135M model
 	@$(BIN)/fledge demo
 
-STAGES := not gpu and not engine and not ranks and not newcomer and not wheel
+STAGES := not gpu and not engine and not ranks and not cluster and not newcomer and not wheel
 test: $(READY)  ## the tests: under ten minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(STAGES) and not slow"
 
@@ -33,6 +33,13 @@ test-slow: $(READY)  ## those that take long: kills, memory, fuzz, real architec
 
 test-ranks: $(READY)  ## several processes: sharded targets and drafts, long rows, lost ranks
 	@$(BIN)/python -m pytest -n 1 -m ranks
+
+$(VENV)/.cluster: $(READY)
+	@$(PIP) install -c constraints.txt -e '.[cluster]'
+	@touch $@
+
+test-cluster: $(VENV)/.cluster  ## targets and ranks on real Ray clusters of several nodes on this machine
+	@$(BIN)/python -m pytest -n 0 -m cluster tests/target/ray
 
 test-newcomer: $(READY)  ## the first hour of a newcomer, in a clone and a fresh home
 	@$(BIN)/python -m pytest -m newcomer -s tests/newcomer

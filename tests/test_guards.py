@@ -18,7 +18,17 @@ ROOMS = [
     *("report", "cli"),
 ]
 COMMANDS = {"__init__.py", "__main__.py", "api.py", "precompute_eagle3.py"}  # may know every room
-ENGINES = {"vllm", "sglang", "fastapi", "uvicorn", "wandb", "tensorboard", "trackio", "mlflow"}
+ENGINES = {
+    "vllm",
+    "sglang",
+    "ray",
+    "fastapi",
+    "uvicorn",
+    "wandb",
+    "tensorboard",
+    "trackio",
+    "mlflow",
+}
 
 
 def imports(path: Path) -> set[str]:

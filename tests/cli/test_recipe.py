@@ -52,7 +52,7 @@ def test_the_schema_is_json_and_knows_every_section(capsys: pytest.CaptureFixtur
     assert set(schema["properties"]) == set(load_recipe(None).model_dump())
     assert schema["additionalProperties"] is False
     kinds = schema["properties"]["target"]["discriminator"]["mapping"]
-    assert set(kinds) == {"hf", "remote", "cache", "sglang", "vllm"}
+    assert set(kinds) == {"hf", "remote", "cache", "sglang", "vllm", "ray"}
     assert all(ref.removeprefix("#/$defs/") in schema["$defs"] for ref in kinds.values())
     names, losses = schema["$defs"]["Eagle3Section"]["properties"]["loss"]["anyOf"]
     assert names["enum"] == ["ce", "kl", "hard", "lk_alpha", "lk_lambda"]

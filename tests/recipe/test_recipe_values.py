@@ -200,10 +200,10 @@ def test_switching_the_backend_drops_only_what_the_new_one_does_not_know(
 
 def test_switching_works_for_every_pair_of_kinds(tmp_path: Path) -> None:
     extra = {"cache": ["target.cached_target_path=/c"]}
-    for old in ("hf", "remote", "cache", "sglang", "vllm"):
+    for old in ("hf", "remote", "cache", "sglang", "vllm", "ray"):
         base = load_recipe(None, [f"target.backend={old}", *extra.get(old, [])])
         path = written(tmp_path, base.to_yaml())  # every field of the old kind is there
-        for new in ("hf", "remote", "cache", "sglang", "vllm"):
+        for new in ("hf", "remote", "cache", "sglang", "vllm", "ray"):
             known = [] if base.target.model else ["target.model=m"]
             switched = load_recipe(path, [f"target.backend={new}", *extra.get(new, []), *known])
             assert switched.target.backend == new

@@ -133,7 +133,7 @@ def test_a_removed_kind_is_not_known(toy):
 def test_sections_need_no_torch():
     code = (
         "import sys, fledge.recipe.schema; from fledge.target.kinds import target_sections; "
-        "assert list(target_sections()) == ['hf', 'remote', 'cache', 'sglang', 'vllm']; "
+        "assert list(target_sections()) == ['hf', 'remote', 'cache', 'sglang', 'vllm', 'ray']; "
         "assert not {'torch', 'transformers', 'vllm', 'sglang'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -174,6 +174,7 @@ def _packages() -> Iterator[Ability]:
     groups = (
         ("vLLM targets", ("vllm",), install_extra("vllm")),
         ("SGLang targets", ("sglang",), install_extra("sglang")),
+        ("clusters (Ray)", ("ray",), install_extra("cluster")),
         ("serve-target", ("fastapi", "uvicorn", "httptools"), install_extra("serve")),
         ("tensorboard", ("tensorboard",), install_extra("track")),
         ("wandb", ("wandb",), install_extra("track")),

@@ -40,7 +40,17 @@ class _InOrder(VerbGroup):
 
 _ORDER = (
     *("demo", "doctor"),
-    *("data", "regenerate", "serve-target", "precompute", "cache", "recipe", "plan", "train"),
+    *(
+        "data",
+        "regenerate",
+        "serve-target",
+        "precompute",
+        "cache",
+        "recipe",
+        "plan",
+        "train",
+        "cluster",
+    ),
     *("eval", "report", "chat", "export", "serve", "bench"),
     *("diagnose", "import"),
 )
@@ -76,6 +86,7 @@ def _attach_verbs() -> None:
         bench,
         cache,
         chat,
+        cluster,
         data,
         demo,
         diagnose,
@@ -96,6 +107,7 @@ def _attach_verbs() -> None:
     app.add_typer(bench.app, name="bench")
     app.add_typer(cache.app, name="cache")
     app.command(name="chat", epilog=chat.EXAMPLE)(chat.chat)
+    app.add_typer(cluster.app, name="cluster")
     app.add_typer(data.app, name="data")
     app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
     app.command(name="diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)

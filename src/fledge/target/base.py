@@ -62,6 +62,7 @@ class Eagle3TargetBackend(ABC):
     supports_async: bool = False  # whether answer_async really overlaps with the caller
     prefetch: int = 0  # if so: how many batches a trainer should ask for in advance
     inside_engine: bool = False  # which compiles nothing here, and may hold its weights elsewhere
+    askers: int = 1  # ranks that ask about the same rows, each for itself
     joins: bool = False  # ranks share its work: whenever one asks, all ask, or `join`
     _selected_token_ids: Tensor | None = None
     _selected_token_mask: Tensor | None = None

@@ -5,7 +5,8 @@ torch nor an engine when it is loaded: recipes are read before anything heavy is
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -120,6 +121,13 @@ class TargetKind(ABC, Generic[SectionT]):
         """The section for a target that is asked about every row once, as a precompute does."""
         return section
 
+    def placed(
+        self, section: SectionT, *, aux_layers: int, name: str
+    ) -> AbstractContextManager[Mapping[str, str]]:
+        """What is started once for all ranks of a run on a cluster, and outlives them, under
+        the run's name; yields the environment variables by which they find it."""
+        return nullcontext({})
+
     def kept_bytes(self, section: SectionT) -> int:
         """Memory for answers that later epochs take instead of asking again."""
         return 0
@@ -222,6 +230,7 @@ TARGET_KINDS: Registry[TargetKind[Any]] = Registry(
         "cache": "fledge.target.cache.kind:CACHE",
         "sglang": "fledge.target.sglang.kind:SGLANG",
         "vllm": "fledge.target.vllm.kind:VLLM",
+        "ray": "fledge.target.ray.kind:RAY",
     },
 )
 
@@ -229,6 +238,11 @@ TARGET_KINDS: Registry[TargetKind[Any]] = Registry(
 def target_sections() -> dict[str, type[TargetSection]]:
     """The recipe sections by the name of their kind."""
     return {name: kind.section for name, kind in TARGET_KINDS.items()}
+
+
+def loaded_sections() -> dict[str, type[LoadedTarget]]:
+    """Those of the kinds that load the weights into the process that asks."""
+    return {n: k.section for n, k in TARGET_KINDS.items() if isinstance(k, LoadedKind)}
 
 
 def kind_of(section: TargetSection) -> TargetKind[Any]:
@@ -257,7 +271,7 @@ def target_tokenizer(section: TargetSection) -> Any:
 
 def engine_section(engine: str, **given: Any) -> LoadedTarget:
     """The section of a target that is loaded here, from flags; a kind takes those that it has."""
-    engines = {n: s for n, s in target_sections().items() if issubclass(s, LoadedTarget)}
+    engines = loaded_sections()
     if engine not in engines:
         raise BadInput(f"no engine {engine!r}", where="engine", fix=nearest(engine, [*engines]))
     section = engines[engine]

@@ -21,7 +21,8 @@ _FREE = (
     "target.device", "training.extend", "training.max_bad_steps", "target.urls",
     "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
     "target.wait_s", "target.shared_memory", "training.shard", "training.context",
-    "training.micro_batch", "training.accumulate",
+    "training.micro_batch", "training.accumulate", "target.address", "target.workers",
+    "target.worker_cpus", "target.worker_gpus", "target.placement",
 )  # fmt: skip
 
 

@@ -206,6 +206,7 @@ def open_run(
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
         target = undo.enter_context(make_target(recipe, device))
+        target.askers = world.context
         train, held_out, fingerprint = data or known_data(recipe, target)
         tokenizer = target_tokenizer(recipe.target)
         vocabulary = _vocabulary(recipe, target, train, tokenizer, fingerprint)

@@ -1,0 +1,150 @@
+"""`fledge cluster`: a run's targets and ranks on a Ray cluster, and who runs where."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Exit, Option
+
+from fledge.cli.console import err, out, plain_table, print_json, progress_bar
+from fledge.cli.help import VerbGroup, Verbs
+from fledge.cli.loading import recipe_of_words
+from fledge.cli.options import AsJson, OutcomeAsJson, RecipeWords
+
+app = Verbs(
+    cls=VerbGroup,
+    epilog="Example: fledge cluster status",
+    help="Train on a Ray cluster (train), and see who runs where (status).",
+)
+Address = Annotated[
+    str, Option(help="HOST:PORT of the cluster's head; auto: the one this machine is part of.")
+]
+
+TRAIN_EXAMPLE = (
+    "Example: fledge cluster train smollm2_cpu data.train=chats.jsonl target.backend=ray --ranks 2"
+)
+_TAIL_BYTES = 1 << 14  # of the metrics: some lines
+STATUS_EXAMPLE = "Example: fledge cluster status --json"
+
+
+@app.command(name="train", epilog=TRAIN_EXAMPLE)
+def train(
+    arguments: RecipeWords,
+    ranks: Annotated[int, Option(min=1, help="Processes that train together.")] = 1,
+    rank_cpus: Annotated[float, Option(min=0.0, help="CPUs of a rank.")] = 1.0,
+    rank_gpus: Annotated[
+        float | None, Option(min=0.0, help="GPUs of a rank; default: 1 where there are any.")
+    ] = None,
+    address: Address = "",
+    wait_s: Annotated[float, Option(min=0.0, help="How long to wait for room.")] = 60.0,
+    as_json: OutcomeAsJson = False,
+) -> None:
+    """Train a draft with ranks and targets on one cluster.
+
+    When a machine or a rank is lost, all ranks start again from the newest checkpoint on what is
+    left. Otherwise as `fledge train`, which continues such a run too.
+    """
+    from fledge.train.continuation import check_existing
+
+    recipe = recipe_of_words(arguments).settled()
+    check_existing(recipe)
+    from fledge.cli.train import run_recipe
+    from fledge.train.cluster import Layout, train_on_cluster
+
+    layout = Layout(ranks, rank_cpus, rank_gpus, wait_s)
+    address = address or getattr(recipe.target, "address", "auto")
+    with progress_bar("placing targets and ranks", "steps") as update:
+        watcher = _Watcher(update, Path(recipe.run.output_dir) / "metrics.jsonl")
+        code, words = train_on_cluster(
+            recipe, run_recipe, layout, address=address, observer=watcher, as_json=as_json
+        )
+    out.plain(words, end="")  # as the first rank would have shown it
+    if code:
+        raise Exit(code)
+
+
+class _Watcher:
+    """Shows a run that goes on elsewhere, by what it writes into its directory."""
+
+    def __init__(self, update: Any, metrics: Path) -> None:
+        self._update, self._metrics = update, metrics
+        self._told: dict[str, Any] = {}
+
+    def note(self, text: str) -> None:
+        err.say(text, style="cyan")
+
+    def placed(self, ranks: int) -> None:
+        self._update(description=f"training on {ranks} ranks")
+
+    def look(self) -> dict[str, Any]:
+        """Step, tokens/s and the share of time in which the ranks waited for the target."""
+        last = _last_line(self._metrics)
+        if last and last != self._told:
+            self._told = last
+            note = f"{last['tokens_per_s']:,.0f} tok/s target {last['target_share']:.0%}"
+            self._update(completed=last["step"], note=note, now=True)
+        return self._told
+
+
+def _last_line(metrics: Path) -> dict[str, Any]:
+    """What the newest whole line of figures says."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:  # not begun yet
+        return {}
+    for line in reversed(lines):
+        try:
+            values = json.loads(line)
+            return {name: values[name] for name in ("step", "tokens_per_s", "target_share")}
+        except (ValueError, KeyError, TypeError):  # half a line, or one about an evaluation
+            continue
+    return {}
+
+
+@app.command(name="status", epilog=STATUS_EXAMPLE)
+def status(address: Address = "auto", as_json: AsJson = False) -> None:
+    """Show the runs on a cluster: who runs where, tokens/s, waiting for the target, restarts."""
+    from fledge.target.ray.board import read_boards
+    from fledge.target.ray.connection import Connection
+
+    with Connection(address):
+        runs = read_boards()
+    if as_json:
+        print_json(runs)
+        return
+    if not runs:
+        out.print("no run of fledge is on this cluster")
+    for told in runs:
+        _print_run(told)
+
+
+def _print_run(told: dict[str, Any]) -> None:
+    run = told["run"].get("run", {})
+    title = f"{told['name']}  {run.get('state', 'targets only')}"
+    if "step" in run:
+        title += f"  step {run['step']}  {run['tokens_per_s']:,.0f} tok/s"
+        title += f"  waiting for the target {run['target_share']:.0%}"
+    if run:
+        title += f"  restarts {run['restarts']}"
+    columns = ("who", "where", "process", "restarts", "batches", "tok/s", "busy", "heard of")
+    shown = plain_table(*columns, words=2, title=title)
+    for kind in ("ranks", "targets"):
+        for name, facts in told[kind].items():
+            shown.add_row(
+                name, facts["node"], str(facts["pid"]), str(facts["restarts"]), *_pace(facts)
+            )
+    out.print(shown)
+
+
+def _pace(facts: dict[str, Any]) -> tuple[str, ...]:
+    """Of a target: batches, tokens/s while it works, the share of time in which it does, and when
+    it last said so: an idle one is silent, and so is one that is gone."""
+    if "captured" not in facts:
+        return ("", "", "", "")
+    seconds = facts["seconds"]
+    speed = facts["tokens"] / seconds if seconds else 0.0
+    busy = seconds / facts["up_s"] if facts["up_s"] else 0.0
+    ago = f"{facts['told_s_ago']:.0f} s ago"
+    return str(facts["captured"]), f"{speed:,.0f}", f"{busy:.0%}", ago

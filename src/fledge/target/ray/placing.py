@@ -1,0 +1,167 @@
+"""Workers placed on a cluster: started once for a run, found by all its ranks under its name.
+
+They live as long as whoever started them: the first rank, or `fledge cluster train`, in which case
+a restart of the ranks loads no target again. Either way Ray ends them when that process is gone.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fledge.core.errors import TargetUnreachable
+from fledge.target.kinds import EngineTarget, LoadedTarget
+from fledge.target.ray.board import make_board
+from fledge.target.ray.connection import NAMESPACE, Connection, import_ray
+from fledge.target.ray.fleet import Fleet
+from fledge.target.ray.kind import RayTarget
+from fledge.target.ray.worker import TargetWorker
+
+FLEET_VARIABLE = "FLEDGE_RAY_TARGETS"  # the name of workers that somebody else has started
+_LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Started:
+    """Workers that run on the cluster."""
+
+    name: str
+    workers: tuple[tuple[str, Any], ...]  # (name, actor)
+
+
+def open_fleet(section: RayTarget, *, aux_layers: int) -> Fleet:
+    """The workers of this run, as this rank asks them."""
+    with ExitStack() as undo:
+        undo.enter_context(Connection(section.address))
+        name = os.environ.get(FLEET_VARIABLE) or _agreed_name()
+        if FLEET_VARIABLE not in os.environ and _rank() == 0:
+            started = undo.enter_context(start_fleet(section, aux_layers=aux_layers, name=name))
+        else:
+            started = find_fleet(name, section.workers, wait_s=section.wait_s)
+        release = undo.pop_all().close
+        return Fleet(started.workers, wait_s=section.wait_s, release=release)
+
+
+@contextmanager
+def start_fleet(
+    section: RayTarget, *, aux_layers: int, name: str | None = None
+) -> Iterator[Started]:
+    """Start workers and a board; they end with the context."""
+    name = name or new_name()
+    inner = _by_whole_path(section.inner())
+    with Connection(section.address), ExitStack() as undo:
+        ray = import_ray()
+        gpus = _gpus(section, inner)
+        board = make_board(name)
+        undo.callback(_kill, board)
+        group = _reserve(section, gpus)
+        undo.callback(remove_group, group)
+        workers = []
+        for index in range(section.workers):
+            worker = f"{name}.target-{index}"
+            actor = ray.remote(TargetWorker).options(
+                name=worker,
+                namespace=NAMESPACE,
+                num_cpus=section.worker_cpus,
+                num_gpus=gpus,
+                max_restarts=-1,  # the question in flight is asked again by whoever asked it
+                scheduling_strategy=bundle_of(group, index),
+            )
+            options = {"aux_layers": aux_layers, "gpus": gpus, "board": board}
+            workers.append((worker, actor.remote(f"target-{index}", inner, **options)))
+            undo.callback(_kill, workers[-1][1])
+        yield Started(name, tuple(workers))
+
+
+def find_fleet(name: str, count: int, *, wait_s: float) -> Started:
+    """Workers that another process starts, or has started."""
+    ray, until = import_ray(), time.monotonic() + wait_s
+    names = [f"{name}.target-{index}" for index in range(count)]
+    while True:
+        try:
+            actors = [ray.get_actor(worker, namespace=NAMESPACE) for worker in names]
+            return Started(name, tuple(zip(names, actors, strict=True)))
+        except ValueError as error:
+            if time.monotonic() >= until:
+                what = f"the target workers {name} are not on this cluster"
+                raise TargetUnreachable(what, fix="run the same command again") from error
+            time.sleep(_LOOK_EVERY_S)
+
+
+def new_name() -> str:
+    return f"run-{secrets.token_hex(4)}"
+
+
+def _agreed_name() -> str:
+    """One name for all ranks."""
+    held = [new_name()]
+    if _ranks() > 1:
+        dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if _ranks() > 1 else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _by_whole_path(inner: LoadedTarget) -> LoadedTarget:
+    """A worker runs elsewhere, in another directory: `./model` would mean another place."""
+    place = Path(inner.model).expanduser()
+    return inner.model_copy(update={"model": str(place.absolute())}) if place.exists() else inner
+
+
+def _gpus(section: RayTarget, inner: LoadedTarget) -> float:
+    if section.worker_gpus is not None:
+        return section.worker_gpus
+    split = inner.tp_size if isinstance(inner, EngineTarget) else 1
+    return split if import_ray().cluster_resources().get("GPU", 0) else 0
+
+
+def _reserve(section: RayTarget, gpus: float) -> Any:
+    """Room for all workers. A machine that is lost gives up its part, for which Ray finds another
+    place; until then the other workers go on."""
+    ray = import_ray()
+    from ray.util.placement_group import placement_group
+
+    bundle = {"CPU": section.worker_cpus, "GPU": gpus}
+    bundle = {what: amount for what, amount in bundle.items() if amount} or {"CPU": 0.001}
+    group = placement_group([bundle] * section.workers, strategy=section.placement.upper())
+    if not group.wait(section.wait_s):
+        remove_group(group)
+        free = ray.available_resources()
+        room = ", ".join(f"{free.get(what, 0):g} {what}" for what in bundle)
+        wanted = ", ".join(f"{amount:g} {what}" for what, amount in bundle.items())
+        raise TargetUnreachable(
+            f"no room for {section.workers} target workers of {wanted} each (free: {room})",
+            where="target.workers",
+            fix="lower it or target.worker_cpus, or give the cluster more machines",
+        )
+    return group
+
+
+def bundle_of(group: Any, index: int) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
+    )
+
+
+def _kill(actor: Any) -> None:
+    import_ray().kill(actor)
+
+
+def remove_group(group: Any) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(group)

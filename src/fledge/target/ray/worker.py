@@ -1,0 +1,135 @@
+"""One target on a cluster: an ordinary target of this process, asked through Ray.
+
+A worker answers one question at a time, in the order in which Ray hands them over. It is loaded at
+the first word to it and not when it is made: a model that is not there is then an answer, and not
+a worker that dies over and over.
+"""
+
+import hashlib
+import os
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fledge.core.machine import find_device
+from fledge.core.rows import TokenBatch
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.cache.manifest import target_facts, target_tensors
+from fledge.target.kinds import LoadedTarget, kind_of
+from fledge.target.ray.arrays import Array, Arrays
+
+_TELL_EVERY_S = 1.0
+_KEPT = 8  # answers that are kept for ranks that may never ask: they were asked of another worker
+_STATES = (
+    *("aux_hidden_states", "logits", "last_hidden_states"),
+    *("target_probs", "position_mask"),
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Rows, and what an answer about them depends on."""
+
+    rows: tuple[Array | None, ...]  # the arguments of a `TokenBatch`
+    vocabulary: Array | None  # the draft's token ids, for probabilities
+    askers: int = 1  # ranks that ask about these very rows: they are captured once
+
+    def key(self) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (*self.rows, self.vocabulary):
+            told = b"-" if part is None else f"{part.dtype} {part.shape}".encode()
+            digest.update(told if part is None else told + part.data.tobytes())
+        return digest.digest()
+
+
+class TargetWorker:
+    """The actor."""
+
+    def __init__(
+        self, name: str, section: LoadedTarget, *, aux_layers: int, gpus: float, board: Any
+    ) -> None:
+        self._name, self._section, self._board = name, section, board
+        self._aux_layers, self._gpus = aux_layers, gpus
+        self._target: Eagle3TargetBackend | None = None
+        self._vocabulary: torch.Tensor | None = None
+        self._kept: OrderedDict[bytes, tuple[Arrays, int]] = OrderedDict()
+        self._figures = {"asked": 0, "captured": 0, "tokens": 0, "seconds": 0.0}
+        self._born, self._told = time.monotonic(), 0.0
+
+    def hello(self) -> dict[str, Any]:
+        """The target loaded, what it says of itself, and who says so."""
+        target = self._open()
+        info = target.info()
+        self._tell(now=True)
+        return {
+            **target_facts(info, {}),
+            "hidden_size": info.hidden_size,
+            "aux_layer_ids": list(target.aux_layer_ids),
+            "supervision": target.supervision,
+            "embeddings": len(target.get_input_embeddings().weight),
+        }
+
+    def tables(self) -> Arrays:
+        """Embedding, head and norm; see `target_tensors`."""
+        target = self._open()
+        tensors = target_tensors(target.info(), target.get_input_embeddings().weight)
+        return {name: Array.of(tensor) for name, tensor in tensors.items()}
+
+    def answer(self, question: Question) -> Arrays:
+        """The states of an `Eagle3TargetBatch` about these rows, shifted as they are there."""
+        target = self._open()
+        self._figures["asked"] += 1
+        key = question.key() if question.askers > 1 else b""
+        if key in self._kept:
+            answer, left = self._kept.pop(key)
+        else:
+            answer, left = self._capture(target, question), question.askers
+        if left > 1:
+            self._kept[key] = answer, left - 1
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._tell()
+        return answer
+
+    def figures(self) -> dict[str, Any]:
+        """What it has done since it was started."""
+        return dict(self._figures)
+
+    def _open(self) -> Eagle3TargetBackend:
+        if self._target is None:
+            device = find_device("cuda" if self._gpus else "cpu")
+            self._target = kind_of(self._section).open(
+                self._section, device=device, aux_layers=self._aux_layers
+            )
+        return self._target
+
+    def _capture(self, target: Eagle3TargetBackend, question: Question) -> Arrays:
+        begin = time.perf_counter()
+        if question.vocabulary is not None:
+            ids = question.vocabulary.tensor()
+            if self._vocabulary is None or not torch.equal(ids, self._vocabulary):
+                target.set_vocab_mapping(ids)
+                self._vocabulary = ids
+        six = [None if part is None else part.tensor() for part in question.rows]
+        rows = TokenBatch(*six)  # type: ignore[arg-type]  # the first three are there
+        states = dict(target.answer(rows).tensors())
+        answer = {name: Array.of(states[name]) for name in _STATES if name in states}
+        self._figures["captured"] += 1
+        self._figures["tokens"] += rows.tokens
+        self._figures["seconds"] += time.perf_counter() - begin
+        return answer
+
+    def _tell(self, *, now: bool = False) -> None:
+        """Let the board know; nobody waits for it."""
+        if self._board is None or (not now and time.monotonic() - self._told < _TELL_EVERY_S):
+            return
+        self._told = time.monotonic()
+        import ray
+
+        here: dict[str, Any] = {"node": ray.util.get_node_ip_address(), "pid": os.getpid()}
+        here["up_s"] = time.monotonic() - self._born
+        here["node_id"] = ray.get_runtime_context().get_node_id()
+        self._board.tell.remote("targets", self._name, {**here, **self._figures})

@@ -1,0 +1,168 @@
+"""Real Ray clusters on this machine: a head without room for work, and nodes that come and go."""
+
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+import torch
+from ray import cluster_utils
+
+from fledge.core.rows import TokenBatch
+from fledge.target.ray.board import read_boards
+from fledge.target.ray.connection import NAMESPACE
+from fledge.target.ray.kind import RAY, RayTarget
+from target.contract import packed_rows, some_documents
+
+_STORE = 100 << 20
+
+
+class Cluster:
+    """A head and some nodes; what they leave behind is looked at in the end."""
+
+    def __init__(self, *cpus):
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self._cluster = cluster_utils.Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0, "object_store_memory": _STORE, "include_dashboard": False,
+            },
+        )  # fmt: skip
+        self.nodes = [self.add(count) for count in cpus]
+        self.address = self._cluster.address
+
+    def add(self, cpus):
+        return self._cluster.add_node(num_cpus=cpus, object_store_memory=_STORE)
+
+    def remove(self, node):
+        """As a machine that loses power."""
+        self._cluster.remove_node(node, allow_graceful=False)
+        if node in self.nodes:
+            self.nodes.remove(node)
+
+    def node_of(self, node_id):
+        [found] = [node for node in self.nodes if node.node_id == node_id]
+        return found
+
+    def shutdown(self):
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextmanager
+def cluster(*cpus):
+    started = Cluster(*cpus)
+    try:
+        yield started
+    finally:
+        started.shutdown()
+
+
+def told(kind="targets"):
+    """What the one run of this cluster told its board, by name."""
+    [board] = read_boards()
+    return board[kind]
+
+
+def until(condition, *, timeout_s=60):
+    """The first true value of a condition."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.1)
+    raise AssertionError(f"not within {timeout_s} s")
+
+
+def everything_is_free():
+    """Whether nothing of ours is on the cluster any more: no actor, no reservation."""
+    named = [a for a in ray.util.list_named_actors(all_namespaces=True) if NAMESPACE in a.values()]
+    available, whole = ray.available_resources(), ray.cluster_resources()
+    return not named and available.get("CPU") == whole.get("CPU")
+
+
+def section(nodes, model, **options):
+    options = {"dtype": "float32", "worker_cpus": 1, **options}
+    return RayTarget(model=str(model), address=nodes.address, **options)
+
+
+def opened(described):
+    return RAY.open(described, device=torch.device("cpu"), aux_layers=3)
+
+
+def batches(count):
+    """Packed rows, all different."""
+    for seed in range(count):
+        yield TokenBatch(*packed_rows(some_documents(seed), 14))
+
+
+class Traces:
+    """The processes, listening ports and shared memory of everything that this process started."""
+
+    def __init__(self):
+        self.pids = _descendants(os.getpid())
+        self.ports, self.shared = set(), set()
+        listening = _listening()
+        for pid in self.pids:
+            self.ports |= {listening[inode] for inode in _sockets(pid) & listening.keys()}
+            self.shared |= _shared_memory(pid)
+
+    def left(self):
+        """Those that are still there."""
+        alive = {pid for pid in self.pids if _alive(pid)}
+        files = {path for path in self.shared if Path(path).exists()}
+        return alive | (self.ports & set(_listening().values())) | files
+
+
+def _descendants(root):
+    parents = {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(place.parent.name)] = int(fields[1])
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {root}
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _sockets(pid):
+    found = set()
+    for place in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            name = os.readlink(place)
+        except OSError:
+            continue
+        if name.startswith("socket:["):
+            found.add(name[8:-1])
+    return found
+
+
+def _listening():
+    """Ports that somebody listens to, by the inode of the socket."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                found[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    return found
+
+
+def _shared_memory(pid):
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
+    return {path.removesuffix(" (deleted)") for path in paths}

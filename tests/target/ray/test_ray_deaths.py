@@ -1,0 +1,63 @@
+"""Workers and machines die, and not a batch is lost: each once, in order, equal."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
+
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.ray.connection import Connection
+from fledge.train.ahead import answers_ahead
+from target.ray.clusters import (
+    Traces,
+    batches,
+    cluster,
+    everything_is_free,
+    opened,
+    section,
+    told,
+    until,
+)
+
+pytestmark = pytest.mark.cluster
+
+
+def test_two_hundred_batches_while_workers_and_machines_die(model):
+    """Every batch once, in order, equal; and nothing is left of the cluster in the end."""
+    questions = list(batches(200))
+    with HFEagle3TargetModel.from_pretrained(
+        str(model), supervision="hidden", dtype="float32", device="cpu"
+    ) as here:
+        expected = [here.answer(rows) for rows in questions]
+    with cluster(1, 1) as nodes, Connection(nodes.address):
+        with opened(section(nodes, model, workers=2)) as target:
+            until(lambda: len(told()) == 2)
+
+            def disturb(number):
+                if number == 50:
+                    os.kill(told()["target-0"]["pid"], signal.SIGKILL)
+                elif number == 100:
+                    nodes.remove(nodes.node_of(told()["target-1"]["node_id"]))
+                elif number == 120:
+                    nodes.nodes.append(nodes.add(1))
+
+            answers = []
+            for number, (_, batch) in enumerate(answers_ahead(target, questions)):
+                disturb(number)
+                answers.append(batch)
+            again = target._fleet.asked_again
+            until(lambda: told()["target-1"]["restarts"] == 1)
+        until(everything_is_free)
+        traces = Traces()
+    assert again >= 2  # the kill and the lost machine met questions in flight
+    assert len(answers) == 200
+    for batch, wanted in zip(answers, expected, strict=True):
+        ours, theirs = dict(batch.tensors()), dict(wanted.tensors())
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert len(traces.pids) > 5
+    assert traces.ports
+    until(lambda: not traces.left(), timeout_s=20)

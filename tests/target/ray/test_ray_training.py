@@ -1,0 +1,59 @@
+"""Training with targets on a cluster is training with the target in the process, bit for bit."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
+
+from fledge.target.ray.connection import Connection
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from ranks import _free_port, run_ranks
+from target.ray.clusters import cluster, everything_is_free, until
+from train.test_fit import comparable, differing, final_weights
+from train.tiny import Notes
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with cluster(1, 1) as started:
+        yield started
+
+
+def on_cluster(recipe, nodes, *overrides):
+    """The same run with its target in two workers: only the kind of target changes."""
+    there = ["target.backend=ray", f"target.address={nodes.address}", "target.workers=2"]
+    return recipe(*overrides, *there, run="ray")
+
+
+def train(recipe):
+    training = set_up(recipe)
+    with training.parts.target:
+        assert fit(training, Notes()).finished
+
+
+def test_training_over_a_cluster_is_training_here(recipe, nodes, tmp_path):
+    more = ("training.accumulate=2", "training.micro_batch=1")
+    train(recipe(*more, run="here"))
+    train(on_cluster(recipe, nodes, *more))
+    assert differing(final_weights(tmp_path / "here"), final_weights(tmp_path / "ray")) == []
+    assert comparable(tmp_path / "here") == comparable(tmp_path / "ray")
+    with Connection(nodes.address):
+        until(everything_is_free)
+
+
+@pytest.mark.parametrize("more", [(), ("training.context=2",)], ids=["own rows", "shared rows"])
+def test_two_ranks_share_the_workers(recipe, nodes, tmp_path, more):
+    run_ranks(2, train, recipe(*more, run="here"))
+    path = tmp_path / "there.yaml"
+    path.write_text(on_cluster(recipe, nodes, *more).to_yaml())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [*torchrun, f"--master-port={_free_port()}", "-m", "fledge", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert differing(final_weights(tmp_path / "here"), final_weights(tmp_path / "ray")) == []
+    assert comparable(tmp_path / "here") == comparable(tmp_path / "ray")
