@@ -19,7 +19,8 @@ from fledge.target.cache.format import OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
 from fledge.train.runs import as_begun
-from fledge.train.setup import listening, make_target, split_training, tokenise_options, tokenised
+from fledge.train.setup import split_training, tokenise_options, tokenised
+from fledge.train.targets import listening, make_target
 from fledge.train.vocabulary import choose_vocabulary
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fledge.target.base import finished
+from fledge.target.base import Eagle3TargetBackend, finished
 from fledge.target.heard import HeardTarget, as_heard
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clocks
@@ -20,6 +20,16 @@ from fledge.train.step import Parts, answers_of
 
 if TYPE_CHECKING:
     from fledge.train.session import Session
+    from fledge.train.setup import Training
+
+
+def target_of(trainings: Sequence["Training"]) -> Eagle3TargetBackend:
+    """The one target behind all drafts; of a single one, its own."""
+    target = trainings[0].parts.target
+    if len(trainings) == 1:
+        return target
+    assert isinstance(target, HeardTarget)
+    return target.inner
 
 
 def asking(sessions: Sequence["Session"]) -> Parts:
@@ -28,9 +38,9 @@ def asking(sessions: Sequence["Session"]) -> Parts:
     parts = sessions[0].parts
     if len(sessions) == 1:
         return parts
-    assert isinstance(parts.target, HeardTarget)
+    target = target_of([session.training for session in sessions])
     clock = Clocks([session.parts.clock for session in sessions], parts.device)
-    return replace(parts, target=parts.target.inner, clock=clock)
+    return replace(parts, target=target, clock=clock)
 
 
 def heard(

@@ -19,7 +19,8 @@ from fledge.target.kinds import engine_section
 from fledge.train import fit as fit_module
 from fledge.train.checkpoint import newest_checkpoint
 from fledge.train.fit import fit
-from fledge.train.setup import make_target, set_up
+from fledge.train.setup import set_up
+from fledge.train.targets import make_target
 from target.cache.caches import payload
 from target.remote.chaos import Proxy, free_port
 from target.remote.servers import Running
