@@ -60,7 +60,7 @@ def _showing_all(recipes: Sequence[Recipe]) -> tuple[TargetSection, int]:
     depth = target_depth(target_config(section))
     if len(ids) > 1 and depth in ids:
         what = f"layer {depth}, the last hidden state, is not handed out beside others ({ids})"
-        fix = "EAGLE-1 and EAGLE-2 train with one another, or alone"
+        fix = "a draft that listens to it alone is trained with its like"
         raise BadInput(what, where="drafts", fix=fix)
     shown = tuple(ids) if kind_of(section).shows_any_layers else None
     return section.model_copy(update={"aux_layer_ids": shown}), len(ids)
