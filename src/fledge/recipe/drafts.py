@@ -61,10 +61,11 @@ def load_recipes(
 
 
 def _check_own(layer: Layer) -> None:
-    for section, settings in layer.items():
+    """Refuse what the drafts share; a key that no recipe has is refused later, as everywhere."""
+    for section, shape in recipe_shapes().items():
         allowed = OWN.get(section, ())
-        for key, setting in settings.items():
-            if allowed is not None and key not in allowed:
+        for key, setting in layer[section].items():
+            if allowed is not None and key not in allowed and key in shape.all_keys():
                 raise _shared(section, key, setting)
 
 
