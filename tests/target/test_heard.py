@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.target.heard import HeardTarget, as_heard
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -35,5 +34,8 @@ def test_as_if_it_had_asked_alone(tiny_target, supervision, ids):
         assert shown.info() is not None  # others go on hearing it
         with pytest.raises(RuntimeError, match="is closed"):
             heard.answer(rows())
-        with pytest.raises(BadInput, match=r"listens to \[7\] besides"):
+        with pytest.raises(ValueError, match=r"layers \[7\] are not shown"):
             HeardTarget(shown, [0, 7])
+        HeardTarget(shown, ids, owner=True).close()
+        with pytest.raises(RuntimeError, match="is closed"):
+            shown.info()

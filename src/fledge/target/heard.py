@@ -18,15 +18,16 @@ from fledge.target.finite import by_layer
 
 class HeardTarget(Eagle3TargetBackend):
     """Some of the layers of another target, in an order of its own. That one stays open when this
-    is closed: other drafts hear it, too."""
+    is closed, for other drafts hear it, too; unless this one is its `owner`."""
 
-    def __init__(self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int]) -> None:
+    def __init__(
+        self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int], *, owner: bool = False
+    ) -> None:
         super().__init__(inner.supervision)
-        shown = inner.aux_layer_ids
-        if missing := [i for i in aux_layer_ids if i not in shown]:
-            what = f"the target shows layers {shown}, a draft listens to {missing} besides"
-            raise BadInput(what, where="target.aux_layer_ids")
-        self.inner, self.aux_layer_ids = inner, list(aux_layer_ids)
+        missing = set(aux_layer_ids) - set(inner.aux_layer_ids)
+        if missing:
+            raise ValueError(f"layers {sorted(missing)} are not shown: {inner.aux_layer_ids}")
+        self.inner, self.aux_layer_ids, self._owner = inner, list(aux_layer_ids), owner
         self.supports_async, self.prefetch = inner.supports_async, inner.prefetch
         self.inside_engine, self.joins = inner.inside_engine, inner.joins
 
@@ -76,6 +77,11 @@ class HeardTarget(Eagle3TargetBackend):
             fix = "target.supervision=hidden, or the same draft.draft_vocab_size for all"
             raise BadInput(what, where="target.supervision", fix=fix)
         self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
+
+    def close(self) -> None:
+        if self._owner:
+            self.inner.close()
+        super().close()
 
     def known_rows(self) -> KnownRows | None:
         return self.inner.known_rows()

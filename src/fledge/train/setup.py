@@ -34,7 +34,6 @@ from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.rollout.context import ContextRanks
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.heard import HeardTarget
 from fledge.target.kinds import (
     kind_of,
     model_name,
@@ -48,7 +47,7 @@ from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
 from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
-from fledge.train.targets import layers_of, open_target
+from fledge.train.targets import heard_by, open_target
 from fledge.train.vocabulary import VOCABULARY_NAME, vocabulary_of_run
 
 FEW_ROWS = 32  # fewer are trained on, with a warning
@@ -268,7 +267,7 @@ def _open(recipe: Recipe, ground: _Ground, *, alone: bool = True) -> OpenRun:
     recipe, device, world = _settled(recipe), ground.device, ground.world
     if not alone:
         restore_rng(ground.generators)
-    target = ground.target if alone else HeardTarget(ground.target, layers_of(recipe))
+    target = heard_by(recipe, ground.target, alone=alone)
     train, held_out = ground.train, ground.held_out
     vocabulary = vocabulary_of_run(recipe, target, train, ground.tokenizer, ground.fingerprint)
     target.set_vocab_mapping(
