@@ -5,21 +5,28 @@ import json
 import multiprocessing
 import os
 import signal
+import statistics
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.recipe.drafts import load_recipes
+from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train import fit as fit_module
-from fledge.train import saving
+from fledge.train import saving, together
 from fledge.train.checkpoint import newest_step
 from fledge.train.continuation import check_existing
 from fledge.train.fit import fit, fit_together
+from fledge.train.session import Session
 from fledge.train.setup import set_up, set_up_together
+from fledge.train.step import train_step
 from fledge.train.together import target_of
 from ranks import run_ranks
 from train.test_fit import comparable
@@ -49,16 +56,26 @@ DRAFTS = {
 
 
 @pytest.fixture(scope="module")
-def drafts(tiny_target, tiny_chats, tmp_path_factory):
-    """Recipes by name, of a file that names these drafts."""
+def written(tiny_target, tiny_chats, tmp_path_factory):
+    """A file that names these drafts."""
 
-    def make(run, names=tuple(DRAFTS), overrides=(), **entries):
+    def write(run, names=tuple(DRAFTS), **entries):
         text = SHARED.format(target=tiny_target, chats=tiny_chats, run=run)
         for name in names:
             text += f"  {name}: {entries.get(name, DRAFTS.get(name))}\n"
         file = tmp_path_factory.mktemp("recipe") / "drafts.yaml"
         file.write_text(text)
-        return load_recipes(file, overrides)
+        return file
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def drafts(written):
+    """Their recipes by name."""
+
+    def make(run, names=tuple(DRAFTS), overrides=(), **entries):
+        return load_recipes(written(run, names, **entries), overrides)
 
     return make
 
@@ -186,6 +203,75 @@ def test_one_of_them_goes_on_alone(drafts, alone, tmp_path):
         check_existing(recipe, one_of_several=True)
     assert fit(set_up(longer["chain"]), Notes()).state.step == 5
     assert [outcome.already for outcome in train(longer)] == [True, False]
+
+
+def run_verb(*words):
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_from_a_cache_that_was_made_for_all_of_them(written, tmp_path):
+    """It holds the layers of all; together and alone, each draft hears its own."""
+    names = ("chain", "block")
+    run_verb("precompute", written(tmp_path, names), "--out", tmp_path / "cache")
+    cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
+    train(load_recipes(written(tmp_path / "both", names), cached))
+    for recipe in load_recipes(written(tmp_path / "alone", names), cached).values():
+        fit(set_up(recipe), Notes())
+    manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
+    assert manifest["aux_layer_ids"] == [0, 1, 2, 3]
+    assert_as_alone(tmp_path / "both", tmp_path / "alone", names)
+
+
+def test_the_verbs_take_a_recipe_of_several(written, tmp_path):
+    file, few = written(tmp_path, ("chain", "small")), ("training.steps=2",)
+    planned = json.loads(run_verb("plan", file, *few, "--json"))
+    alone = json.loads(run_verb("plan", file, *few, "--json", "--ranks", 2))
+    assert 0 < alone["draft_bytes"] <= planned["draft_bytes"]
+    told = json.loads(run_verb("train", file, *few, "--json"))
+    assert {name: one["step"] for name, one in told["drafts"].items()} == {"chain": 2, "small": 2}
+    assert told["measured"]["seconds"] > 0
+    again = run_verb("train", file, *few)
+    assert again.count("already finished at step 2") == 2
+    assert f"small: best checkpoint (a loadable draft): {tmp_path / 'small'}" in again
+    shown = json.loads(run_verb("recipe", "show", file, "--json"))
+    assert shown["small"]["draft"]["intermediate_size"] == 48
+    assert "eagle3 and eagle3" in run_verb("recipe", "check", file)
+    with pytest.raises(BadInput, match=r"a recipe of several drafts \(chain, small\)"):
+        load_recipe(file)
+
+
+def test_the_second_draft_costs_its_own_step_only(drafts, tmp_path):
+    """At most 1.15 times the sum of the drafts' own steps and one pass of the target, by the
+    process's own time, best of several rounds: neighbors on the machine do not count."""
+    names, length = ("chain", "parallel"), ["training.steps=40", "training.accumulate=1"]
+    recipes = drafts(tmp_path, names, length)
+    pairs = set_up_together([*recipes.values()])
+    single = [set_up(recipe) for recipe in recipes.values()]
+    sessions = [Session(one, Notes()) for one in pairs]
+    asking = together.asking(sessions)
+    batches = [pairs[0].stream.batch(step) for step in range(40)]
+
+    def one_pass(batch):
+        asking.target.answer(batch.micro[0])
+
+    def both(batch):
+        for session, heard in together.heard(asking, batch, sessions):
+            with session.parts.turn():
+                train_step(session.parts, heard, lr=1e-3)
+
+    works = [one_pass, both]
+    works += [lambda batch, one=one: train_step(one.parts, batch, lr=1e-3) for one in single]
+    spent = [[] for _ in works]
+    for batch in batches:  # in turn, so that all see the same machine
+        for work, seconds in zip(works, spent, strict=True):
+            begin = time.process_time()
+            work(batch)
+            seconds.append(time.process_time() - begin)
+    target, shared, *alone = (statistics.median(seconds[4:]) for seconds in spent)
+    own = sum(step - target for step in alone)
+    assert shared <= 1.15 * (own + target)
 
 
 @pytest.mark.ranks
