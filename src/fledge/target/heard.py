@@ -90,6 +90,11 @@ class HeardTarget(Eagle3TargetBackend):
         return self.inner.read_ahead(rows)
 
 
+def shown_to_all(target: Eagle3TargetBackend) -> Eagle3TargetBackend:
+    """The target of which one draft hears its part; itself, where it is heard as it is."""
+    return target.inner if isinstance(target, HeardTarget) else target
+
+
 def as_heard(
     answer: Eagle3TargetBatch, asked: Eagle3TargetBackend, target: Eagle3TargetBackend
 ) -> Eagle3TargetBatch:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fledge.target.base import Eagle3TargetBackend, finished
-from fledge.target.heard import HeardTarget, as_heard
+from fledge.target.heard import as_heard, shown_to_all
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clocks
 from fledge.train.evaluate import evaluate_together
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 def target_of(trainings: Sequence["Training"]) -> Eagle3TargetBackend:
     """The one target behind all drafts; of a single one, its own."""
     target = trainings[0].parts.target
-    if len(trainings) == 1:
-        return target
-    assert isinstance(target, HeardTarget)
-    return target.inner
+    return target if len(trainings) == 1 else shown_to_all(target)
 
 
 def asking(sessions: Sequence["Session"]) -> Parts:
