@@ -64,9 +64,9 @@ def open_target(recipes: Sequence[Recipe], device: torch.device) -> Eagle3Target
 def heard_by(recipe: Recipe, target: Eagle3TargetBackend, *, alone: bool) -> Eagle3TargetBackend:
     """The target as a recipe's draft hears it. `alone`: it is the draft's own, to be closed with
     it, and itself where it shows nothing else."""
-    shown, count = target.aux_layer_ids, recipe.method.aux_layers(recipe.objective)
+    shown, count = list(target.aux_layer_ids), recipe.method.aux_layers(recipe.objective)
     made_for_it = recipe.target.aux_layer_ids is None and len(shown) == count
-    ids = list(shown) if made_for_it else _layers(recipe)
+    ids = shown if made_for_it else _layers(recipe)
     if alone and ids == shown:
         return target
     if not set(ids) <= set(shown):
