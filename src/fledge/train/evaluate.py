@@ -1,7 +1,7 @@
 """Acceptance on held-out rows: the number that chooses the best checkpoint."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ import torch
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
 from fledge.decode.strategies.registry import rollouts_of
-from fledge.draft.base import DraftModel
 from fledge.measure.figures import Acceptance
 from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
@@ -67,29 +66,21 @@ def evaluate_together(
         for _ in range(len(mine), -(-len(batches) // world.size)):
             target.join()  # other ranks have one pack more
 
-    with contextlib.ExitStack() as open_drafts:
+    with contextlib.ExitStack() as whole_drafts:
         for models in drafts:
-            open_drafts.enter_context(_measurable(models.objective.draft_model))
+            whole_drafts.enter_context(whole(models.objective.draft_model))
         together(asked, measure)
     return [one.total() for one in measured]
 
 
-@contextlib.contextmanager
-def _measurable(draft: DraftModel) -> Iterator[None]:
-    """In eval mode and, where ranks share it, whole."""
-    was_training = draft.training
-    draft.eval()
-    with whole(draft):
-        yield
-    draft.train(was_training)
-
-
 class _Measured:
-    """What has been seen of one draft."""
+    """What has been seen of one draft, which is in eval mode meanwhile."""
 
     def __init__(self, models: Models, picks: dict[int, Ints] | None) -> None:
         self.models, objective = models, models.objective
         draft: Any = objective.draft_model
+        self._was_training = draft.training
+        draft.eval()
         self._picks = {} if picks is None else picks
         self._rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
         self._head = models.target.info().head.to(models.device)
@@ -105,8 +96,9 @@ class _Measured:
         self._replayed += replay_held_out(answer, batch, rollouts, picks[index])
 
     def total(self) -> dict[str, Any]:
-        """Over all ranks."""
+        """Over all ranks; there is no more to come."""
         world = self.models.world
+        self.models.objective.draft_model.train(self._was_training)
         mine = torch.tensor(self._replayed.counts(), dtype=torch.int64, device=self.models.device)
         total = Acceptance.from_counts(world.sum_(mine).tolist())
         return {**total.to_json(), **acceptance_metrics(self._sums.over(world))}
