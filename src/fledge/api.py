@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fledge.measure.prompts import Prompt
     from fledge.recipe.schema import Recipe
     from fledge.target.hf.model import HFEagle3TargetModel
-    from fledge.train.fit import Observer, Outcome
+    from fledge.train.session import Observer, Outcome
 
 AnyPath = str | os.PathLike[str]
 Watch = Callable[[str, float, int], None]  # what is going on, done, in all

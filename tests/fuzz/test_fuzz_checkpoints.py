@@ -11,8 +11,8 @@ from fledge.core.errors import BadInput
 from fledge.data.tokenise import checksum
 from fledge.recipe.schema import load_recipe
 from fledge.train.checkpoint import newest_checkpoint, read_checkpoint
-from fledge.train.fit import resume
 from fledge.train.runs import checkpoint_state
+from fledge.train.session import resume
 from fledge.train.setup import set_up
 from fuzz.mutate import json_bytes, mutated_header
 from fuzz.survive import Case

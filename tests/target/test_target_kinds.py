@@ -26,7 +26,8 @@ from fledge.target.kinds import (
 )
 from fledge.train.fit import fit
 from fledge.train.predict import predict
-from fledge.train.setup import make_target, set_up
+from fledge.train.setup import set_up
+from fledge.train.targets import make_target
 from train.test_fit import differing, final_weights, stop_after
 from train.tiny import Notes
 

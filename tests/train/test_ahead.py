@@ -56,7 +56,7 @@ def test_batches_stay_in_order_and_are_asked_so_far_ahead(micro, prefetch):
 
 def test_a_target_in_this_process_is_not_asked_ahead():
     target = SimpleNamespace(supports_async=False)
-    assert [b.answers for b in ask_ahead(parts(target), steps(3, 1))] == [()] * 3
+    assert [b.answers for b in ask_ahead(parts(target), steps(3, 1))] == [None] * 3
 
 
 def test_a_stop_ends_the_waiting_and_what_was_asked_is_called_off():

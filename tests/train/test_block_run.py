@@ -10,7 +10,8 @@ from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
 from fledge.train.fit import fit
-from fledge.train.setup import listening, set_up
+from fledge.train.setup import set_up
+from fledge.train.targets import listening
 from train.test_fit import differing, final_weights, stop_after
 from train.tiny import Notes
 

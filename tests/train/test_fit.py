@@ -22,7 +22,7 @@ from fledge.train import fit as fit_module
 from fledge.train import setup as building
 from fledge.train.checkpoint import best_step, newest_checkpoint
 from fledge.train.fit import fit
-from fledge.train.setup import make_target, set_up
+from fledge.train.setup import set_up
 from train.tiny import Notes
 
 
@@ -377,13 +377,13 @@ def test_a_run_that_fails_leaves_no_thread_behind(recipe, monkeypatch, asked_ahe
 
 
 def test_a_run_that_cannot_be_built_lets_go_of_its_target(recipe, monkeypatch, tmp_path):
-    opened = []
+    opened, real = [], building.open_target
 
     def open_target(*arguments):
-        opened.append(make_target(*arguments))
+        opened.append(real(*arguments))
         return opened[-1]
 
-    monkeypatch.setattr(building, "make_target", open_target)
+    monkeypatch.setattr(building, "open_target", open_target)
     with pytest.raises(BadInput, match="nowhere"):
         set_up(recipe(f"draft.init_from={tmp_path / 'nowhere'}"))
     [target] = opened

@@ -18,8 +18,8 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.train.batches import PackStream
 from fledge.train.checkpoint import Checkpoint
-from fledge.train.fit import _check_same_run
 from fledge.train.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
+from fledge.train.session import _check_same_run
 
 
 class Rows(list):

@@ -21,6 +21,14 @@ def recipe_of_words(words: Sequence[str]) -> Any:
     return load_recipe(*split_arguments(words))
 
 
+def recipes_of_words(words: Sequence[str]) -> Any:
+    """The same of a recipe that may name several drafts: by their names; '' is the only one."""
+    from fledge.recipe.drafts import load_recipes
+    from fledge.recipe.schema import split_arguments
+
+    return load_recipes(*split_arguments(words))
+
+
 def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
     """What a bar says while a run is set up: first its data, part by part, then its target."""
 

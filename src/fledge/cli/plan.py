@@ -1,12 +1,13 @@
 """`fledge plan`: memory, disk and hours of a run, before it runs."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words, show_set_up
+from fledge.cli.loading import recipes_of_words, show_set_up
 from fledge.cli.options import AsJson, RecipeWords
 from fledge.core.text import counted
 
@@ -32,20 +33,16 @@ def plan(
 
     With --ranks, what it would cost on so many GPUs: from the target's configuration alone, for the
     steps that training.steps says. Either way it says among how many ranks (training.context) a
-    pack has to be shared to fit.
+    pack has to be shared to fit. A recipe of several drafts costs the target's time once.
     """
     begin = time.perf_counter()
-    recipe = recipe_of_words(arguments)
+    recipes = [*recipes_of_words(arguments).values()]
     quiet_libraries()
     if ranks:
-        from fledge.train.forecast import Forecast
-
-        forecast = Forecast.of(recipe, ranks)
-        predicted, step = forecast.predict(), forecast.step
-        title = f"{counted(recipe.training.steps, 'step')} on {counted(ranks, 'rank')}"
+        predicted, step, title = _forecast(recipes, ranks)
         warnings: list[str] = []
     else:
-        predicted, step, title, warnings = _tried_out(recipe, begin)
+        predicted, step, title, warnings = _tried_out(recipes, begin)
     needed = _context_needed(predicted, step, gpu_gib)
     if as_json:
         more = {"warnings": warnings, "context_needed": needed, "gpu_gib": gpu_gib}
@@ -63,18 +60,31 @@ def plan(
         out.say(f"warning: {line}", style="yellow")
 
 
-def _tried_out(recipe: Any, begin: float) -> tuple["Prediction", Any, str, list[str]]:
-    """The prediction for this machine, from a run that is set up."""
-    from fledge.train.predict import predict, step_memory
-    from fledge.train.setup import set_up
+def _forecast(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, str]:
+    """The prediction for GPUs that need not be here."""
+    from fledge.train.forecast import Forecast
+    from fledge.train.predict import Prediction
+
+    forecasts = [Forecast.of(recipe, ranks) for recipe in recipes]
+    predicted = [one.predict(asks=one is forecasts[0]) for one in forecasts]
+    steps = counted(recipes[0].training.steps, "step")
+    step = max((one.step for one in forecasts), key=lambda step: step.bytes())
+    return Prediction.of_all(predicted), step, f"{steps} on {counted(ranks, 'rank')}"
+
+
+def _tried_out(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, str, list[str]]:
+    """The prediction for this machine, from runs that are set up."""
+    from fledge.train.predict import predict_together, step_memory
+    from fledge.train.setup import set_up_together
 
     with progress_bar("preparing data", "parts") as update:
-        training = set_up(recipe, show_set_up(update))
+        trainings = set_up_together(recipes, show_set_up(update))
         update(description="trying out this machine")
-        predicted = predict(training, begin)
-    stream = training.stream
+        predicted = predict_together(trainings, begin)
+    stream = trainings[0].stream
     title = f"{counted(stream.steps, 'step')}, padding {stream.padding_share:.2%}"
-    return predicted, step_memory(training), title, training.warnings
+    step = max(map(step_memory, trainings), key=lambda step: step.bytes())
+    return predicted, step, title, trainings[0].warnings
 
 
 def _context_needed(predicted: "Prediction", step: Any, gpu_gib: float) -> int | None:

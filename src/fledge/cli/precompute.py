@@ -9,7 +9,7 @@ from typer import Exit, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words
+from fledge.cli.loading import recipes_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 from fledge.core.text import counted
@@ -37,13 +37,15 @@ def precompute(
     """Write the target's answers to disk; train from them with target.backend=cache.
 
     Bytes are predicted before anything is written. Under torchrun several processes share the
-    work. An interrupted or stopped cache is continued with --resume.
+    work. An interrupted or stopped cache is continued with --resume. Of a recipe of several drafts,
+    the layers of all of them are kept.
     """
     from fledge.core.distributed import pick_device
     from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
-    recipe, output_dir = recipe_of_words(words), output_dir.expanduser()
+    recipe, *others = recipes_of_words(words).values()
+    output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
     device = pick_device(recipe.training.device)
     quiet_libraries()
@@ -57,9 +59,9 @@ def precompute(
         def prepared(at: Any) -> None:
             update(total=at.parts, completed=at.done)
 
-        job, model = recipe_job(recipe, output_dir, chosen, prepared)
+        job, model = recipe_job(recipe, output_dir, chosen, prepared, others=others)
         update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
-        load = partial(recipe_target, recipe, device)
+        load = partial(recipe_target, recipe, device, others)
         head_bytes = model.head_bytes(cache_dtype(recipe, device))
         code = run_job(job, head_bytes, load, device, update, as_json=as_json)
     if code:

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from fledge.cli.console import out, plain_table, print_json
 from fledge.cli.help import Verbs
-from fledge.cli.loading import recipe_of_words
+from fledge.cli.loading import recipes_of_words
 from fledge.cli.options import OUT
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_text
@@ -66,13 +66,20 @@ def copy(
 
 @app.command(epilog="Example: fledge recipe show smollm2_cpu training.lr=3e-4")
 def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
-    """Print the resolved recipe: every field, with overrides applied and defaults filled in."""
-    recipe = recipe_of_words(arguments or [])
+    """Print the resolved recipe: every field, with overrides applied and defaults filled in.
+
+    Of a recipe of several drafts, the recipe of each.
+    """
+    recipes = recipes_of_words(arguments or [])
     with suppress(BadInput):  # a cache that is not here yet has no say yet
-        recipe = recipe.settled()
+        recipes = {name: recipe.settled() for name, recipe in recipes.items()}
     if as_json:
-        print_json(recipe.model_dump(mode="json"))
-    else:
+        dumped = {name: recipe.model_dump(mode="json") for name, recipe in recipes.items()}
+        print_json(dumped.get("", dumped))
+        return
+    for name, recipe in recipes.items():
+        if name:
+            out.plain(f"--- # {name}")
         out.plain(recipe.to_yaml(), end="")
 
 
@@ -97,21 +104,22 @@ def check(
     as_json: Annotated[bool, Option("--json", help="One JSON object per file.")] = False,
 ) -> None:
     """Check recipe files, one line each; the first bad one ends the check with exit code 2."""
-    from fledge.recipe.schema import load_recipe
+    from fledge.recipe.drafts import load_recipes
 
     for path in recipes:
         try:
-            recipe = load_recipe(path)
+            drafts = [*load_recipes(path).values()]
         except BadInput as error:
             if as_json:
                 told = {"recipe": str(path), "ok": False, "error": str(error)}
                 print_json(told, one_line=True)
             raise
+        target = drafts[0].target
         facts = {
-            "target": f"{recipe.target.model or recipe.target.backend}",
-            "backend": recipe.target.backend,
-            "objective": recipe.objective.kind,
-            "output_dir": recipe.run.output_dir,
+            "target": f"{target.model or target.backend}",
+            "backend": target.backend,
+            "objective": " and ".join(recipe.objective.kind for recipe in drafts),
+            "output_dir": " and ".join(recipe.run.output_dir for recipe in drafts),
         }
         if as_json:
             print_json({"recipe": str(path), "ok": True, **facts}, one_line=True)

@@ -1,6 +1,7 @@
 """`fledge train`: from a recipe to a draft, resumable at any moment."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.table import Table
 from typer import Exit
 
 from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words, show_set_up
+from fledge.cli.loading import recipes_of_words, show_set_up
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.machine import is_main_rank
 from fledge.core.terminal import marked
@@ -23,67 +24,94 @@ def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
 
     A finished run says so and stays as it is. With training.extend=true and more steps or epochs it
     is lengthened; draft.init_from=RUN starts a new run from it.
+
+    A recipe may name several drafts. The target then answers once for all of them, and each is a
+    run of its own below run.output_dir.
     """
     begin = time.perf_counter()
-    recipe = recipe_of_words(arguments).settled()
-    check_existing(recipe)
-    code = run_recipe(recipe, as_json=as_json, begin=begin)
+    recipes = {name: recipe.settled() for name, recipe in recipes_of_words(arguments).items()}
+    for name, recipe in recipes.items():
+        check_existing(recipe, one_of_several=bool(name))
+    code = run_recipes(recipes, as_json=as_json, begin=begin)
     if code:
         raise Exit(code)
 
 
 def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None) -> int:
     """Set up, train, report; the exit code. `begin`: when the command began."""
+    return run_recipes({"": recipe}, as_json=as_json, begin=begin)
+
+
+def run_recipes(
+    recipes: Mapping[str, Any], *, as_json: bool = False, begin: float | None = None
+) -> int:
+    """The same of several drafts by name, from one pass of the target."""
     begin = time.perf_counter() if begin is None else begin
     from fledge.core.distributed import leave_world
     from fledge.core.heartbeat import ending_together
-    from fledge.train.fit import finished_before, fit
-    from fledge.train.predict import directory_bytes, peak_memory_bytes, predict
-    from fledge.train.setup import set_up
+    from fledge.train.fit import finished_before, fit_together
+    from fledge.train.predict import directory_bytes, peak_memory_bytes, predict_together
+    from fledge.train.setup import set_up_together
     from fledge.train.signals import StopSignal
+    from fledge.train.together import target_of
 
     quiet_libraries()
-    ended = finished_before(recipe)
-    if ended is not None:
+    ended = {name: finished_before(recipe) for name, recipe in recipes.items()}
+    if all(outcome is not None for outcome in ended.values()):
         if is_main_rank():
-            _report(recipe, ended, None, None, as_json=as_json)
+            _report(recipes, ended, None, None, as_json=as_json)
         return 0
     with ending_together(StopSignal), progress_bar("preparing data", "parts") as update:
-        training = set_up(recipe, show_set_up(update), watched=True)
-        is_main = training.parts.world.is_main
-        stream, vocabulary = training.stream, training.vocabulary
+        trainings = set_up_together([*recipes.values()], show_set_up(update), watched=True)
+        first, world = trainings[0], trainings[0].parts.world
         update(description="trying out this machine")
-        predicted = predict(training, begin)
-        watcher = _Watcher(update, quiet=not is_main)
-        watcher.note(
-            f"{counted(len(stream.rows), 'row')} in {counted(stream.steps, 'step')}, padding "
-            f"{stream.padding_share:.2%}; draft vocabulary {vocabulary.size:,} covers "
-            f"{vocabulary.coverage:.2%} of the supervised tokens; predicted: {predicted.line()}"
-        )
-        update(description="training", total=stream.steps, completed=0, unit="steps")
-        training.watch = watcher.doing
-        with training.parts.target:  # let go of it on every way out
-            outcome = fit(training, watcher)
+        predicted = predict_together(trainings, begin)
+        watcher = _Watcher(update, quiet=not world.is_main)
+        watcher.note(f"{_set_up(recipes, trainings)}; predicted: {predicted.line()}")
+        update(description="training", total=first.stream.steps, completed=0, unit="steps")
+        for training in trainings:
+            training.watch = watcher.doing
+        with target_of(trainings):  # let go of it on every way out
+            done = fit_together(trainings, [_Observer(watcher, name) for name in recipes])
+    outcomes = dict(zip(recipes, done, strict=True))
     seconds = time.perf_counter() - begin
-    spent = {"data": training.data_s, **watcher.spent()}
+    spent = {"data": first.data_s, **watcher.spent()}
     truth = {
         "seconds": seconds,
         "seconds_by_part": {"start_up": seconds - sum(spent.values()), **spent},
-        "peak_bytes": peak_memory_bytes(training.parts.device),
-        "disk_bytes": directory_bytes(training.directory),
+        "peak_bytes": peak_memory_bytes(first.parts.device),
+        "disk_bytes": sum(directory_bytes(training.directory) for training in trainings),
     }
-    if is_main:
-        _report(recipe, outcome, predicted, truth, as_json=as_json)
-    leave_world(training.parts.world)
-    return 0 if outcome.finished else 128 + outcome.signal
+    if world.is_main:
+        _report(recipes, outcomes, predicted, truth, as_json=as_json)
+    leave_world(world)
+    return 0 if all(outcome.finished for outcome in done) else 128 + done[0].signal
+
+
+def _set_up(recipes: Mapping[str, Any], trainings: Sequence[Any]) -> str:
+    """What is about to be trained, in a line."""
+    stream = trainings[0].stream
+    covered = [
+        f"draft vocabulary {_of(name)}{training.vocabulary.size:,} covers "
+        f"{training.vocabulary.coverage:.2%} of the supervised tokens"
+        for name, training in zip(recipes, trainings, strict=True)
+    ]
+    rows = f"{counted(len(stream.rows), 'row')} in {counted(stream.steps, 'step')}"
+    return f"{rows}, padding {stream.padding_share:.2%}; {'; '.join(covered)}"
+
+
+def _of(name: str) -> str:
+    """A draft's name before what is said of it; the only one has none."""
+    return f"{name}: " if name else ""
 
 
 class _Watcher:
-    """Shows a run while it goes on."""
+    """Shows what goes on: one bar, whatever number of drafts."""
 
     def __init__(self, update: Any, *, quiet: bool) -> None:
         self._update, self._quiet = update, quiet
-        self._figures = ""
+        self._figures: dict[str, tuple[int, str]] = {}  # of each draft: at which step, and which
+        self._speed = ""
         self._doing, self._since = "training", time.perf_counter()
         self._spent = dict.fromkeys(("training", "evaluating", "saving"), 0.0)
 
@@ -97,45 +125,94 @@ class _Watcher:
         now = time.perf_counter()
         self._spent[self._doing] += now - self._since
         self._doing, self._since = what, now
-        self._update(description=what, completed=step, note=far or self._figures)
+        self._update(description=what, completed=step, note=far or self._shown())
 
     def spent(self) -> dict[str, float]:
         """Seconds by what was done, in the words of a prediction; there is no more to come."""
         self._spent[self._doing] += time.perf_counter() - self._since
         return dict(zip(("steps", "evaluations", "checkpoints"), self._spent.values(), strict=True))
 
+    def figures(self, name: str, values: dict[str, Any]) -> None:
+        """Of the last steps of one draft; they are shown when all have taken these steps."""
+        step = values["step"]
+        shown = f"{_of(name)}loss {values['loss']:.3f} length {values['tau']:.2f}"
+        self._figures[name] = step, shown
+        self._speed = f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
+        if all(at == step for at, _ in self._figures.values()):
+            self._update(description="training", completed=step, note=self._shown(), now=True)
+
+    def _shown(self) -> str:
+        figures = ", ".join(shown for _, shown in self._figures.values())
+        return f"{figures} {self._speed}".strip()
+
+
+class _Observer:
+    """Shows one draft's run while it goes on."""
+
+    def __init__(self, watcher: _Watcher, name: str) -> None:
+        self._watcher, self._name = watcher, name
+
+    def note(self, text: str) -> None:
+        self._watcher.note(f"{_of(self._name)}{text}")
+
     def logged(self, values: dict[str, Any]) -> None:
-        self._figures = (
-            f"loss {values['loss']:.3f} length {values['tau']:.2f} "
-            f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
-        )
-        self._update(description="training", completed=values["step"], note=self._figures, now=True)
+        self._watcher.figures(self._name, values)
 
     def evaluated(self, values: dict[str, Any]) -> None:
         evaluation = values["evaluation"]
         rates = " ".join(f"{rate:.3f}" for rate in evaluation["joint"])
-        length = evaluation["acceptance_length"]
-        err.say(f"step {values['step']:>6}  held-out acceptance length {length:.3f}  ({rates})")
+        step, length = f"step {values['step']:>6}", evaluation["acceptance_length"]
+        err.say(f"{_of(self._name)}{step}  held-out acceptance length {length:.3f}  ({rates})")
 
 
-def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: bool) -> None:
-    state, directory = outcome.state, recipe.run.output_dir
+def _report(
+    recipes: Mapping[str, Any],
+    outcomes: Mapping[str, Any],
+    predicted: Any,
+    truth: Any,
+    *,
+    as_json: bool,
+) -> None:
+    """How the runs of all drafts ended, and what they cost together."""
     if as_json:
-        print_json(
-            {
-                "directory": directory,
-                "finished": outcome.finished,
-                "already_finished": outcome.already,
-                "step": state.step,
-                "before": state.first,
-                "after": state.last,
-                "best_length": state.best_length,
-                "warnings": list(outcome.warnings),
-                "predicted": None if predicted is None else predicted.to_json(),
-                "measured": truth,
-            }
-        )
+        told = {name: _told(recipe, outcomes[name]) for name, recipe in recipes.items()}
+        cost = {
+            "predicted": None if predicted is None else predicted.to_json(),
+            "measured": truth,
+        }
+        print_json({**told.get("", {"drafts": told}), **cost})
         return
+    for name, recipe in recipes.items():
+        if name:
+            out.rule(marked("[bold]{}", name))
+        _report_one(recipe, outcomes[name])
+    ended = outcomes.values()
+    if all(one.finished for one in ended) and not all(one.already for one in ended):
+        out.print(predicted.table(truth))
+    for name, outcome in outcomes.items():
+        if outcome.finished:
+            directory = recipes[name].run.output_dir
+            out.say(f"{_of(name)}best checkpoint (a loadable draft): {directory}/best")
+            for line in outcome.warnings:
+                out.say(f"{_of(name)}warning: {line}", style="yellow")
+
+
+def _told(recipe: Any, outcome: Any) -> dict[str, Any]:
+    state = outcome.state
+    return {
+        "directory": recipe.run.output_dir,
+        "finished": outcome.finished,
+        "already_finished": outcome.already,
+        "step": state.step,
+        "before": state.first,
+        "after": state.last,
+        "best_length": state.best_length,
+        "warnings": list(outcome.warnings),
+    }
+
+
+def _report_one(recipe: Any, outcome: Any) -> None:
+    state, directory = outcome.state, recipe.run.output_dir
     if not outcome.finished:
         out.print(f"stopped after step {state.step}; the same command continues the run")
         return
@@ -149,11 +226,6 @@ def _report(recipe: Any, outcome: Any, predicted: Any, truth: Any, *, as_json: b
         method = METHODS[recipe.objective.kind]
         drafted = method.strategies[method.own_strategy].drafted
         out.print(acceptance_table(state.first, state.last, drafted))
-    if not outcome.already:
-        out.print(predicted.table(truth))
-    out.say(f"best checkpoint (a loadable draft): {directory}/best")
-    for line in outcome.warnings:
-        out.say(f"warning: {line}", style="yellow")
 
 
 def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str) -> Table:

@@ -5,8 +5,9 @@ after. So a switched kind can drop what only the old kind understood, overrides 
 order, and an error can name the line or the override it is about. Imports no torch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -16,7 +17,7 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.expected import shown
 from fledge.core.reading import MAX_BYTES, read_bytes
 from fledge.core.settings import Tagged
-from fledge.recipe.aliases import ours
+from fledge.recipe.unknown import unknown_key, unknown_section
 from fledge.recipe.yaml_text import parse_yaml
 
 
@@ -29,6 +30,7 @@ class Setting:
 
 
 Layer = dict[str, dict[str, Setting]]  # by section and key: what a file sets, or the overrides
+DRAFTS = "drafts"  # what a recipe of several drafts sets for each of them, by its name
 
 
 @dataclass(frozen=True)
@@ -73,29 +75,63 @@ def _tagged(field: Any) -> Tagged | None:
     return next((item for item in field.metadata if isinstance(item, Tagged)), None)
 
 
-def layered(
+class Written:
+    """What a file sets, or the overrides: for every draft, and for each one by its name."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self._shapes = shapes
+        self.sections = self._empty()
+        self.drafts: dict[str, Layer] = {}
+
+    def of(self, draft: str) -> Layer:
+        """What it sets for one draft alone."""
+        return self.drafts.get(draft) or self._empty()
+
+    def begin(self, draft: str) -> Layer:
+        """The same, to be added to."""
+        return self.drafts.setdefault(draft, self._empty())
+
+    def _empty(self) -> Layer:
+        return {name: {} for name in self._shapes}
+
+
+def read_layers(
     source: Path | Mapping[str, Any] | None,
     overrides: Sequence[str] | Mapping[str, Any],
     *,
     shapes: Mapping[str, Shape],
-) -> tuple[dict[str, dict[str, Any]], Layer]:
-    """The merged mapping, ready for validation, and the entries it was made of. Overrides are texts
+) -> tuple[Written, Written]:
+    """What the recipe sets, and what is to be different. Overrides are texts
     (`section.key=value`), or sections with the keys to change."""
-    written: Layer = {name: {} for name in shapes}
-    changes: Layer = {name: {} for name in shapes}
+    written, changes = Written(shapes), Written(shapes)
     if isinstance(source, Path):
         _read_file(source, shapes=shapes, written=written)
     elif source is not None:
-        _read_sections(source, lambda *_: "recipe", shapes=shapes, written=written)
+        _read_all(source, lambda *_: "recipe", shapes=shapes, written=written)
     if isinstance(overrides, Mapping):
         place = "argument '{}'".format
-        _read_sections(overrides, lambda *keys: place(keys[0]), shapes=shapes, written=changes)
+        _read_all(overrides, lambda *keys: place(keys[0]), shapes=shapes, written=changes)
     else:
         for text in overrides:
             _read_override(text, shapes=shapes, changes=changes, below=written)
-    merged, entries = {}, {}
+    return written, changes
+
+
+def layered(
+    layers: Sequence[Layer], *, shapes: Mapping[str, Shape]
+) -> tuple[dict[str, dict[str, Any]], Layer]:
+    """The merged mapping, ready for validation, and the entries it was made of; each layer goes
+    over those before it."""
+    merged: dict[str, dict[str, Any]] = {}
+    entries: Layer = {}
     for name in shapes:
-        merged[name], entries[name] = _settled(name, written[name], changes[name], shapes=shapes)
+        below = layers[0][name]
+        for layer in layers[1:]:
+            merged[name], entries[name] = _settled(name, below, layer[name], shapes=shapes)
+            below = {
+                key: Setting(value, entries[name][key].where if key in entries[name] else "recipe")
+                for key, value in merged[name].items()
+            }
     return merged, entries
 
 
@@ -117,7 +153,7 @@ def _settled(
     for key, entry in entries.items():
         field = shape.fields(kind).get(key)
         if field is None:
-            raise _unknown_key(name, key, entry.where, shapes=shapes, kind=kind)
+            raise unknown_key(name, key, entry.where, shapes=shapes, kind=kind)
         layers = [layer[key] for layer in (written, changes) if key in layer]
         values[key] = entry.value if _tagged(field) is None else _nested(name, key, field, layers)
     return values | ({} if shape.tag is None else {shape.tag: kind}), entries
@@ -156,7 +192,7 @@ def one_line(error: ValidationError, *, entries: Layer, where: str) -> BadInput:
     return BadInput(what, where=entry.where if entry is not None else where)
 
 
-def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> None:
+def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Written) -> None:
     """Add what a recipe file sets to `written`."""
     data, lines = parse_yaml(_recipe_text(path), where=str(path))
     data = {} if data is None else data
@@ -167,7 +203,30 @@ def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Layer) -> No
     def place(*keys: str) -> str:
         return f"{path}, line {lines[keys]}" if keys in lines else str(path)
 
-    _read_sections(data, place, shapes=shapes, written=written)
+    _read_all(data, place, shapes=shapes, written=written)
+
+
+def _read_all(
+    data: Mapping[str, Any],
+    place: Callable[..., str],
+    *,
+    shapes: Mapping[str, Shape],
+    written: Written,
+) -> None:
+    """Add what a mapping sets: its sections, and those of its `drafts`."""
+    sections = {name: body for name, body in data.items() if name != DRAFTS}
+    _read_sections(sections, place, shapes=shapes, written=written.sections)
+    drafts = data.get(DRAFTS, {})
+    if not isinstance(drafts, Mapping) or (DRAFTS in data and not drafts):
+        fix = "write a name for each, and its sections below"
+        raise BadInput(f"'{DRAFTS}' holds {shown(drafts)}", where=place(DRAFTS), fix=fix)
+    for name, body in drafts.items():
+        where = place(DRAFTS, str(name))
+        if body is not None and not isinstance(body, Mapping):
+            fix = "write its sections on indented lines below it"
+            raise BadInput(f"draft '{name}' holds {shown(body)}", where=where, fix=fix)
+        own = partial(place, DRAFTS, str(name))
+        _read_sections(body or {}, own, shapes=shapes, written=written.begin(str(name)))
 
 
 def _read_sections(
@@ -182,7 +241,7 @@ def _read_sections(
         where = place(str(section))
         if section not in shapes:
             inside = map(str, body) if isinstance(body, Mapping) else ()
-            raise _unknown_section(str(section), where, shapes, inside)
+            raise unknown_section(str(section), where, shapes, inside)
         if body is not None and not isinstance(body, Mapping):
             fix = "write its keys on indented lines below it"
             raise BadInput(f"section '{section}' holds {shown(body)}", where=where, fix=fix)
@@ -198,18 +257,42 @@ def _recipe_text(path: Path) -> bytes:
     return read_bytes(path, what="the recipe")
 
 
-def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, below: Layer) -> None:
-    """Add what `section.key=value` sets to `changes`; a mapping for a section sets its keys."""
+def _read_override(
+    text: str, *, shapes: Mapping[str, Shape], changes: Written, below: Written
+) -> None:
+    """Add what `section.key=value`, or `drafts.name.section.key=value`, sets to `changes`."""
     where = f"override '{text}'" if len(text) <= 200 else f"override '{text[:100]}...'"
     name, equals, raw = text.partition("=")
     parts = [part.strip() for part in name.split(".")]
     if not equals or not all(parts):
         fix = "write section.key=value, for example training.lr=1e-4"
         raise BadInput("not an override", where=where, fix=fix)
+    if parts[0] != DRAFTS:
+        _override(parts, raw, where, shapes=shapes, into=changes.sections, below=below.sections)
+        return
+    draft = parts[1] if len(parts) > 1 else ""
+    if draft not in below.drafts or len(parts) == 2:
+        known = ", ".join(below.drafts) or "none"
+        fix = f"write {DRAFTS}.name.section.key=value; the drafts of this recipe: {known}"
+        raise BadInput("not a key of a draft", where=where, fix=fix)
+    into = changes.begin(draft)
+    _override(parts[2:], raw, where, shapes=shapes, into=into, below=below.of(draft))
+
+
+def _override(
+    parts: Sequence[str],  # section, key, and what lies inside
+    raw: str,
+    where: str,
+    *,
+    shapes: Mapping[str, Shape],
+    into: Layer,
+    below: Layer,
+) -> None:
+    """Set one value; a mapping for a section sets its keys."""
     section, keys = parts[0], parts[1:]
     if section not in shapes:
-        raise _unknown_section(section, where, shapes, keys)
-    shape, value, set_here = shapes[section], _override_value(raw, where=where), changes[section]
+        raise unknown_section(section, where, shapes, keys)
+    shape, value, set_here = shapes[section], _override_value(raw, where=where), into[section]
     if not keys:
         if not isinstance(value, dict):
             fix = f"write {section}.key=value"
@@ -224,7 +307,7 @@ def _read_override(text: str, *, shapes: Mapping[str, Shape], changes: Layer, be
             value, where = {**earlier.value, **value}, f"{earlier.where} and {where}"
     elif inside:
         if key not in shape.all_keys():
-            raise _unknown_key(section, key, where, shapes=shapes, kind=shape.default_kind)
+            raise unknown_key(section, key, where, shapes=shapes, kind=shape.default_kind)
         if not any(_has_parts(field.annotation) for field in shape.fields_named(key)):
             fix = f"write {section}.{key}=value"
             raise BadInput(f"'{section}.{key}' has no parts", where=where, fix=fix)
@@ -275,42 +358,3 @@ def _kind(name: str, shape: Shape, layer: Mapping[str, Setting], default: str) -
         fix = nearest(str(entry.value), sorted(shape.kinds))
         raise BadInput(what, where=entry.where, fix=fix)
     return entry.value
-
-
-def _unknown_section(
-    name: str, where: str, shapes: Mapping[str, Shape], inside: Iterable[str] = ()
-) -> BadInput:
-    """The fix names the place of a key called so, the nearest section, or else the place of a key
-    that stands below it."""
-    found = _homes(name, shapes)
-    fix = _did_you_mean(found) if found else nearest(name, list(shapes))
-    if not fix.startswith("did you mean"):
-        below = [home for key in inside for home in _homes(key, shapes)]
-        fix = _did_you_mean(below[:1]) if below else fix
-    return BadInput(f"unknown section '{name}'", where=where, fix=fix)
-
-
-def _unknown_key(
-    section: str, key: str, where: str, *, shapes: Mapping[str, Shape], kind: str
-) -> BadInput:
-    shape = shapes[section]
-    owners = [name for name in shape.kinds if key in shape.fields(name)]
-    known = shape.fields(kind)
-    found = _homes(key, shapes)
-    # what the section itself, as it is, would call it leaves no choice
-    here = [home for home in found if home.removeprefix(f"{section}.") in known]
-    fix = _did_you_mean(here or found) if found else nearest(key, list(known))
-    if owners:
-        tag = f"{section}.{shape.tag}"
-        fix = f"it belongs to {tag}={owners[0]}, but {tag} is {kind}"
-    return BadInput(f"unknown key '{section}.{key}'", where=where, fix=fix)
-
-
-def _homes(key: str, shapes: Mapping[str, Shape]) -> list[str]:
-    """`section.key` of the sections that have such a key, or of what other trainers call so."""
-    own = [f"{section}.{key}" for section in shapes if key in shapes[section].all_keys()]
-    return own[:1] or [place for place in ours(key) if place.partition(".")[0] in shapes]
-
-
-def _did_you_mean(places: Sequence[str]) -> str:
-    return "did you mean '" + "' or '".join(places) + "'?"

@@ -8,14 +8,28 @@ from pydantic import BaseModel
 
 from fledge.core.settings import MOST, Tagged
 from fledge.methods.section import LossChoice
-from fledge.recipe.layers import Shape
+from fledge.recipe.drafts import OWN
+from fledge.recipe.layers import DRAFTS, Shape
 from fledge.recipe.schema import Recipe, recipe_shapes
 
 
 def json_schema() -> dict[str, Any]:
     """For editors: point `# yaml-language-server: $schema=...` at a file with this content."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return schema | Recipe.model_json_schema(by_alias=False)
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= Recipe.model_json_schema(by_alias=False)
+    schema["properties"] |= {DRAFTS: _drafts(schema["properties"])}
+    return schema
+
+
+def _drafts(sections: dict[str, Any]) -> dict[str, Any]:
+    """Of what a recipe sets for each of several drafts."""
+    own = {
+        section: sections[section] if keys is None else {"type": "object"}
+        for section, keys in OWN.items()
+    }
+    entry = {"type": "object", "properties": own, "additionalProperties": False}
+    described = "Several drafts from one pass of the target: what each sets over the rest."
+    return {"type": "object", "additionalProperties": entry, "description": described}
 
 
 def markdown() -> str:

@@ -24,7 +24,7 @@ from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
-from fledge.recipe.layers import Shape, layered, one_line, shapes_of
+from fledge.recipe.layers import Layer, Shape, layered, one_line, read_layers, shapes_of
 from fledge.recipe.shipped import recipe_file
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
@@ -191,7 +191,17 @@ def _checked(
     *,
     where: str,
 ) -> Recipe:
-    merged, entries = layered(source, overrides, shapes=recipe_shapes())
+    written, changes = read_layers(source, overrides, shapes=recipe_shapes())
+    if written.drafts or changes.drafts:
+        what = f"a recipe of several drafts ({', '.join(written.drafts)}), and one is wanted here"
+        fix = "give the recipe.yaml in the directory of one of them"
+        raise BadInput(what, where=where, fix=fix)
+    return merged_recipe([written.sections, changes.sections], where=where)
+
+
+def merged_recipe(layers: Sequence[Layer], *, where: str) -> Recipe:
+    """The recipe that layers make, each over those before it."""
+    merged, entries = layered(layers, shapes=recipe_shapes())
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:

@@ -16,6 +16,7 @@ from fledge.core.errors import BadInput
 
 _MAX_BYTES = 1 << 18  # a recipe has a few thousand
 _MAX_DEPTH = 32
+_PLACED_DEPTH = 4  # drafts, one of them, a section, a key
 _MAX_VALUES = 20_000  # with every alias and merge written out
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _FLOAT = re.compile(
@@ -91,7 +92,7 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """The value of a YAML text, and the line of every key in its first two levels."""
+    """The value of a YAML text, and the line of every key in its first four levels."""
     if len(text) > _MAX_BYTES:
         raise BadInput(f"YAML: more than {_MAX_BYTES:,} bytes", where=where, fix="is it a recipe?")
     try:
@@ -156,8 +157,13 @@ def _refused(why: str, node: yaml.Node) -> yaml.MarkedYAMLError:
 
 def _lines(root: yaml.Node | None) -> dict[tuple[str, ...], int]:
     lines: dict[tuple[str, ...], int] = {}
-    for section, body in root.value if isinstance(root, yaml.MappingNode) else []:
-        lines[(str(section.value),)] = section.start_mark.line + 1
-        for key, _ in body.value if isinstance(body, yaml.MappingNode) else []:
-            lines[(str(section.value), str(key.value))] = key.start_mark.line + 1
+
+    def note(node: yaml.Node | None, above: tuple[str, ...]) -> None:
+        for key, body in node.value if isinstance(node, yaml.MappingNode) else []:
+            place = (*above, str(key.value))
+            lines[place] = key.start_mark.line + 1
+            if len(place) < _PLACED_DEPTH:
+                note(body, place)
+
+    note(root, ())
     return lines

@@ -98,7 +98,7 @@ class Eagle3TargetBackend(ABC):
         """`answer` as a future. A backend without `supports_async` has finished already."""
         if type(self).generate_batch_async is not Eagle3TargetBackend.generate_batch_async:
             return self.generate_batch_async(*rows.arguments())
-        return _finished(self.answer(rows))
+        return finished(self.answer(rows))
 
     def generate_batch(
         self,
@@ -127,7 +127,7 @@ class Eagle3TargetBackend(ABC):
         rows = TokenBatch(input_ids, attention_mask, loss_mask, *packing)
         if type(self).answer_async is not Eagle3TargetBackend.answer_async:
             return self.answer_async(rows)
-        return _finished(self.answer(rows))
+        return finished(self.answer(rows))
 
     @abstractmethod
     def get_input_embeddings(self) -> HasWeight:
@@ -187,7 +187,8 @@ class Eagle3TargetBackend(ABC):
         return self._selected_token_ids, self._selected_token_mask
 
 
-def _finished(batch: Eagle3TargetBatch) -> Future[Eagle3TargetBatch]:
+def finished(batch: Eagle3TargetBatch) -> Future[Eagle3TargetBatch]:
+    """An answer that is there already, as a future."""
     future: Future[Eagle3TargetBatch] = Future()
     future.set_result(batch)
     return future

@@ -18,6 +18,7 @@ from fledge.train.batches import StepBatch
 from fledge.train.step import Models, Parts
 
 _LOOK_AROUND_S = 0.5
+_Futures = tuple[Future[Eagle3TargetBatch], ...]
 
 
 def ask_ahead(
@@ -34,18 +35,18 @@ def ask_ahead(
         yield from batches
         return
     ahead = max(1, target.prefetch)
-    asked: deque[StepBatch] = deque()
+    asked: deque[tuple[StepBatch, _Futures]] = deque()
     try:
         for batch in batches:
             futures = tuple(target.answer_async(rows) for rows in batch.micro if rows is not None)
-            asked.append(replace(batch, answers=futures))
-            while sum(len(later.answers) for later in asked) >= len(asked[0].answers) + ahead:
-                yield _arrived(parts, asked.popleft(), stopping)
+            asked.append((batch, futures))
+            while sum(len(later) for _, later in asked) >= len(asked[0][1]) + ahead:
+                yield _arrived(parts, *asked.popleft(), stopping)
         while asked:
-            yield _arrived(parts, asked.popleft(), stopping)
+            yield _arrived(parts, *asked.popleft(), stopping)
     finally:
-        for batch in asked:
-            for future in batch.answers:
+        for _, futures in asked:
+            for future in futures:
                 future.cancel()
 
 
@@ -61,11 +62,13 @@ def answers_ahead(
         yield batch, asked.popleft().result()
 
 
-def _arrived(parts: Parts, batch: StepBatch, stopping: Callable[[], bool]) -> StepBatch:
-    """Wait for a step's answers; the time counts as the target's."""
+def _arrived(
+    parts: Parts, batch: StepBatch, futures: _Futures, stopping: Callable[[], bool]
+) -> StepBatch:
+    """The batch with its answers, which are waited for; the time counts as the target's."""
 
     def wait() -> None:
-        for future in batch.answers:
+        for future in futures:
             while not future.done():
                 with contextlib.suppress(NotYet):
                     future.exception(timeout=_LOOK_AROUND_S)
@@ -75,7 +78,7 @@ def _arrived(parts: Parts, batch: StepBatch, stopping: Callable[[], bool]) -> St
 
     with parts.clock.phase("target"):
         together(parts, wait)
-    return batch
+    return replace(batch, answers=futures)
 
 
 def together(models: Models, ask: Callable[[], None]) -> None:

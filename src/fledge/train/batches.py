@@ -27,7 +27,8 @@ class StepBatch:
     step: int
     epoch: int
     micro: tuple[TokenBatch | None, ...]
-    answers: tuple[Future[Eagle3TargetBatch], ...] = ()  # asked in advance: see `ahead.py`
+    # one for each that is not None, where the target was asked in advance: see `ahead.py`
+    answers: tuple[Future[Eagle3TargetBatch], ...] | None = None
 
 
 class PackStream:

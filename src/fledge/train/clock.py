@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -46,3 +46,18 @@ class Clock:
         wall, phases = now - self._since, self._seconds
         self._since, self._seconds, self._events = now, {}, []
         return wall, phases
+
+
+class Clocks(Clock):
+    """What several drafts wait for at the same time, by the clock of each."""
+
+    def __init__(self, clocks: Sequence[Clock], device: torch.device) -> None:
+        super().__init__(device)
+        self._clocks = clocks
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for clock in self._clocks:
+                stack.enter_context(clock.phase(name))
+            yield

@@ -31,8 +31,8 @@ from fledge.target.ray.board import make_board
 from fledge.target.ray.connection import Connection, import_ray
 from fledge.target.ray.placing import bundle_of, remove_group
 from fledge.train.checkpoint import newest_checkpoint
-from fledge.train.setup import listening
 from fledge.train.signals import StopSignal
+from fledge.train.targets import listening
 
 
 class Observer(Protocol):

@@ -26,14 +26,18 @@ _FREE = (
 )  # fmt: skip
 
 
-def check_existing(recipe: "Recipe") -> None:
-    """Refuse to continue a run with a recipe that is not its own."""
+def check_existing(recipe: "Recipe", *, one_of_several: bool = False) -> None:
+    """Refuse to continue a run with a recipe that is not its own; and, for one of several drafts,
+    to put it into somebody else's."""
     from fledge.recipe.schema import RESOLVED_NAME, load_recipe
     from fledge.train.checkpoint import newest_checkpoint
     from fledge.train.lengthening import LENGTH, ways_on
     from fledge.train.runs import as_begun
 
     directory = Path(recipe.run.output_dir)
+    if one_of_several and (directory.parent / RESOLVED_NAME).exists():
+        what, fix = "the run of one draft is here, not of several", "run.output_dir=..."
+        raise BadInput(what, where=str(directory.parent), fix=fix)
     check_place(directory, directory=True)
     resolved = directory / RESOLVED_NAME
     if not resolved.exists():

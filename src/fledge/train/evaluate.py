@@ -1,16 +1,19 @@
 """Acceptance on held-out rows: the number that chooses the best checkpoint."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
 from fledge.decode.strategies.registry import rollouts_of
 from fledge.measure.figures import Acceptance
 from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.target.finite import check_answer
+from fledge.target.heard import as_heard
 from fledge.train.ahead import answers_ahead, together
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.sharding import whole
@@ -19,7 +22,6 @@ from fledge.train.step import Models, Sums
 _ANYTHING = 1.0005  # the least acceptance length that does not read 1.000
 
 
-@torch.no_grad()
 def evaluate(
     models: Models,
     batches: list[TokenBatch],
@@ -35,38 +37,71 @@ def evaluate(
     `picks` caches, by batch, the frozen target's picks, so its head runs once per run. `on_pack`
     is told how many of this rank's packs are done.
     """
-    picks = {} if picks is None else picks
-    target, objective, device, world = models.target, models.objective, models.device, models.world
-    draft: Any = objective.draft_model
-    was_training = draft.training
-    draft.eval()
-    rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
-    head = target.info().head.to(device)
-    sums = Sums.zeros(objective.depths, device)
-    replayed = Acceptance.none(objective.depths)
+    return evaluate_together(models, [models], batches, [picks], on_pack)[0]
+
+
+@torch.no_grad()
+def evaluate_together(
+    asked: Models,
+    drafts: Sequence[Models],
+    batches: list[TokenBatch],
+    picks: Sequence[dict[int, Ints] | None],
+    on_pack: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """The same of several drafts, with one answer a pack: of `asked`, whose target shows what all
+    of them hear."""
+    target, world = asked.target, asked.world
+    measured = [_Measured(*pair) for pair in zip(drafts, picks, strict=True)]
     mine = range(world.rank, len(batches), world.size)
 
     def measure() -> None:
-        nonlocal replayed
-        asked = answers_ahead(target, [batches[index] for index in mine])
-        for done, (index, (batch, on_host)) in enumerate(zip(mine, asked, strict=True)):
+        answers = answers_ahead(target, [batches[index] for index in mine])
+        for done, (index, (batch, on_host)) in enumerate(zip(mine, answers, strict=True)):
             on_pack(done, len(mine))
-            answer = on_host.to(device)
+            answer = on_host.to(asked.device)
             check_answer(target, answer, batch)
-            ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
-            sums.add(objective.score(ready, ready.charged_K))
-            if index not in picks:
-                picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
-            replayed += replay_held_out(answer, batch, rollouts, picks[index])
+            for one in measured:
+                with one.models.turn():
+                    one.add(index, batch, as_heard(answer, target, one.models.target))
         for _ in range(len(mine), -(-len(batches) // world.size)):
             target.join()  # other ranks have one pack more
 
-    with whole(draft):
-        together(models, measure)
-    draft.train(was_training)
-    counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=device)
-    total = Acceptance.from_counts(world.sum_(counts).tolist())
-    return {**total.to_json(), **acceptance_metrics(sums.over(world))}
+    with contextlib.ExitStack() as whole_drafts:
+        for models in drafts:
+            whole_drafts.enter_context(whole(models.objective.draft_model))
+        together(asked, measure)
+    return [one.total() for one in measured]
+
+
+class _Measured:
+    """What has been seen of one draft, which is in eval mode meanwhile."""
+
+    def __init__(self, models: Models, picks: dict[int, Ints] | None) -> None:
+        self.models, objective = models, models.objective
+        draft: Any = objective.draft_model
+        self._was_training = draft.training
+        draft.eval()
+        self._picks = {} if picks is None else picks
+        self._rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
+        self._head = models.target.info().head.to(models.device)
+        self._sums = Sums.zeros(objective.depths, models.device)
+        self._replayed = Acceptance.none(objective.depths)
+
+    def add(self, index: int, batch: TokenBatch, answer: Eagle3TargetBatch) -> None:
+        objective, picks, rollouts = self.models.objective, self._picks, self._rollouts
+        ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
+        self._sums.add(objective.score(ready, ready.charged_K))
+        if index not in picks:
+            picks[index] = target_picks(answer, batch, self._head, rollouts.selected_token_ids)
+        self._replayed += replay_held_out(answer, batch, rollouts, picks[index])
+
+    def total(self) -> dict[str, Any]:
+        """Over all ranks; there is no more to come."""
+        world = self.models.world
+        self.models.objective.draft_model.train(self._was_training)
+        mine = torch.tensor(self._replayed.counts(), dtype=torch.int64, device=self.models.device)
+        total = Acceptance.from_counts(world.sum_(mine).tolist())
+        return {**total.to_json(), **acceptance_metrics(self._sums.over(world))}
 
 
 def learnt_nothing(before: float | None, best: float, *, lr: float) -> list[str]:

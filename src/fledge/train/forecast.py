@@ -6,6 +6,7 @@ reached on one H200 (`pace.py`) and on rates of links that were not measured her
 magnitude, and a way to compare recipes. Steps are those of `training.steps`: the data is not read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,8 @@ class Forecast:
         a_pass = self.recipe.packing.tokens / cut.cp * target.widest / cut.tp * 2
         return int(held + a_pass)
 
-    def predict(self) -> Prediction:
+    def predict(self, *, asks: bool = True) -> Prediction:
+        """`asks`: the target's time is this draft's, too."""
         training = self.recipe.training
         trained, frozen = self._trained()
         saved = 4 * (trained + frozen) + 8 * trained
@@ -137,7 +139,7 @@ class Forecast:
             draft_bytes=draft_bytes(trained, frozen, shard=training.shard, width=2),
             step_bytes=self.step.bytes(training.context),
             disk_bytes=(self.recipe.checkpoint.keep + 1) * saved,
-            seconds_by_part=self._seconds(saved),
+            seconds_by_part=self._seconds(saved, self._target_s if asks else _nothing),
             tokens=(training.steps or 0) * packs * self.recipe.packing.tokens,
         )
 
@@ -154,11 +156,11 @@ class Forecast:
 
     # --- time -----------------------------------------------------------------------------------
 
-    def _seconds(self, saved: int) -> dict[str, float]:
+    def _seconds(self, saved: int, target_s: Callable[..., float]) -> dict[str, float]:
         recipe, training = self.recipe, self.recipe.training
         total = training.steps or 0
         packs = training.micro_batch * training.accumulate
-        one = self._target_s() + self._pack_s(self._work.step(self._seen())) / training.context
+        one = target_s() + self._pack_s(self._work.step(self._seen())) / training.context
         trained, _ = self._trained()
         update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
         update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
@@ -166,7 +168,7 @@ class Forecast:
         saves = times(0, total, recipe.checkpoint.every_steps) | measured
         held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
         scored = self._pack_s(self._work.scored(self._seen()))
-        evaluated = held_out / self.ranks * (self._target_s(alone=True) + scored)
+        evaluated = held_out / self.ranks * (target_s(alone=True) + scored)
         return {
             "start_up": 0.0,
             "data": 0.0,
@@ -208,6 +210,10 @@ class Forecast:
     def _link(self, ranks: int) -> float:
         """Bytes a second between so many neighboring ranks."""
         return _LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
+
+
+def _nothing(*, alone: bool = False) -> float:
+    return 0.0
 
 
 def _draft(recipe: Recipe, config: Any) -> DraftModel:

@@ -1,6 +1,6 @@
 """From a recipe to the work of `fledge precompute`: its rows, its vocabulary, its target."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from fledge.target.cache.format import OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
 from fledge.train.runs import as_begun
-from fledge.train.setup import listening, make_target, split_training, tokenise_options, tokenised
+from fledge.train.setup import split_training, tokenise_options, tokenised
+from fledge.train.targets import listening, make_target, open_target
 from fledge.train.vocabulary import choose_vocabulary
 
 
@@ -59,20 +60,25 @@ def recipe_job(
     directory: Path,
     options: CacheOptions,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    others: Sequence[Recipe] = (),
 ) -> tuple[CacheJob, ModelFacts]:
     """Tokenise the recipe's data and lay out the cache; no weights are read.
 
     All rows are kept, in the order of the data: which of them are held out is decided when
-    training, unless the recipe names held-out data of its own (`data.valid`).
+    training, unless the recipe names held-out data of its own (`data.valid`). `others`: more drafts
+    of the same data, whose layers are kept, too.
     """
     recipe = as_begun(recipe)
     kind, section, data = _precomputable(recipe), recipe.target, recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
+    layers = kind.aux_layer_ids(listening(recipe, *others))
+    count = recipe.method.aux_layers(recipe.objective)
     model = ModelFacts.read(
         kind.model_name(section),
-        aux_layer_ids=kind.aux_layer_ids(listening(recipe)),
-        num_aux_layers=recipe.method.aux_layers(recipe.objective),
+        aux_layer_ids=layers,
+        num_aux_layers=count if layers is None or not others else len(layers),
         trust_remote_code=section.trust_remote_code,
     )
     train = tokenised(data.train, recipe, on_progress)
@@ -103,7 +109,12 @@ def recipe_job(
     return job, model
 
 
-def recipe_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
+def recipe_target(
+    recipe: Recipe, device: torch.device, others: Sequence[Recipe] = ()
+) -> Eagle3TargetBackend:
     """The recipe's target, to be asked about each row once."""
-    section = kind_of(recipe.target).asked_once(recipe.target)
-    return make_target(recipe.model_copy(update={"target": section}), device)
+    once = [
+        one.model_copy(update={"target": kind_of(one.target).asked_once(one.target)})
+        for one in (recipe, *others)
+    ]
+    return open_target(once, device) if others else make_target(once[0], device)

@@ -7,7 +7,8 @@ them costs here (`pace.py`).
 """
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rich.table import Column, Table
 from fledge.target.kinds import kind_of
 from fledge.train.checkpoint import newest_step
 from fledge.train.memory import StepMemory, draft_bytes
-from fledge.train.pace import pace_of, target_weights, work_of
+from fledge.train.pace import Pace, pace_of, target_weights, work_of
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
@@ -48,6 +49,21 @@ class Prediction:
     def peak_bytes(self) -> int:
         return self.target_bytes + self.draft_bytes + self.step_bytes
 
+    @classmethod
+    def of_all(cls, drafts: "Sequence[Prediction]") -> "Prediction":
+        """Of several drafts that take their steps in turn, of which the first was predicted with
+        the target's part and the others without."""
+        last = drafts[-1].seconds_by_part  # by then, all were tried out
+        in_turn = {part: sum(draft.seconds_by_part[part] for draft in drafts) for part in PARTS[2:]}
+        return cls(
+            target_bytes=max(draft.target_bytes for draft in drafts),
+            draft_bytes=sum(draft.draft_bytes for draft in drafts),
+            step_bytes=max(draft.step_bytes for draft in drafts),
+            disk_bytes=sum(draft.disk_bytes for draft in drafts),
+            seconds_by_part={part: last[part] for part in PARTS[:2]} | in_turn,
+            tokens=drafts[0].tokens,
+        )
+
     def line(self) -> str:
         return f"{_size(self.peak_bytes)} of memory, {_time(self.seconds)}"
 
@@ -76,9 +92,16 @@ class Prediction:
         return table
 
 
-def predict(training: "Training", begin: float | None = None) -> Prediction:
+def predict_together(trainings: "Sequence[Training]", begin: float | None = None) -> Prediction:
+    """Cost of the runs of several drafts, whose target is asked for all of them at once."""
+    asks = [index == 0 for index in range(len(trainings))]
+    each = [predict(one, begin, asks=ask) for one, ask in zip(trainings, asks, strict=True)]
+    return Prediction.of_all(each)
+
+
+def predict(training: "Training", begin: float | None = None, *, asks: bool = True) -> Prediction:
     """Cost of a run that is set up: its target and draft are there to be counted. `begin`: when the
-    command began, by `time.perf_counter`."""
+    command began, by `time.perf_counter`. `asks`: the target's time is this run's, too."""
     recipe, parts, stream, draft = training.recipe, training.parts, training.stream, training.draft
     world = parts.world
     target_bytes = sum(p.nbytes for p in target_weights(training)) + _kept_states(training)
@@ -86,7 +109,8 @@ def predict(training: "Training", begin: float | None = None) -> Prediction:
     frozen = sum(p.numel() for p in draft.parameters()) - trained
     tokens = stream.steps * stream.packs_per_step * stream.tokens
     saved = 4 * (trained + frozen) + 8 * trained
-    to_come = _seconds(training, trained, saved)
+    pace = pace_of(training)
+    to_come = _seconds(training, pace if asks else replace(pace, target_s=0.0), trained, saved)
     now = time.perf_counter()
     start_up_s = 0.0 if begin is None else now - begin - training.data_s
     return Prediction(
@@ -131,10 +155,10 @@ def _kept_at_most(training: "Training") -> int:
     return kind_of(section).kept_bytes(section)
 
 
-def _seconds(training: "Training", trained: int, saved: int) -> dict[str, float]:
+def _seconds(training: "Training", pace: Pace, trained: int, saved: int) -> dict[str, float]:
     """What is still to do, from the newest checkpoint on."""
     recipe, stream, world = training.recipe, training.stream, training.parts.world
-    pace, device = pace_of(training), training.parts.device.type
+    device = training.parts.device.type
     begun, total = newest_step(training.directory), stream.steps
     # packs are padded, and padding costs next to nothing
     packs = stream.packs_per_step // world.data_size * max(0, total - begun)

@@ -6,16 +6,17 @@ in a collective while one of them tokenizes for an hour.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fledge.core.distributed import World, join_world, pick_device
-from fledge.core.errors import BadInput, in_words
+from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.core.text import counted
 from fledge.data.pack import collate, pack_rows
@@ -23,7 +24,7 @@ from fledge.data.prepare import Progress, prepare_rows
 from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
-from fledge.data.vocab import DraftVocabulary, special_token_ids
+from fledge.data.vocab import DraftVocabulary
 from fledge.draft.base import DraftModel
 from fledge.measure.packed import Ints
 from fledge.methods.base import TrainerInputs
@@ -34,24 +35,22 @@ from fledge.recipe.sections import Data
 from fledge.rollout.context import ContextRanks
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.kinds import (
-    TargetSection,
     kind_of,
     model_name,
-    target_config,
     target_tokenizer,
 )
-from fledge.target.layers import target_depth
 from fledge.train.batches import PackStream
+from fledge.train.checkpoint import newest_step, restore_rng, rng_tensors
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
 from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
-from fledge.train.vocabulary import choose_vocabulary
+from fledge.train.targets import heard_by, open_target
+from fledge.train.vocabulary import VOCABULARY_NAME, vocabulary_of_run
 
 FEW_ROWS = 32  # fewer are trained on, with a warning
-VOCABULARY_NAME = "vocabulary.safetensors"
 
 
 @dataclass
@@ -179,13 +178,30 @@ def set_up(
     watched: bool = False,
 ) -> Training:
     """Build a run. Nothing is written but caches. `watched`: see `join_world`."""
-    opened = open_run(recipe, on_progress, watched=watched)
-    recipe = opened.recipe
+    return set_up_together([recipe], on_progress, watched=watched)[0]
+
+
+def set_up_together(
+    recipes: Sequence[Recipe],
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+) -> list[Training]:
+    """Build the runs of several drafts that share target, data and packing (`recipe/drafts.py`).
+    Close `together.target_of` them when they are done."""
+    ground = _lay_ground(recipes, on_progress, watched=watched)
     with ExitStack() as undo:
-        undo.enter_context(opened.parts.target)
-        parts, stream = _parts(recipe, opened.parts), make_stream(opened, recipe)
+        undo.enter_context(ground.target)
+        trainings: list[Training] = []
+        for recipe in recipes:
+            opened = _open(recipe, ground, alone=len(recipes) == 1)
+            parts = _parts(opened.recipe, opened.parts)
+            stream = trainings[0].stream if trainings else make_stream(opened, opened.recipe)
+            trainings.append(Training(**{**vars(opened), "parts": parts, "stream": stream}))
+            if len(recipes) > 1:
+                parts.generators = rng_tensors()
         undo.pop_all()
-    return Training(**{**vars(opened), "parts": parts, "stream": stream})
+    return trainings
 
 
 def open_run(
@@ -195,7 +211,35 @@ def open_run(
     watched: bool = False,
 ) -> OpenRun:
     """The rows and the models of a run; its target is let go of when something is missing."""
-    recipe = as_begun(recipe).settled()
+    ground = _lay_ground([recipe], on_progress, watched=watched)
+    with ExitStack() as undo:
+        undo.enter_context(ground.target)
+        opened = _open(recipe, ground)
+        undo.pop_all()
+    return opened
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """What drafts of one recipe share."""
+
+    device: torch.device
+    world: World
+    target: Eagle3TargetBackend  # shows all layers that any of them listens to
+    train: RowView
+    held_out: RowView
+    fingerprint: str  # of the data
+    tokenizer: Any
+    data_s: float
+    generators: dict[str, Tensor]  # as each draft finds them
+
+
+def _lay_ground(
+    recipes: Sequence[Recipe], on_progress: Callable[[Progress], None], *, watched: bool
+) -> _Ground:
+    """Data first, then the other ranks, then the target."""
+    # where a run was killed, one draft may know already what rows it was begun with
+    recipe = max(map(_settled, recipes), key=lambda one: newest_step(Path(one.run.output_dir)))
     device = pick_device(recipe.training.device)
     begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
@@ -205,38 +249,54 @@ def open_run(
     world = join_world(device, **cut, watched=watched)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
-        target = undo.enter_context(make_target(recipe, device))
+        target = undo.enter_context(open_target(recipes, device))
         target.askers = world.context
         train, held_out, fingerprint = data or known_data(recipe, target)
         tokenizer = target_tokenizer(recipe.target)
-        vocabulary = _vocabulary(recipe, target, train, tokenizer, fingerprint)
-        target.set_vocab_mapping(
-            torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
-        )
-        train, held_out = target.read_ahead(train), target.read_ahead(held_out)
-        draft = make_draft(recipe, target, vocabulary, tokenizer, device)
-        world.copy_from_main(draft)
-        objective = make_objective(recipe, draft, vocabulary, target, device, world)
-        pad_id = tokenizer.pad_token_id or 0
-        opened = OpenRun(
-            recipe=recipe,
-            directory=Path(recipe.run.output_dir),
-            parts=Models(target, objective, device, world),
-            train=train,
-            held_out=_held_out_batches(held_out, recipe, pad_id),
-            warnings=_few_rows(len(train), len(held_out)),
-            data_s=data_s,
-            pad_id=pad_id,
-            draft=draft,
-            vocabulary=vocabulary,
-            fingerprints={
-                "data": fingerprint,
-                "target": target.info().weights_fingerprint,
-                "vocabulary": vocabulary.digest(),
-            },
-        )
+        generators = rng_tensors() if len(recipes) > 1 else {}
         undo.pop_all()
-    return opened
+    found = (train, held_out, fingerprint, tokenizer)
+    return _Ground(device, world, target, *found, data_s, generators)
+
+
+def _settled(recipe: Recipe) -> Recipe:
+    return as_begun(recipe).settled()
+
+
+def _open(recipe: Recipe, ground: _Ground, *, alone: bool = True) -> OpenRun:
+    """The models of one draft, and the rows as it takes them."""
+    recipe, device, world = _settled(recipe), ground.device, ground.world
+    if not alone:
+        restore_rng(ground.generators)
+    target = heard_by(recipe, ground.target, alone=alone)
+    train, held_out = ground.train, ground.held_out
+    vocabulary = vocabulary_of_run(recipe, target, train, ground.tokenizer, ground.fingerprint)
+    target.set_vocab_mapping(
+        torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
+    )
+    few = _few_rows(len(train), len(held_out))
+    train, held_out = target.read_ahead(train), target.read_ahead(held_out)
+    draft = make_draft(recipe, target, vocabulary, ground.tokenizer, device)
+    world.copy_from_main(draft)
+    objective = make_objective(recipe, draft, vocabulary, target, device, world)
+    pad_id = ground.tokenizer.pad_token_id or 0
+    return OpenRun(
+        recipe=recipe,
+        directory=Path(recipe.run.output_dir),
+        parts=Models(target, objective, device, world),
+        train=train,
+        held_out=_held_out_batches(held_out, recipe, pad_id),
+        warnings=few,
+        data_s=ground.data_s,
+        pad_id=pad_id,
+        draft=draft,
+        vocabulary=vocabulary,
+        fingerprints={
+            "data": ground.fingerprint,
+            "target": target.info().weights_fingerprint,
+            "vocabulary": vocabulary.digest(),
+        },
+    )
 
 
 def _parts(recipe: Recipe, models: Models) -> Parts:
@@ -282,62 +342,6 @@ def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenB
     count = min(len(rows), recipe.evaluation.rows)
     packing = pack_rows(rows.lengths[:count], recipe.packing.tokens)
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
-
-
-def listening(recipe: Recipe) -> TargetSection:
-    """The recipe's target with the layers that its method listens to where the recipe names none
-    and it can show any."""
-    section = recipe.target
-    if section.aux_layer_ids is not None or not kind_of(section).shows_any_layers:
-        return section
-    count = recipe.method.aux_layers(recipe.objective)
-    ids = recipe.method.default_layers(target_depth(target_config(section)), count)
-    return section.model_copy(update={"aux_layer_ids": tuple(ids)})
-
-
-def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
-    """The frozen target that a recipe names."""
-    layers, section = recipe.method.aux_layers(recipe.objective), listening(recipe)
-    target = kind_of(section).open(section, device=device, aux_layers=layers)
-    if len(target.aux_layer_ids) != layers:
-        target.close()
-        what = f"the target shows layers {target.aux_layer_ids}, a draft of {recipe.method.title} "
-        what += f"listens to {in_words(layers)}"
-        raise BadInput(what, where="target.aux_layer_ids")
-    return target
-
-
-def _vocabulary(
-    recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
-) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else the cache's (probabilities are over one only; a
-    suggested one must have the recipe's size), else chosen; `init_from` goes before the cache's,
-    which then has to fit."""
-    saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
-    dictated, suggested = target.info().vocabulary, target.info().suggested
-    vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
-    wanted = vocab_size if size is None else min(size, vocab_size)
-    warm = recipe.draft.init_from is not None  # brings a map of its own, whatever size is said
-    if dictated is not None and dictated.size != wanted and recipe.says_vocab_size and not warm:
-        what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
-        fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
-        raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
-    if saved.exists():  # a resumed run keeps its map, always
-        kept = DraftVocabulary.load(saved)
-        if kept.vocab_size != vocab_size:
-            what = f"made for a target of {kept.vocab_size} tokens, this one has {vocab_size}"
-            fix = "name the target that the run was started with"
-            raise BadInput(what, where=str(saved), fix=fix)
-        return kept
-    if not warm:
-        if dictated is not None:
-            return dictated
-        if suggested is not None and suggested.size == wanted:
-            return suggested
-    special_ids = special_token_ids(tokenizer)
-    return choose_vocabulary(
-        recipe, train, vocab_size=vocab_size, special_ids=special_ids, fingerprint=fingerprint
-    )
 
 
 def make_objective(

@@ -6,7 +6,8 @@ LK-lambda weighs by. Nothing waits for the device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite import Verdict, inspect
 from fledge.train.batches import StepBatch
+from fledge.train.checkpoint import restore_rng, rng_tensors
 from fledge.train.clock import Clock
 from fledge.train.optimizer import StepGuard
 from fledge.train.sharding import backward, whole, whole_tensor
@@ -32,6 +34,20 @@ class Models:
     objective: Objective[Any]  # whatever it prepares, it scores
     device: torch.device
     world: World
+    # the state of torch's generators as this draft left it, where others draw from them, too
+    generators: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """While open, what is drawn is what this draft would draw if it were alone."""
+        if not self.generators:
+            yield
+            return
+        restore_rng(self.generators)
+        try:
+            yield
+        finally:
+            self.generators = rng_tensors()
 
 
 @dataclass
@@ -75,13 +91,13 @@ class Sums:
         self.hits_K += output.step_prefix_hits
 
     def __iadd__(self, other: "Sums") -> "Sums":
-        for field in fields(self):
-            getattr(self, field.name).add_(getattr(other, field.name))
+        for each in fields(self):
+            getattr(self, each.name).add_(getattr(other, each.name))
         return self
 
     def over(self, world: World) -> "Sums":
         """The sums over all ranks."""
-        return Sums(*(world.sum_(getattr(self, field.name).clone()) for field in fields(self)))
+        return Sums(*(world.sum_(getattr(self, each.name).clone()) for each in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -96,17 +112,17 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
-def _answers(parts: Parts, batch: StepBatch) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
+def answers_of(parts: Parts, batch: StepBatch) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
     """This rank's rows and the target's answers, one after another; where it has no rows, the
     others may need it for theirs."""
-    early = iter(batch.answers)
+    early = None if batch.answers is None else iter(batch.answers)
     for rows in batch.micro:
         with parts.clock.phase("target"):
             if rows is None:
-                parts.target.join()
+                if early is None:
+                    parts.target.join()
                 continue
-            future = next(early, None)
-            answer = parts.target.answer(rows) if future is None else future.result()
+            answer = parts.target.answer(rows) if early is None else next(early).result()
             answer = answer.to(parts.device, non_blocking=True)
         yield rows, answer
         del answer
@@ -119,7 +135,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     seed = parts.seed + 1_000_003 * batch.step
     layers = objective.draft_model.config.num_aux_hidden_states
     prepared, verdicts = [], []
-    for rows, answer in _answers(parts, batch):
+    for rows, answer in answers_of(parts, batch):
         with parts.clock.phase("supervision"):
             # Planned from host masks while the GPU is still busy with the target.
             prepared.append(objective.prepare(rows, answer, seed))

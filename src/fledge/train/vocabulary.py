@@ -6,13 +6,23 @@ that training would have taken.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.data.rows import RowView
-from fledge.data.vocab import DraftVocabulary, count_supervised, select_vocabulary
+from fledge.data.vocab import (
+    DraftVocabulary,
+    count_supervised,
+    select_vocabulary,
+    special_token_ids,
+)
 from fledge.methods.registry import load_draft
 from fledge.recipe.schema import Recipe
+from fledge.target.base import Eagle3TargetBackend
 from fledge.train.runs import starting_draft
+
+VOCABULARY_NAME = "vocabulary.safetensors"
 
 
 def choose_vocabulary(
@@ -33,3 +43,36 @@ def choose_vocabulary(
         raise BadInput("the draft has no vocabulary map", where=str(start))
     covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
     return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
+
+
+def vocabulary_of_run(
+    recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
+) -> DraftVocabulary:
+    """The draft's vocabulary: the run's own, else the cache's (probabilities are over one only; a
+    suggested one must have the recipe's size), else chosen; `init_from` goes before the cache's,
+    which then has to fit."""
+    saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
+    dictated, suggested = target.info().vocabulary, target.info().suggested
+    vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
+    wanted = vocab_size if size is None else min(size, vocab_size)
+    warm = recipe.draft.init_from is not None  # brings a map of its own, whatever size is said
+    if dictated is not None and dictated.size != wanted and recipe.says_vocab_size and not warm:
+        what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
+        fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
+        raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
+    if saved.exists():  # a resumed run keeps its map, always
+        kept = DraftVocabulary.load(saved)
+        if kept.vocab_size != vocab_size:
+            what = f"made for a target of {kept.vocab_size} tokens, this one has {vocab_size}"
+            fix = "name the target that the run was started with"
+            raise BadInput(what, where=str(saved), fix=fix)
+        return kept
+    if not warm:
+        if dictated is not None:
+            return dictated
+        if suggested is not None and suggested.size == wanted:
+            return suggested
+    special_ids = special_token_ids(tokenizer)
+    return choose_vocabulary(
+        recipe, train, vocab_size=vocab_size, special_ids=special_ids, fingerprint=fingerprint
+    )

@@ -91,7 +91,8 @@ def test_probs_of_the_recipe_form_have_the_vocabulary_of_a_live_run(
 
 
 def test_held_out_data_of_its_own_travels_with_the_cache(command, words, recipe, tmp_path):
-    from fledge.train.setup import known_data, make_target
+    from fledge.train.setup import known_data
+    from fledge.train.targets import make_target
 
     valid = make_chats(tmp_path / "valid.jsonl", count=7)
     cache = tmp_path / "cache"

@@ -18,8 +18,10 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import engine_section
 from fledge.train import fit as fit_module
 from fledge.train.checkpoint import newest_checkpoint
-from fledge.train.fit import fit
-from fledge.train.setup import make_target, set_up
+from fledge.train.fit import fit, fit_together
+from fledge.train.setup import set_up, set_up_together
+from fledge.train.targets import make_target
+from fledge.train.together import target_of
 from target.cache.caches import payload
 from target.remote.chaos import Proxy, free_port
 from target.remote.servers import Running
@@ -79,6 +81,32 @@ def test_remote_training_is_local_training_bit_for_bit(recipe, start, tmp_path, 
     assert outcome.finished
     assert differing(final_weights(tmp_path / "local"), final_weights(tmp_path / "remote")) == []
     assert comparable(tmp_path / "local") == comparable(tmp_path / "remote")
+
+
+def test_several_drafts_ask_the_servers_once(recipe, start, tmp_path):
+    """Asked in advance for all of them; each as if it had a local target of its own."""
+    server, more = start(), ("training.accumulate=2", "training.micro_batch=1")
+    kinds = {"one": more, "other": (*more, "draft.intermediate_size=48")}
+    for name, kind in kinds.items():
+        train(recipe(*kind, run=f"local/{name}"))
+    recipes = [
+        remote_recipe(recipe, [server.url], *kind, run=f"remote/{name}")
+        for name, kind in kinds.items()
+    ]
+    trainings = set_up_together(recipes)
+    target, asked = target_of(trainings), []
+    real = target.answer_async
+    target.answer_async = lambda rows: (asked.append(rows), real(rows))[1]
+    notes = [Notes(), Notes()]
+    with target:
+        assert all(outcome.finished for outcome in fit_together(trainings, notes))
+    micro = sum(rows is not None for step in range(trainings[0].stream.steps)
+                for rows in trainings[0].stream.batch(step).micro)  # fmt: skip
+    assert len(asked) == micro + len(notes[0].evaluations) * len(trainings[0].held_out)
+    for name in kinds:
+        local, there = tmp_path / "local" / name, tmp_path / "remote" / name
+        assert differing(final_weights(local), final_weights(there)) == []
+        assert comparable(local) == comparable(there)
 
 
 @pytest.mark.parametrize("supervision", ["probs", "topk"])

@@ -48,7 +48,7 @@ class CacheKind(TargetKind[CacheTarget]):
             trust_remote_code=section.trust_remote_code,
         )
         where, wanted = str(target.store.directory), section.aux_layer_ids
-        if wanted is not None and list(wanted) != target.aux_layer_ids:
+        if wanted is not None and not set(wanted) <= set(target.aux_layer_ids):
             raise BadInput(
                 f"made with aux layers {target.aux_layer_ids}, the recipe says {list(wanted)}",
                 where=where,

@@ -1,0 +1,107 @@
+"""A target that shows more layers than a draft listens to: the draft hears its own, as if it had
+asked alone. So one pass serves several drafts (`train/together.py`)."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.data.rows import KnownRows, RowView
+from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
+from fledge.target.finite import by_layer
+
+
+class HeardTarget(Eagle3TargetBackend):
+    """Some of the layers of another target, in an order of its own. That one stays open when this
+    is closed, for other drafts hear it, too; unless this one is its `owner`."""
+
+    def __init__(
+        self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int], *, owner: bool = False
+    ) -> None:
+        super().__init__(inner.supervision)
+        missing = set(aux_layer_ids) - set(inner.aux_layer_ids)
+        if missing:
+            raise ValueError(f"layers {sorted(missing)} are not shown: {inner.aux_layer_ids}")
+        self.inner, self.aux_layer_ids, self._owner = inner, list(aux_layer_ids), owner
+        self.supports_async, self.prefetch = inner.supports_async, inner.prefetch
+        self.inside_engine, self.joins = inner.inside_engine, inner.joins
+
+    def heard(self, answer: Eagle3TargetBatch) -> Eagle3TargetBatch:
+        """What a draft hears of the other target's answer."""
+        shown = self.inner.aux_layer_ids
+        if self.aux_layer_ids == shown:
+            return answer
+        aux_BTAD = by_layer(answer.aux_hidden_states, len(shown))
+        places = torch.tensor([shown.index(i) for i in self.aux_layer_ids], device=aux_BTAD.device)
+        return replace(answer, aux_hidden_states=aux_BTAD.index_select(2, places).flatten(2))
+
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        self._check_open()
+        return self.heard(self.inner.answer(rows))
+
+    def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
+        self._check_open()
+        ours: Future[Eagle3TargetBatch] = Future()
+
+        def pass_on(done: Future[Eagle3TargetBatch]) -> None:
+            try:
+                ours.set_result(self.heard(done.result()))
+            except BaseException as error:  # noqa: BLE001  (raised where the answer is awaited)
+                ours.set_exception(error)
+
+        self.inner.answer_async(rows).add_done_callback(pass_on)
+        return ours
+
+    def join(self) -> None:
+        self.inner.join()
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        return self.inner.info()
+
+    def get_input_embeddings(self) -> HasWeight:
+        self._check_open()
+        return self.inner.get_input_embeddings()
+
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
+        held = self.inner._selected_token_ids if self.supervision == "probs" else None
+        if held is not None and not torch.equal(held.cpu(), selected_token_ids.cpu()):
+            what = "probabilities are over one draft vocabulary, and the drafts have several"
+            fix = "target.supervision=hidden, or the same draft.draft_vocab_size for all"
+            raise BadInput(what, where="target.supervision", fix=fix)
+        self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
+
+    def close(self) -> None:
+        if self._owner:
+            self.inner.close()
+        super().close()
+
+    def known_rows(self) -> KnownRows | None:
+        return self.inner.known_rows()
+
+    def read_ahead(self, rows: RowView) -> RowView:
+        return self.inner.read_ahead(rows)
+
+
+def shown_to_all(target: Eagle3TargetBackend) -> Eagle3TargetBackend:
+    """The target of which one draft hears its part; itself, where it is heard as it is."""
+    return target.inner if isinstance(target, HeardTarget) else target
+
+
+def as_heard(
+    answer: Eagle3TargetBatch, asked: Eagle3TargetBackend, target: Eagle3TargetBackend
+) -> Eagle3TargetBatch:
+    """The answer of the target that was asked, as a draft hears it: whose target is that one, or
+    some layers of it."""
+    if target is asked:
+        return answer
+    assert isinstance(target, HeardTarget), "a draft whose target was not asked"
+    assert target.inner is asked, "a draft whose target was not asked"
+    return target.heard(answer)

@@ -1,0 +1,342 @@
+"""Several drafts from one pass: each is what it is when it is trained alone, to the last bit, and
+the target is asked once."""
+
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.recipe.drafts import load_recipes
+from fledge.recipe.schema import load_recipe
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.train import fit as fit_module
+from fledge.train import saving, together
+from fledge.train.checkpoint import newest_step
+from fledge.train.continuation import check_existing
+from fledge.train.fit import fit, fit_together
+from fledge.train.session import Session
+from fledge.train.setup import set_up, set_up_together
+from fledge.train.step import train_step
+from fledge.train.together import target_of
+from ranks import run_ranks
+from train.test_fit import comparable
+from train.tiny import Notes
+
+SHARED = """
+target: {{model: {target}, aux_layer_ids: [0, 1, 2], dtype: float32}}
+data: {{train: {chats}, valid_rows: 8, max_length: 64, workers: 1}}
+packing: {{tokens: 96}}
+draft: {{draft_vocab_size: 128}}
+objective: {{ttt_steps: 3}}
+training: {{lr: 3e-3, steps: 5, accumulate: 2, device: cpu}}
+checkpoint: {{every_steps: 2}}
+evaluation: {{every_steps: 3}}
+tracking: {{every_steps: 2}}
+run: {{output_dir: {run}}}
+drafts:
+"""
+# Another method, another size and vocabulary, and one that hears other layers, in another order.
+DRAFTS = {
+    "chain": "{}",
+    "parallel": "{objective: {kind: peagle, num_depths: 4}, draft: {layers: 2}}",
+    "small": "{draft: {intermediate_size: 48, draft_vocab_size: 64}, training: {lr: 1e-3}}",
+    "block": "{objective: {kind: dflash, block_size: 4, listened_layers: 2}, draft: {layers: 2}, "
+    "target: {aux_layer_ids: [3, 0]}}",
+}
+
+
+@pytest.fixture(scope="module")
+def written(tiny_target, tiny_chats, tmp_path_factory):
+    """A file that names these drafts."""
+
+    def write(run, names=tuple(DRAFTS), **entries):
+        text = SHARED.format(target=tiny_target, chats=tiny_chats, run=run)
+        for name in names:
+            text += f"  {name}: {entries.get(name, DRAFTS.get(name))}\n"
+        file = tmp_path_factory.mktemp("recipe") / "drafts.yaml"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def drafts(written):
+    """Their recipes by name."""
+
+    def make(run, names=tuple(DRAFTS), overrides=(), **entries):
+        return load_recipes(written(run, names, **entries), overrides)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(drafts, tmp_path_factory):
+    """Every draft, trained by itself."""
+    run = tmp_path_factory.mktemp("alone")
+    for recipe in drafts(run).values():
+        fit(set_up(recipe), Notes())
+    return run
+
+
+def train(recipes):
+    trainings = set_up_together([*recipes.values()])
+    with target_of(trainings):
+        return fit_together(trainings, [Notes() for _ in trainings])
+
+
+def content(directory):
+    """All that a run leaves behind, without clock times and its own place."""
+    found = {}
+    for path in sorted(Path(directory).rglob("*")):
+        name = str(path.relative_to(directory))
+        if path.suffix == ".safetensors":
+            found |= {f"{name}/{key}": t.numpy().tobytes() for key, t in load_file(path).items()}
+        elif path.name == "state.json":
+            state = json.loads(path.read_text())
+            found[name] = {k: v for k, v in state.items() if k not in ("seconds", "checksums")}
+        elif path.name == "metrics.jsonl":
+            found[name] = comparable(directory)
+        elif path.is_file():
+            found[name] = path.read_text().replace(str(directory), "RUN")
+    return found | {"best": os.readlink(Path(directory) / "best")}
+
+
+def assert_as_alone(run, alone, names=tuple(DRAFTS)):
+    for name in names:
+        ours, theirs = content(run / name), content(alone / name)
+        assert ours.keys() == theirs.keys()
+        assert [key for key in ours if ours[key] != theirs[key]] == []
+
+
+def test_drafts_from_one_pass_are_those_trained_alone(drafts, alone, tmp_path, monkeypatch):
+    asked, real = [], HFEagle3TargetModel.answer
+    monkeypatch.setattr(
+        HFEagle3TargetModel, "answer", lambda self, rows: (asked.append(rows), real(self, rows))[1]
+    )
+    trainings = set_up_together([*drafts(tmp_path).values()])
+    notes = [Notes() for _ in trainings]
+    assert target_of(trainings).aux_layer_ids == [0, 1, 2, 3]
+    assert all(outcome.finished for outcome in fit_together(trainings, notes))
+    steps, packs = trainings[0].stream.steps, len(trainings[0].held_out)
+    evaluations = len(notes[0].evaluations)
+    assert (steps, evaluations) == (5, 3)
+    assert packs > 1
+    assert len(asked) == 2 * steps + evaluations * packs  # however many drafts
+    assert all(0 < line["target_share"] < 1 for note in notes for line in note.lines)
+    assert_as_alone(tmp_path, alone)
+
+
+def killed_at(recipes, place, count):
+    """In a process of its own: gone at the n-th call, as by kill -9."""
+    module, name = {"save": (saving, "save"), "step": (fit_module, "train_step")}[place]
+    real, calls = getattr(module, name), []
+
+    def dying(*given, **more):
+        calls.append(given)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*given, **more)
+
+    setattr(module, name, dying)
+    torch.set_num_threads(1)
+    train(recipes)
+
+
+@pytest.mark.parametrize(
+    ("place", "count", "stand"),
+    [
+        pytest.param("save", 2, [2, 0], id="first-save"),
+        pytest.param("step", 8, [3, 3], id="between-two-drafts"),
+        pytest.param("save", 6, [4, 3], id="later-save", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_at_any_moment_ends_as_if_nothing_had_happened(
+    drafts, alone, tmp_path, place, count, stand
+):
+    """Also where one draft is saved, and the other is not yet: the first one waits."""
+    names = ("chain", "block")
+    recipes = drafts(tmp_path, names)
+    process = multiprocessing.get_context("fork").Process(
+        target=killed_at, args=(recipes, place, count)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert [newest_step(tmp_path / name) for name in names] == stand
+    assert all(outcome.finished for outcome in train(recipes))
+    assert_as_alone(tmp_path, alone, names)
+
+
+def test_a_signal_stops_all_of_them_after_the_step(drafts, alone, tmp_path, monkeypatch):
+    names, real, taken = ("chain", "small"), fit_module.train_step, []
+    recipes = drafts(tmp_path, names)
+
+    def stepping(parts, batch, **more):
+        taken.append(batch.step)
+        if len(taken) == 4:  # the second draft's second step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(parts, batch, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module, "train_step", stepping)
+        outcomes = train(recipes)
+    assert [(one.finished, one.signal) for one in outcomes] == [(False, signal.SIGTERM)] * 2
+    assert len({one.state.step for one in outcomes}) == 1
+    assert all(outcome.finished for outcome in train(recipes))
+    assert_as_alone(tmp_path, alone, names)
+
+
+def test_one_of_them_goes_on_alone(drafts, alone, tmp_path):
+    """A draft's directory is an ordinary run: whatever takes one takes it."""
+    recipes = drafts(tmp_path, ("chain", "small"), ["training.steps=3"])
+    train(recipes)
+    longer = drafts(tmp_path, ("chain", "small"), ["training.extend=true"])
+    for recipe in longer.values():
+        check_existing(recipe, one_of_several=True)
+    assert fit(set_up(longer["chain"]), Notes()).state.step == 5
+    assert [outcome.already for outcome in train(longer)] == [True, False]
+
+
+def run_verb(*words):
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_from_a_cache_that_was_made_for_all_of_them(written, tmp_path):
+    """It holds the layers of all; together and alone, each draft hears its own."""
+    names = ("chain", "block")
+    run_verb("precompute", written(tmp_path, names), "--out", tmp_path / "cache")
+    cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
+    train(load_recipes(written(tmp_path / "both", names), cached))
+    for recipe in load_recipes(written(tmp_path / "alone", names), cached).values():
+        fit(set_up(recipe), Notes())
+    manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
+    assert manifest["aux_layer_ids"] == [0, 1, 2, 3]
+    assert_as_alone(tmp_path / "both", tmp_path / "alone", names)
+
+
+def test_the_verbs_take_a_recipe_of_several(written, tmp_path):
+    file, few = written(tmp_path, ("chain", "small")), ("training.steps=2",)
+    planned = json.loads(run_verb("plan", file, *few, "--json"))
+    alone = json.loads(run_verb("plan", file, *few, "--json", "--ranks", 2))
+    assert 0 < alone["draft_bytes"] <= planned["draft_bytes"]
+    told = json.loads(run_verb("train", file, *few, "--json"))
+    assert {name: one["step"] for name, one in told["drafts"].items()} == {"chain": 2, "small": 2}
+    assert told["measured"]["seconds"] > 0
+    again = run_verb("train", file, *few)
+    assert again.count("already finished at step 2") == 2
+    assert f"small: best checkpoint (a loadable draft): {tmp_path / 'small'}" in again
+    shown = json.loads(run_verb("recipe", "show", file, "--json"))
+    assert shown["small"]["draft"]["intermediate_size"] == 48
+    assert "eagle3 and eagle3" in run_verb("recipe", "check", file)
+    with pytest.raises(BadInput, match=r"a recipe of several drafts \(chain, small\)"):
+        load_recipe(file)
+
+
+def test_the_second_draft_costs_its_own_step_only(drafts, tmp_path):
+    """At most 1.15 times the sum of the drafts' own steps and one pass of the target, by the
+    process's own time: neighbors on the machine do not count."""
+    names, length = ("chain", "parallel"), ["training.steps=24", "training.accumulate=1"]
+    recipes = drafts(tmp_path, names, length)
+    pairs = set_up_together([*recipes.values()])
+    single = [set_up(recipe) for recipe in recipes.values()]
+    sessions = [Session(one, Notes()) for one in pairs]
+    asking = together.asking(sessions)
+    batches = [pairs[0].stream.batch(step) for step in range(24)]
+
+    def one_pass(batch):
+        asking.target.answer(batch.micro[0])
+
+    def both(batch):
+        for session, heard in together.heard(asking, batch, sessions):
+            with session.parts.turn():
+                train_step(session.parts, heard, lr=1e-3)
+
+    works = [one_pass, both]
+    works += [lambda batch, one=one: train_step(one.parts, batch, lr=1e-3) for one in single]
+    spent = [[] for _ in works]
+    for batch in batches:  # in turn, so that all see the same machine
+        for work, seconds in zip(works, spent, strict=True):
+            begin = time.process_time()
+            work(batch)
+            seconds.append(time.process_time() - begin)
+    target, shared, *alone = (statistics.median(seconds[4:]) for seconds in spent)
+    own = sum(step - target for step in alone)
+    assert shared <= 1.15 * (own + target)
+
+
+@pytest.mark.ranks
+def test_on_two_ranks(drafts, tmp_path):
+    """The last batch of the epoch is one rank's alone."""
+    names, length = ("chain", "block"), ["training.steps=null", "training.accumulate=3"]
+    run_ranks(2, train, drafts(tmp_path / "both", names, length))
+    for name in names:
+        recipe = drafts(tmp_path / "alone", names, length)[name]
+        run_ranks(2, lambda one=recipe: fit(set_up(one), Notes()) and None)
+    assert_as_alone(tmp_path / "both", tmp_path / "alone", names)
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        ("{data: {max_length: 32}}", r"line 14: 'data.max_length' is one for all drafts"),
+        ("{packing: {seed: 1}}", "'packing.seed' is one for all"),
+        ("{training: {seed: 1}}", "'training.seed' is one for all"),
+        ("{training: {steps: 9}}", "'training.steps' is one for all"),
+        ("{target: {dtype: float16}}", "'target.dtype' is one for all"),
+        ("{run: {output_dir: here}}", "'run.output_dir' is one for all"),
+        ("{evaluation: {rows: 2}}", "'evaluation.rows' is one for all"),
+        ("{training: {learning_rate: 1}}", "did you mean 'training.lr'"),
+        ("{objective: {kind: peagle, ttt_steps: 2}}", "it belongs to objective.kind=eagle3"),
+        ("3", "draft 'other' holds 3"),
+    ],
+)
+def test_what_drafts_share_is_said_once(drafts, tmp_path, entry, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        drafts(tmp_path, ("chain", "other"), other=entry)
+
+
+def test_overrides_of_all_and_of_one(drafts, tmp_path):
+    words = ["training.lr=1e-2", "drafts.small.training.lr=2e-2", "run.name=pair"]
+    recipes = drafts(tmp_path, ("chain", "small", "parallel"), words)
+    assert [recipe.training.lr for recipe in recipes.values()] == [1e-2, 2e-2, 1e-2]
+    assert [recipe.run_name for recipe in recipes.values()] == [
+        "pair-chain", "pair-small", "pair-parallel",
+    ]  # fmt: skip
+    assert recipes["parallel"].draft.freeze_embeddings is False  # as of any recipe of its method
+    for word, complaint in {
+        "drafts.smal.training.lr=1": "the drafts of this recipe: chain, small",
+        "drafts.small.training.seed=1": "'training.seed' is one for all",
+        "drafts=small": "write drafts.name.section.key=value",
+        "tracking.trackers=wandb": "wandb follows one run, these are 2",
+    }.items():
+        with pytest.raises(BadInput, match=complaint):
+            drafts(tmp_path, ("chain", "small"), [word])
+    for name in ("../chain", "-", "a b"):
+        with pytest.raises(BadInput, match="is no name of a draft"):
+            drafts(tmp_path, (f"'{name}'",), **{f"'{name}'": "{}"})
+
+
+def test_drafts_that_do_not_go_together_are_refused(drafts, tmp_path):
+    last = "{objective: {kind: eagle1}, target: {aux_layer_ids: null}}"
+    recipes = drafts(tmp_path, ("chain", "last"), ["draft.draft_vocab_size=null"], last=last)
+    with pytest.raises(BadInput, match="layer 4, the last hidden state, is not handed out beside"):
+        set_up_together([*recipes.values()])
+    several = drafts(tmp_path, ("chain", "small"), ["target.supervision=probs"])
+    with pytest.raises(BadInput, match="probabilities are over one draft vocabulary"):
+        set_up_together([*several.values()])
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(BadInput, match="the run of one draft is here"):
+        check_existing(several["chain"], one_of_several=True)
