@@ -86,7 +86,7 @@ def prepare_rows(
     options = options or TokeniseOptions()
     fields = {
         "format": ROWS_FORMAT,
-        "data": sources.fingerprint(data),
+        "data": sources.fingerprint(data, rows_per_part),
         "tokenizer": tokenizer_files_fingerprint(model_dir),
         "options": options.fingerprint(),
         "rows_per_part": rows_per_part,
