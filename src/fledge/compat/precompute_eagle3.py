@@ -64,7 +64,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target-model", required=True, help="directory, hub id, GGUF file or embedded name")
-    add("--input-data", required=True, nargs="+", help="files, directories or data set ids")
+    add("--input-data", required=True, nargs="+", help="files, directories, addresses, data sets")
     add("--output-dir", required=True, help="directory of the cache")
     add("--split", help="split of a data set id, e.g. train or train[:1000]; of files: train")
     add("--seq-length", type=int, default=2048, help="longest row in tokens (2048)")
