@@ -122,7 +122,9 @@ def _conversations(rows: Rows) -> NDArray[np.int64]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    places = pa.chunked_array([block.places for block in blocks_of(rows)], pa.string())
+    # Copies, or every part would stay mapped: fifty bytes a row, for as long as they are compared.
+    copies = [block.places.take(np.arange(len(block))) for block in blocks_of(rows)]
+    places = pa.chunked_array(copies, pa.string())
     rank: NDArray[np.uint64] = pc.rank(places, tiebreaker="dense").to_numpy()
     return rank.astype(np.int64) - 1
 
