@@ -1,6 +1,8 @@
 """Packing properties, and the worked example of the batch layout."""
 
+import tracemalloc
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
-from fledge.data.pack import Piece, collate, one_per_row, pack_rows
+from fledge.data import pack as pack_module
+from fledge.data.pack import Piece, collate, one_per_row, pack_rows, pad_rows
 
 lengths = st.lists(st.integers(0, 40), max_size=60)
 
@@ -46,6 +49,70 @@ def test_every_token_once_within_the_budget(sizes, budget, seed, epoch):
         counted = {"cut": packing.cut, "drop": packing.dropped, "split": packing.split}
         too_long = sum(n > budget for n in sizes)
         assert counted == {**dict.fromkeys(counted, 0), overlong: too_long}
+
+
+def defined_packs(sizes, budget, *, seed, epoch, overlong, window):
+    """The definition, piece by piece: runs that were begun with it go on with the same packs."""
+    rng, packs = np.random.default_rng([seed, epoch]), []
+    order = rng.permutation(len(sizes)).tolist()
+    for begin in range(0, len(order), window):
+        pieces, opened = [], []
+        for row in order[begin : begin + window]:
+            n = sizes[row]
+            if overlong == "split" or n <= budget:
+                pieces += [Piece(row, i, min(i + budget, n)) for i in range(0, n, budget)]
+            elif overlong == "cut":
+                pieces.append(Piece(row, 0, budget))
+        for piece in sorted(pieces, key=len, reverse=True):
+            rooms = [(budget - sum(map(len, p)), at) for at, p in enumerate(opened)]
+            fits = min((room for room in rooms if room[0] >= len(piece)), default=None)
+            if fits is None:
+                opened.append([piece])
+            else:
+                opened[fits[1]].append(piece)
+        packs += map(tuple, opened)
+    return [packs[i] for i in rng.permutation(len(packs))]
+
+
+@settings(deadline=None)
+@given(
+    sizes=lengths,
+    budget=st.integers(1, 50),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+    window=st.sampled_from([1, 7, 16, 64]),
+    overlong=st.sampled_from(["cut", "drop", "split"]),
+)
+def test_packs_are_the_defined_ones(sizes, budget, seed, epoch, window, overlong):
+    how = {"seed": seed, "epoch": epoch, "overlong": overlong}
+    with patch.object(pack_module, "WINDOW", window):
+        packing = pack_rows(sizes, budget, **how)
+    defined = defined_packs(sizes, budget, **how, window=window)
+    assert list(packing.packs) == defined
+    assert packing.packs[1:-1] == tuple(defined[1:-1])
+    assert packing.packs == defined
+    used = sum(len(piece) for packed in defined for piece in packed)
+    assert packing.padding_share == (1 - used / (len(defined) * budget) if defined else 0.0)
+
+
+@given(sizes=lengths, width=st.integers(1, 50), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def test_padded_epochs_are_one_document_a_row_shuffled(sizes, width, seed, epoch):
+    packing = pad_rows(np.array(sizes, dtype=np.int64), width, seed=seed, epoch=epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(len(sizes))
+    defined = one_per_row(sizes, width)
+    assert list(packing.packs) == [defined[i] for i in order]
+
+
+def test_an_epoch_takes_bytes_a_row():
+    """Millions of rows: twelve bytes of each are kept, and less than a hundred while packing."""
+    sizes = np.random.default_rng(0).integers(16, 512, 100_000)
+    tracemalloc.start()
+    packing = pack_rows(sizes, 4096)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 12 * len(sizes)
+    assert peak < 100 * len(sizes)
+    assert packing.padding_share < 0.002
 
 
 @given(sizes=lengths, budget=st.integers(1, 50))

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from fledge.core.errors import BadInput
 from fledge.data import prepare as prepare_module
-from fledge.data import sources
+from fledge.data import sources, store
 from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
 from fledge.data.store import TokenRows, part_path
 from fledge.data.tokenise import TokeniseOptions
@@ -415,6 +415,23 @@ def test_real_chats(smollm2, shared_data, tmp_path):
     start = time.perf_counter()
     prepare_rows(chats, smollm2, cache=tmp_path)
     assert time.perf_counter() - start < 2
+
+
+def test_few_parts_are_mapped_at_a_time(prepare, tmp_path, monkeypatch):
+    """Pages of mapped files count as memory: of millions of rows, few are mapped."""
+    monkeypatch.setattr(store, "_MAPPED", 3)
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(20)])
+    rows = prepare(path, rows_per_part=1)
+    expected = [(row.place, row.input_ids.tolist()) for row in rows]
+    assert [place for place, _ in expected] == [f"{path}:{i + 1}" for i in range(20)]
+    for i in (19, 0, 7, 19, 3, 12):
+        assert (rows[i].place, rows[i].input_ids.tolist()) == expected[i]
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert sum(name.startswith(str(rows.directory)) for name in mapped) == 3
+    shutil.copy(part_path(rows.directory, 11), tmp_path / "longer")  # by a digit, said twice
+    (tmp_path / "longer").replace(part_path(rows.directory, 5))
+    with pytest.raises(BadInput, match=r"part-00005\.arrow: changed while it was in use"):
+        rows[5]
 
 
 def test_parts_that_are_not_rows_are_made_again(prepare, tmp_path):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from fledge.core.distributed import World
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
-from fledge.data.rows import split_rows
+from fledge.data import pack as pack_module
+from fledge.data.rows import Block, split_rows
+from fledge.data.vocab import count_supervised
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
+from fledge.train import batches
 from fledge.train.batches import PackStream
 from fledge.train.checkpoint import Checkpoint
 from fledge.train.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
@@ -78,6 +82,38 @@ def test_any_step_can_be_asked_for_and_prefetching_changes_nothing():
     assert step == plain.steps - 1
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=2, max_size=40),
+    window=st.integers(2, 16),
+    padded=st.booleans(),
+    ranks=st.integers(1, 3),
+    data=st.data(),
+)
+def test_any_ranks_from_any_step_take_the_packs_of_one_rank(sizes, window, padded, ranks, data):
+    """Whichever epochs are kept: the order depends on seed, epoch and data alone."""
+
+    def stream(rank=0, size=1, micro=1):
+        return PackStream(
+            Rows(sizes), tokens=24, pad_id=0, seed=3, padded=padded, micro_batch=micro, epochs=4,
+            world=World(rank, size),
+        )  # fmt: skip
+
+    def rows(batch):
+        return [] if batch.micro[0] is None else batch.micro[0].input_ids.tolist()
+
+    with patch.object(pack_module, "WINDOW", window), patch.object(batches, "_KEPT_BYTES", 0):
+        alone = stream()
+        expected = [rows(alone.batch(step)) for step in range(alone.steps)]
+        together = [stream(rank, ranks) for rank in range(ranks)]
+        first = data.draw(st.integers(0, together[0].steps - 1), label="resumed at")
+        for step in range(first, together[0].steps):
+            taken = [row for one in together for row in rows(one.batch(step))]
+            whole = [row for packs in expected[step * ranks : (step + 1) * ranks] for row in packs]
+            assert taken == whole
+        assert alone._packing.cache_info().maxsize == 2
+
+
 def test_whatever_stops_the_thread_is_raised_where_the_batch_is_awaited():
     rows = Rows([5, 9, 12, 3, 8, 20, 1, 7])
     stream = PackStream(rows, tokens=24, pad_id=0, seed=1, epochs=2)
@@ -108,6 +144,47 @@ def test_steps_beyond_the_epochs_go_on_with_new_orders():
     stream = PackStream(rows, tokens=24, pad_id=0, seed=1, steps=50)
     assert stream.steps == 50
     assert stream.batch(49).epoch > 5
+
+
+class Held:
+    """Rows of which only places and ends are looked at, block by block."""
+
+    def __init__(self, places, truncated):
+        self._rows = [
+            TokenRow(np.full(2, i, np.int32), np.ones(2, np.uint8), place, end)
+            for i, (place, end) in enumerate(zip(places, truncated, strict=True))
+        ]
+        self.lengths = np.full(len(places), 2)
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        raise AssertionError("asked one by one")
+
+    def blocks(self):
+        for begin in range(0, len(self._rows), 7):
+            yield Block.of(self._rows[begin : begin + 7])
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.text("a:19é\U0001f600", max_size=3), st.booleans()), max_size=60),
+    asked=st.integers(0, 20),
+    drop=st.booleans(),
+)
+def test_held_out_rows_are_the_defined_ones(rows, asked, drop):
+    """Runs keep their held-out rows: drawn from the sorted places."""
+    places, truncated = [place for place, _ in rows], [end for _, end in rows]
+    conversations = sorted(set(places))
+    order = np.random.default_rng(0).permutation(len(conversations))
+    chosen = {conversations[i] for i in order[: min(asked, max(0, len(conversations) - 1))]}
+    train, held = split_rows(Held(places, truncated), asked, drop_truncated=drop, begun=True)
+    out = [i for i, place in enumerate(places) if place in chosen]
+    kept = [i for i in range(len(rows)) if i not in out and not (drop and truncated[i])]
+    assert (train._index.tolist(), held._index.tolist()) == (kept, out)
+    counted = count_supervised(train.flat(), max(1, len(rows)))
+    assert counted.tolist() == ([2 * (i in kept) for i in range(len(rows))] or [0])
 
 
 def test_held_out_rows_share_no_conversation():

@@ -25,8 +25,8 @@ app = Verbs(
 Sources = Annotated[
     list[str],
     Argument(
-        help="Files (.jsonl, .json, .parquet), directories, or data set ids such as "
-        "'org/name' or 'org/name:train[:1000]'.",
+        help="Files (.jsonl, .json, .parquet), directories, addresses of them (s3://, hf://, "
+        "https://), or data set ids such as 'org/name' or 'org/name:train[:1000]'.",
         show_default=False,
     ),
 ]

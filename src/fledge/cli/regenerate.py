@@ -22,7 +22,7 @@ EXAMPLE = (
 
 def regenerate(
     sources: Annotated[
-        list[str], Argument(metavar="DATA...", help="Files, directories, data set ids.")
+        list[str], Argument(metavar="DATA...", help="Files, directories, addresses, data set ids.")
     ],
     output: Annotated[Path, Option(*opt.OUT, help="The new data set (.jsonl).")],
     target: Annotated[str, Option(help="Run this model here.")] = "",

@@ -65,7 +65,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target-model", required=True, help="directory, hub id, GGUF file or embedded name")
-    add("--input-data", required=True, nargs="+", help="files, directories or data set ids")
+    add("--input-data", required=True, nargs="+", help="files, directories, addresses, data sets")
     add("--output-dir", required=True, help="directory of the cache")
     add("--split", help="split of a data set id, e.g. train or train[:1000]; of files: train")
     add("--seq-length", type=int, default=2048, help="longest row in tokens (2048)")
@@ -132,7 +132,7 @@ def _validate_args(args: argparse.Namespace) -> None:
             where="--target-probs-topk",
             fix="at most --draft-vocab-size",
         )
-    if args.split not in (None, "train") and any(map(_is_local, args.input_data)):
+    if args.split not in (None, "train") and any(map(_is_file, args.input_data)):
         raise BadInput(
             f"a local file is one split, train, and has no {args.split!r}",
             where="--split",
@@ -145,8 +145,10 @@ def _validate_args(args: argparse.Namespace) -> None:
         _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
 
 
-def _is_local(name: str) -> bool:
-    return Path(name).expanduser().exists()
+def _is_file(name: str) -> bool:
+    from fledge.data.remote import is_address
+
+    return is_address(name) or Path(name).expanduser().exists()
 
 
 def _encoding(args: argparse.Namespace) -> Any:
@@ -284,7 +286,7 @@ def _job(args: argparse.Namespace, computed: torch.dtype) -> tuple[CacheJob, Mod
         trust_remote_code=args.trust_remote_code,
     )
     data = [
-        f"{name}:{args.split}" if args.split and not _is_local(name) else name
+        f"{name}:{args.split}" if args.split and not _is_file(name) else name
         for name in args.input_data
     ]
     options = TokeniseOptions(max_length=args.seq_length)

@@ -12,7 +12,7 @@ tokens (trailing padding counts as part of the last document, so `seq_lens` sums
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch, TokenRow
 
 WINDOW = 16384  # documents packed together: enough for a tight fit, few enough to stay shuffled
+_PACK_BITS = 32  # of a number that says first how much room is left, then in which pack
 
 Overlong = Literal["cut", "drop", "split"]
 
@@ -40,11 +41,44 @@ class Piece:
 Pack = tuple[Piece, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Packs(Sequence[Pack]):
+    """Packs in the order in which they are to be used, made of arrays when they are asked for: an
+    epoch of millions of rows takes eight bytes a row, where objects would take hundreds.
+
+    The pieces lie pack by pack, as they were packed; `order_P` says which pack comes when. Where a
+    piece stops follows from the lengths of the rows, which are shared and not copied.
+    """
+
+    row_N: NDArray[np.int32]
+    start_N: NDArray[np.int32]
+    first_P: NDArray[np.int64]  # piece at which each pack begins, and where the last one ends
+    order_P: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # of the rows
+    budget: int
+    tokens: int  # real ones, in all packs
+
+    def __len__(self) -> int:
+        return len(self.order_P)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        pack = self.order_P[index]
+        pieces = slice(self.first_P[pack], self.first_P[pack + 1])
+        row_M, start_M = self.row_N[pieces], self.start_N[pieces].astype(np.int64)
+        stop_M = np.minimum(start_M + self.budget, self.lengths[row_M])
+        return tuple(map(Piece, row_M.tolist(), start_M.tolist(), stop_M.tolist()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
 @dataclass(frozen=True)
 class Packing:
     """The packs of one epoch, in the order in which they are to be used."""
 
-    packs: tuple[Pack, ...]
+    packs: Packs
     budget: int
     cut: int = 0  # rows that lost their end
     dropped: int = 0
@@ -53,8 +87,7 @@ class Packing:
     @property
     def padding_share(self) -> float:
         total = len(self.packs) * self.budget
-        used = sum(len(piece) for pack in self.packs for piece in pack)
-        return 1 - used / total if total else 0.0
+        return 1 - self.packs.tokens / total if total else 0.0
 
 
 def pack_rows(
@@ -71,15 +104,23 @@ def pack_rows(
     sizes = np.asarray(lengths, dtype=np.int64)
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(sizes))
+    windows = [
+        _pack_window(order[begin : begin + WINDOW], sizes, budget, overlong)
+        for begin in range(0, len(order), WINDOW)
+    ]
+    first_P = np.concatenate([[0], np.cumsum(_joined([w.count_P for w in windows], np.int64))])
+    packs = Packs(
+        row_N=_joined([w.row_N for w in windows], np.int32),
+        start_N=_joined([w.start_N for w in windows], np.int32),
+        first_P=first_P,
+        order_P=rng.permutation(len(first_P) - 1),
+        lengths=sizes,
+        budget=budget,
+        tokens=sum(w.tokens for w in windows),
+    )
     too_long = int((sizes > budget).sum())
-    packs: list[Pack] = []
-    for begin in range(0, len(order), WINDOW):
-        rows = order[begin : begin + WINDOW]
-        pieces = [p for row in rows for p in _pieces(int(row), int(sizes[row]), budget, overlong)]
-        packs += _best_fit(pieces, budget)
-    shuffled = tuple(packs[i] for i in rng.permutation(len(packs)))
     return Packing(
-        shuffled,
+        packs,
         budget,
         cut=too_long if overlong == "cut" else 0,
         dropped=too_long if overlong == "drop" else 0,
@@ -87,33 +128,79 @@ def pack_rows(
     )
 
 
-def _pieces(row: int, length: int, budget: int, overlong: Overlong) -> list[Piece]:
-    if length == 0 or (length > budget and overlong == "drop"):
-        return []
-    stop = min(length, budget) if overlong == "cut" else length
-    return [Piece(row, i, min(i + budget, stop)) for i in range(0, stop, budget)]
+@dataclass(frozen=True)
+class _Window:
+    """Documents that were packed together, pack by pack."""
+
+    row_N: NDArray[np.int32]
+    start_N: NDArray[np.int32]
+    count_P: NDArray[np.int64]  # pieces in each pack
+    tokens: int
 
 
-def _best_fit(pieces: Sequence[Piece], budget: int) -> list[Pack]:
-    """Longest first, each into the pack where it leaves the least room."""
-    packs: list[list[Piece]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, pack), ascending
-    for piece in sorted(pieces, key=len, reverse=True):
-        at = bisect_left(room, (len(piece), -1))
+def _pack_window(
+    rows: NDArray[np.int64], sizes: NDArray[np.int64], budget: int, overlong: Overlong
+) -> _Window:
+    """Longest first, each piece into the pack where it leaves the least room."""
+    if overlong == "drop":
+        rows = rows[sizes[rows] <= budget]
+    count_R = -(-sizes[rows] // budget)  # pieces of each row
+    if overlong == "cut":
+        count_R = np.minimum(count_R, 1)
+    row_N = np.repeat(rows, count_R)
+    before_N = np.repeat(np.cumsum(count_R) - count_R, count_R)  # pieces of the rows before
+    start_N = budget * (np.arange(len(row_N)) - before_N)
+    size_N = np.minimum(budget, sizes[row_N] - start_N)
+    longest_N = np.argsort(-size_N, kind="stable")
+    pack_N = np.array(_best_fit(size_N[longest_N].tolist(), budget), dtype=np.int64)
+    by_pack_N = longest_N[np.argsort(pack_N, kind="stable")]
+    return _Window(
+        row_N[by_pack_N].astype(np.int32),
+        start_N[by_pack_N].astype(np.int32),
+        np.bincount(pack_N),
+        int(size_N.sum()),
+    )
+
+
+def _best_fit(sizes: Sequence[int], budget: int) -> list[int]:
+    """The pack of each piece, which take their turn in the order given."""
+    packs: list[int] = []
+    room: list[int] = []  # free tokens and pack, in one number, ascending
+    opened = 0
+    for size in sizes:
+        at = bisect_left(room, size << _PACK_BITS)
         if at == len(room):
-            packs.append([])
-            free, pack = budget, len(packs) - 1
+            free, pack, opened = budget, opened, opened + 1
         else:
-            free, pack = room.pop(at)
-        packs[pack].append(piece)
-        if free > len(piece):
-            insort(room, (free - len(piece), pack))
-    return [tuple(pack) for pack in packs]
+            free, pack = divmod(room.pop(at), 1 << _PACK_BITS)
+        packs.append(pack)
+        if free > size:
+            insort(room, (free - size) << _PACK_BITS | pack)
+    return packs
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
 def one_per_row(lengths: Sequence[int], width: int) -> list[Pack]:
     """The padded batch: one document per row."""
     return [(Piece(row, 0, min(length, width)),) for row, length in enumerate(lengths)]
+
+
+def pad_rows(lengths: NDArray[np.int64], width: int, *, seed: int = 0, epoch: int = 0) -> Packing:
+    """An epoch of padded batches: `one_per_row`, shuffled."""
+    rows = len(lengths)
+    packs = Packs(
+        row_N=np.arange(rows, dtype=np.int32),
+        start_N=np.zeros(rows, dtype=np.int32),
+        first_P=np.arange(rows + 1),
+        order_P=np.random.default_rng([seed, epoch]).permutation(rows),
+        lengths=lengths,
+        budget=width,
+        tokens=int(np.minimum(lengths, width).sum()),
+    )
+    return Packing(packs, width)
 
 
 def collate(rows: Sequence[TokenRow], packs: Sequence[Pack], width: int, pad_id: int) -> TokenBatch:

@@ -86,7 +86,7 @@ def prepare_rows(
     options = options or TokeniseOptions()
     fields = {
         "format": ROWS_FORMAT,
-        "data": sources.fingerprint(data),
+        "data": sources.fingerprint(data, rows_per_part),
         "tokenizer": tokenizer_files_fingerprint(model_dir),
         "options": options.fingerprint(),
         "rows_per_part": rows_per_part,
@@ -199,9 +199,9 @@ def _fill(
     directory = job.directory
     records = {i: r for i in range(len(parts)) if (r := read_record(directory, i)) is not None}
     reused, missing = len(records), [i for i in range(len(parts)) if i not in records]
+    tokens = sum(record["tokens"] for record in records.values())
 
     def report() -> None:
-        tokens = sum(record["tokens"] for record in records.values())
         on_progress(Progress(len(parts), len(records), reused, tokens))
 
     report()
@@ -213,6 +213,7 @@ def _fill(
                 "a part vanished while it was made", where=str(directory), fix="run again"
             )
         records[index] = record
+        tokens += record["tokens"]
         report()
     return [records[index] for index in range(len(parts))]
 

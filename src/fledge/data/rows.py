@@ -1,8 +1,8 @@
 """Views of token rows: some of them in an order, and which are held out of training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from fledge.core.rows import TokenRow
 from fledge.core.text import counted
 
 ONE_IN, MOST_HELD_OUT = 10, 512  # held out where nobody says how many
+_BLOCK = 4096  # rows that are looked at together where they do not lie together
 
 
 class Rows(Protocol):
@@ -23,8 +24,51 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+@dataclass(frozen=True)
+class Block:
+    """Some rows one after another, as columns: flat tokens, and where each row begins."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    places: Any  # Arrow strings
+    truncated: Any  # Arrow booleans
+
+    @classmethod
+    def of(cls, rows: Sequence[TokenRow]) -> "Block":
+        import pyarrow as pa
+
+        return cls(
+            np.concatenate([row.input_ids for row in rows]),
+            np.concatenate([row.loss_mask for row in rows]),
+            np.cumsum([0, *(len(row.input_ids) for row in rows)]),
+            pa.array([row.place for row in rows], pa.string()),
+            pa.array([bool(row.truncated) for row in rows], pa.bool_()),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+@runtime_checkable
+class InBlocks(Protocol):
+    """Rows that lie in blocks."""
+
+    def blocks(self) -> Iterator[Block]: ...
+
+
+def blocks_of(rows: Rows) -> Iterator[Block]:
+    """All rows in their order, some thousands at a time: millions are not looked at one by one, and
+    nothing is kept of them that is not asked for."""
+    if isinstance(rows, InBlocks):
+        yield from rows.blocks()
+        return
+    for begin in range(0, len(rows), _BLOCK):
+        yield Block.of([rows[i] for i in range(begin, min(begin + _BLOCK, len(rows)))])
+
+
 class RowView(Sequence[TokenRow]):
-    """Some rows of a prepared data set, in a fixed order."""
+    """Some rows of a prepared data set, in a fixed order, none of them twice."""
 
     def __init__(self, rows: Rows, index: NDArray[np.int64]) -> None:
         self._rows, self._index = rows, index
@@ -41,6 +85,17 @@ class RowView(Sequence[TokenRow]):
         row: TokenRow = self._rows[int(self._index[index])]
         return row
 
+    def flat(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Tokens and their mask, block by block in the order of the data set; what belongs to other
+        rows is masked."""
+        wanted, at = np.zeros(len(self._rows), dtype=bool), 0
+        wanted[self._index] = True
+        for block in blocks_of(self._rows):
+            wanted_T = np.repeat(wanted[at : at + len(block)], np.diff(block.offsets))
+            tokens = slice(block.offsets[0], block.offsets[-1])
+            yield block.ids[tokens], block.mask[tokens].astype(bool) & wanted_T
+            at += len(block)
+
 
 def split_rows(
     rows: Rows, held_out: int | None, *, drop_truncated: bool = False, begun: bool = False
@@ -52,18 +107,31 @@ def split_rows(
     it keeps its rows. The held-out ones are drawn with a fixed seed: they must be the same in every
     run on this data, or figures could not be compared.
     """
-    places, keep = [], np.ones(len(rows), dtype=bool)
-    for i in range(len(rows)):
-        row = rows[i]
-        places.append(row.place)
-        keep[i] = not (drop_truncated and row.truncated)
-    conversations = sorted(set(places))
-    order = np.random.default_rng(0).permutation(len(conversations))
-    count = _held_out(len(conversations), held_out, begun=begun)
-    chosen = {conversations[i] for i in order[:count]}
-    out = np.array([place in chosen for place in places], dtype=bool)
-    index = np.arange(len(rows), dtype=np.int64)
-    return RowView(rows, index[keep & ~out]), RowView(rows, index[out])
+    conversation = _conversations(rows)
+    count = int(conversation.max(initial=-1)) + 1
+    order = np.random.default_rng(0).permutation(count)
+    chosen = np.zeros(count, dtype=bool)
+    chosen[order[: _held_out(count, held_out, begun=begun)]] = True
+    out = chosen[conversation]
+    keep = ~out & ~_truncated(rows) if drop_truncated else ~out
+    return RowView(rows, np.flatnonzero(keep)), RowView(rows, np.flatnonzero(out))
+
+
+def _conversations(rows: Rows) -> NDArray[np.int64]:
+    """The conversation of each row, numbered in the order of their places (of their characters)."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    # Copies, or every part would stay mapped: fifty bytes a row, for as long as they are compared.
+    copies = [block.places.take(np.arange(len(block))) for block in blocks_of(rows)]
+    places = pa.chunked_array(copies, pa.string())
+    rank: NDArray[np.uint64] = pc.rank(places, tiebreaker="dense").to_numpy()
+    return rank.astype(np.int64) - 1
+
+
+def _truncated(rows: Rows) -> NDArray[np.bool_]:
+    parts = [block.truncated.to_numpy(zero_copy_only=False) for block in blocks_of(rows)]
+    return np.concatenate([np.zeros(0, dtype=bool), *parts])
 
 
 def _held_out(total: int, asked: int | None, *, begun: bool) -> int:
@@ -97,5 +165,5 @@ class KnownRows:
         index = np.arange(len(self.rows), dtype=np.int64)
         train, held = np.split(index, [len(index) - self.held_out])
         if drop_truncated:
-            train = np.array([i for i in train if not self.rows[int(i)].truncated], dtype=np.int64)
+            train = train[~_truncated(self.rows)[train]]
         return RowView(self.rows, train), RowView(self.rows, held)

@@ -1,4 +1,5 @@
-"""Where rows come from: JSONL, JSON, parquet, a directory of them, or a data set id.
+"""Where rows come from: JSONL, JSON, parquet, a directory of them (on the disk, or at an address:
+see `remote`), or a data set id.
 
 A source is cut into parts of whole rows, which yield them in any process: tokenising can be spread.
 """
@@ -6,6 +7,7 @@ A source is cut into parts of whole rows, which yield them in any process: token
 import contextlib
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -18,6 +20,7 @@ from typing import Any
 
 from fledge.core.errors import BadInput, first_line
 from fledge.data.drops import BadRow
+from fledge.data.remote import Survey, is_address, list_files, open_binary, public_name, survey
 
 ROWS_PER_PART = 2000
 MOST_PARTS = 16  # of a file that every part reads from its beginning: gzip, one JSON array
@@ -38,7 +41,7 @@ class Part:
     """A run of whole rows of one source."""
 
     name: str  # how the source is called in messages
-    path: str  # file, or data set id
+    path: str  # file, address, or data set id
     kind: str  # jsonl | json | parquet | dataset
     start: int  # first row (jsonl: first byte)
     stop: int  # past the last row (jsonl: past the last byte)
@@ -61,7 +64,7 @@ class Part:
                 number = lines.number
                 line, size = lines.next()
                 if size == 0:
-                    raise BadInput("the file became shorter while it was read", where=self.path)
+                    raise BadInput("the file became shorter while it was read", where=self.name)
                 at += size
                 if line is None or line.strip():
                     yield f"{self.name}:{number}", decode_line(line)
@@ -88,7 +91,8 @@ class _Lines:
         self._handle, self.number = handle, number
 
     def skip_to(self, offset: int) -> None:
-        self._handle.seek(offset)
+        if offset:  # a server may give whole files only
+            self._handle.seek(offset)
 
     def next(self) -> tuple[bytes | None, int]:
         """The next line, None in place of one that is too long, and its bytes; 0 at the end."""
@@ -104,22 +108,29 @@ class _Lines:
 
 @contextlib.contextmanager
 def _reading(path: str, line: int = 1) -> Iterator[_Lines]:
-    """The lines of a file, plain or gzip; a file that is damaged is one line about it."""
-    zipped = path.endswith(".gz")
-    with Path(path).open("rb") as file:
-        begins = file.peek(4)[:4]
-        for magic, (what, suffix) in _MAGIC.items():
-            if begins.startswith(magic) and not (zipped and what == "gzip"):
-                raise BadInput(f"is a {what} file", where=path, fix=f"name it {suffix}")
-        lines = _Lines(gzip.GzipFile(fileobj=file) if zipped else file, line)
-        try:
-            yield lines
-        except (EOFError, zlib.error, OSError) as error:
-            raise BadInput(
-                f"truncated or damaged ({first_line(error)[:80]})",
-                where=f"{path}:{lines.number}",
-                fix="fetch or write it again",
-            ) from None
+    """The lines of a file, plain or gzip."""
+    with open_binary(path) as file, _lines(file, path, line) as lines:
+        yield lines
+
+
+@contextlib.contextmanager
+def _lines(file: io.BufferedReader, path: str, line: int = 1) -> Iterator[_Lines]:
+    """The lines of an open file; one that is damaged is one line about it."""
+    name = public_name(path)
+    zipped = name.endswith(".gz")
+    begins = file.peek(4)[:4] if line == 1 else b""  # from the middle of a file, that is elsewhere
+    for magic, (what, suffix) in _MAGIC.items():
+        if begins.startswith(magic) and not (zipped and what == "gzip"):
+            raise BadInput(f"is a {what} file", where=name, fix=f"name it {suffix}")
+    lines = _Lines(gzip.GzipFile(fileobj=file) if zipped else file, line)
+    try:
+        yield lines
+    except (EOFError, zlib.error, OSError) as error:
+        raise BadInput(
+            f"truncated or damaged ({first_line(error)[:80]})",
+            where=f"{name}:{lines.number}",
+            fix="fetch or write it again",
+        ) from None
 
 
 def _load_objects(part: Part) -> list[Any]:
@@ -129,7 +140,7 @@ def _load_objects(part: Part) -> list[Any]:
         rows = _load_dataset(part.path, part.split).select(range(part.start, part.stop))
         with _damaged(part.name, "data set"):
             return list(rows)
-    return list(_load_json(Path(part.path))[part.start : part.stop])
+    return list(_load_json(part.path)[part.start : part.stop])
 
 
 @contextlib.contextmanager
@@ -149,10 +160,8 @@ def _damaged(where: str, what: str) -> Iterator[None]:
 
 def _load_parquet(part: Part) -> list[Any]:
     """Only the row groups that hold the part: not every part may read the whole file."""
-    import pyarrow.parquet as pq
-
-    with _damaged(part.path, "parquet file"), pq.ParquetFile(part.path) as file:
-        sizes = _group_sizes(file.metadata, part.path)
+    with _parquet_file(part.path) as file:
+        sizes = _group_sizes(file.metadata, part.name)
         begins = [0, *itertools.accumulate(sizes)]
         groups = range(len(sizes))
         wanted = [g for g in groups if begins[g] < part.stop and begins[g + 1] > part.start]
@@ -160,8 +169,21 @@ def _load_parquet(part: Part) -> list[Any]:
         first = part.start - begins[wanted[0]]
         rows = list(table.slice(first, part.stop - part.start).to_pylist())
     if len(rows) != part.stop - part.start:
-        raise BadInput("a damaged parquet file: rows are missing", where=part.path)
+        raise BadInput("a damaged parquet file: rows are missing", where=part.name)
     return rows
+
+
+@contextlib.contextmanager
+def _parquet_file(path: str) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    with _damaged(public_name(path), "parquet file"):
+        if is_address(path):
+            with open_binary(path) as file, pq.ParquetFile(file) as parquet:
+                yield parquet
+        else:  # Arrow reads those itself
+            with pq.ParquetFile(path) as parquet:
+                yield parquet
 
 
 def _group_sizes(metadata: Any, path: str) -> list[int]:
@@ -173,20 +195,22 @@ def _group_sizes(metadata: Any, path: str) -> list[int]:
     return sizes
 
 
-def _load_json(path: Path) -> list[Any]:
+def _load_json(path: str) -> list[Any]:
+    name = public_name(path)
     try:
-        value = json.loads(path.read_bytes())
+        with open_binary(path) as file:
+            value = json.load(file)
     except (ValueError, RecursionError) as error:
         raise BadInput(
             f"not valid JSON ({str(error)[:80]})",
-            where=str(path),
+            where=name,
             fix="one object per line? name it .jsonl",
         ) from None
     if isinstance(value, dict):  # {"data": [...]} and the like
         lists = [item for item in value.values() if isinstance(item, list)]
         value = lists[0] if len(lists) == 1 and "messages" not in value else [value]
     if not isinstance(value, list):
-        raise BadInput("not a list of rows", where=str(path), fix="expected [{...}, ...]")
+        raise BadInput("not a list of rows", where=name, fix="expected [{...}, ...]")
     return value
 
 
@@ -212,13 +236,15 @@ def expand(sources: list[str]) -> list[tuple[str, str, str]]:
     resolved: list[tuple[str, str, str]] = []
     for source in sources:
         path = Path(source).expanduser()
-        if path.is_dir():
+        if is_address(source):
+            resolved += [(_kind(file), file, "") for file in list_files(source, _SUFFIXES)]
+        elif path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file())
             if not files:
                 raise BadInput(f"no {', '.join(_SUFFIXES)} file", where=source)
-            resolved += [(_kind(file), str(file), "") for file in files]
+            resolved += [(_regular(file), str(file), "") for file in files]
         elif path.exists():
-            resolved.append((_kind(path), str(path), ""))
+            resolved.append((_regular(path), str(path), ""))
         elif source.endswith(_SUFFIXES) or source.startswith((".", "/", "~")):
             raise BadInput("no such file", where=source)
         else:
@@ -231,32 +257,38 @@ def expand(sources: list[str]) -> list[tuple[str, str, str]]:
     return resolved
 
 
-def _kind(path: Path) -> str:
+def _regular(path: Path) -> str:
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device never ends
         raise BadInput(
             "not a regular file", where=str(path), fix="data is read twice: write it to a file"
         )
-    if path.name.endswith((".jsonl", ".ndjson", ".jsonl.gz")):
+    return _kind(str(path))
+
+
+def _kind(path: str) -> str:
+    name = public_name(path)
+    if name.endswith((".jsonl", ".ndjson", ".jsonl.gz")):
         return "jsonl"
-    if path.suffix in (".json", ".parquet"):
-        return path.suffix[1:]
-    raise BadInput("unknown kind of file", where=str(path), fix=f"known: {', '.join(_SUFFIXES)}")
+    if name.endswith((".json", ".parquet")):
+        return name.rpartition(".")[2]
+    raise BadInput("unknown kind of file", where=name, fix=f"known: {', '.join(_SUFFIXES)}")
 
 
 def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[Part]:
     """Cut all sources into parts, in order."""
     parts: list[Part] = []
     for kind, path, split in expand(sources):
-        name = path if kind != "dataset" else f"{path}:{split or 'train'}"
+        name = public_name(path) if kind != "dataset" else f"{path}:{split or 'train'}"
         if kind == "jsonl":
-            cut = list(_jsonl_parts(name, path, rows_per_part))
+            cuts = _cuts(path, rows_per_part)
+            cut = [Part(name, path, kind, start, stop, first) for start, stop, first in cuts]
         else:
             total = _count(kind, path, split)
             cut = [
                 Part(name, path, kind, start, min(total, start + rows_per_part), split=split)
                 for start in range(0, total, rows_per_part)
             ]
-        whole = kind == "json" or path.endswith(".gz")
+        whole = kind == "json" or name.endswith(".gz")
         parts += _joined(cut, MOST_PARTS) if whole else cut
     return parts
 
@@ -268,37 +300,54 @@ def _joined(parts: list[Part], most: int) -> list[Part]:
     return [replace(group[0], stop=group[-1].stop) for group in groups]
 
 
-def _jsonl_parts(name: str, path: str, rows_per_part: int) -> Iterator[Part]:
-    with _reading(path) as lines:
-        start = position = 0
+def _cuts(path: str, rows_per_part: int) -> list[tuple[int, int, int]]:
+    """Where a file of lines is cut."""
+    if is_address(path):
+        return _survey("jsonl", path, rows_per_part).cuts
+    with open_binary(path) as file:
+        return _cut(file, path, rows_per_part)
+
+
+def _cut(file: io.BufferedReader, path: str, rows_per_part: int) -> list[tuple[int, int, int]]:
+    """(first byte, byte past the last, first line) of each part."""
+    cuts, start, position = [], 0, 0
+    with _lines(file, path) as lines:
         first = lines.number
         while (size := lines.next()[1]) > 0:
             position += size
             if lines.number - first == rows_per_part:
-                yield Part(name, path, "jsonl", start, position, first)
+                cuts.append((start, position, first))
                 start, first = position, lines.number
-        if position > start:
-            yield Part(name, path, "jsonl", start, position, first)
+    if position > start:
+        cuts.append((start, position, first))
+    return cuts
+
+
+def _survey(kind: str, path: str, rows_per_part: int) -> Survey:
+    if kind == "jsonl":
+        return survey(path, lambda f: _cut(f, path, rows_per_part), f"lines by {rows_per_part}")
+    return survey(path, lambda _: [], "whole")
 
 
 def _count(kind: str, path: str, split: str) -> int:
     if kind == "parquet":
-        import pyarrow.parquet as pq
-
-        with _damaged(path, "parquet file"):
-            return sum(_group_sizes(pq.read_metadata(path), path))
+        with _parquet_file(path) as file:
+            return sum(_group_sizes(file.metadata, public_name(path)))
     if kind == "dataset":
         return len(_load_dataset(path, split))
-    return len(_load_json(Path(path)))
+    return len(_load_json(path))
 
 
-def fingerprint(sources: list[str]) -> str:
-    """A digest of the rows' bytes: equal data, wherever it lies, has equal fingerprints."""
+def fingerprint(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> str:
+    """A digest of the rows' bytes: equal data, wherever it lies, has equal fingerprints. What is
+    read from far away is looked at once, for this and for `make_parts` with as many rows a part."""
     digest = hashlib.sha256()
     for kind, path, split in expand(sources):
         digest.update(kind.encode())
         if kind == "dataset":
             digest.update(f"{path}:{split}:{_load_dataset(path, split)._fingerprint}".encode())
+        elif is_address(path):
+            digest.update(bytes.fromhex(_survey(kind, path, rows_per_part).sha256))
         else:
             with Path(path).open("rb") as handle:
                 digest.update(hashlib.file_digest(handle, "sha256").digest())

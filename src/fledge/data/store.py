@@ -5,7 +5,7 @@ and the drop report. A part whose record is missing or does not match is made ag
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from fledge.core.files import atomic_file, write_json
 from fledge.core.reading import open_regular, read_json
 from fledge.core.rows import TokenRow
 from fledge.data.drops import DropReport
+from fledge.data.rows import Block
 from fledge.data.tokenise import TokenisedPart, checksum
 
+# Parts that are mapped at a time: their pages count as this process's memory once they were read.
+_MAPPED = 128
 _SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -91,27 +94,30 @@ def read_record(directory: Path, index: int) -> dict[str, Any] | None:
     return record if block is not None and len(block.offsets) == record["rows"] + 1 else None
 
 
-@dataclass(frozen=True)
-class _Block:
-    """One part, mapped: flat tokens and where each row begins."""
-
-    ids: NDArray[np.int32]
-    mask: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-    places: Any
-    truncated: Any
-
-
 class TokenRows(Sequence[TokenRow]):
-    """All rows of a prepared data set, memory-mapped; rows come out as views."""
+    """All rows of a prepared data set, memory-mapped; rows come out as views. Kept of every row is
+    its length; parts are mapped when they are asked for, the last ones stay so."""
 
     def __init__(self, directory: Path, parts: int, drops: DropReport, fingerprint: str) -> None:
         self.directory, self.drops, self.fingerprint = directory, drops, fingerprint
-        self._blocks = [_map_part(part_path(directory, index)) for index in range(parts)]
-        counts = [len(block.offsets) - 1 for block in self._blocks]
-        self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        lengths = [np.diff(block.offsets) for block in self._blocks]
-        self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
+        self._parts = parts
+        self._block = lru_cache(maxsize=_MAPPED)(self._map)
+        self._first = np.zeros(1, dtype=np.int64)  # row at which each part begins
+        self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        lengths = [np.diff(block.offsets) for block in self.blocks()]
+        self._first = np.cumsum([0, *map(len, lengths)])
+        self.lengths = np.concatenate([self.lengths, *lengths])
+
+    def _map(self, part: int) -> Block:
+        path = part_path(self.directory, part)
+        if not len(self.lengths):  # they are just being read
+            return _map_part(path)
+        rows = slice(self._first[part], self._first[part + 1])
+        return _map_part(path, known=self.lengths[rows])
+
+    def blocks(self) -> Iterator[Block]:
+        """Part by part."""
+        return map(self._block, range(self._parts))
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -123,7 +129,7 @@ class TokenRows(Sequence[TokenRow]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         which = int(np.searchsorted(self._first, index, side="right")) - 1
-        block, local = self._blocks[which], int(index - self._first[which])
+        block, local = self._block(which), int(index - self._first[which])
         start, end = int(block.offsets[local]), int(block.offsets[local + 1])
         return TokenRow(
             block.ids[start:end],
@@ -134,7 +140,7 @@ class TokenRows(Sequence[TokenRow]):
 
     def flat(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
         """All tokens and their mask, one part at a time, without cutting into rows."""
-        for block in self._blocks:
+        for block in self.blocks():
             yield block.ids, block.mask
 
     @property
@@ -148,7 +154,7 @@ class TokenRows(Sequence[TokenRow]):
     @property
     def truncated(self) -> int:
         """Rows whose last answer is missing its end."""
-        return sum(int(block.truncated.true_count) for block in self._blocks)
+        return sum(int(block.truncated.true_count) for block in self.blocks())
 
     def check_mask(self) -> None:
         """An all-zero or all-one mask means that the template was misread: never train on it."""
@@ -161,12 +167,13 @@ class TokenRows(Sequence[TokenRow]):
             )
 
 
-def _map_part(path: Path) -> _Block:
-    """Offsets are compared with what they point into: a view beyond it would read anything."""
+def _map_part(path: Path, known: NDArray[np.int64] | None = None) -> Block:
+    """Offsets are compared with what they point into: a view beyond it would read anything. A part
+    whose lengths are `known` was looked through before, and has to have them still."""
     open_regular(path, what="a part of the rows").close()
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-        table.validate(full=True)
+        table.validate(full=known is None)
     except (OSError, ValueError, pa.ArrowException) as error:  # none of them names the file
         what = f"cannot be read ({first_line(error)})"
         raise BadInput(what, where=str(path), fix="run again") from None
@@ -177,7 +184,9 @@ def _map_part(path: Path) -> _Block:
     values = [column.values.to_numpy(zero_copy_only=True) for column in (ids, mask)]
     if not np.array_equal(offsets, mask.offsets.to_numpy()):
         raise BadInput("tokens and mask do not match", where=str(path), fix="run again")
-    return _Block(
+    if known is not None and not np.array_equal(np.diff(offsets), known):
+        raise BadInput("changed while it was in use", where=str(path), fix="run again")
+    return Block(
         ids=values[0],
         mask=values[1],
         offsets=offsets,

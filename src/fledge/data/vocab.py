@@ -24,7 +24,7 @@ _FACTS = Table({"coverage": Number(0, 1), "rows": Text(), "digest": Text(256)})
 
 
 def count_supervised(
-    rows: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]], vocab_size: int
+    rows: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8] | NDArray[np.bool_]]], vocab_size: int
 ) -> NDArray[np.int64]:
     """How often each target token occurs among the supervised tokens: [V]."""
     counts_V = np.zeros(vocab_size, dtype=np.int64)

@@ -26,7 +26,8 @@ class Data(Section):
     """Conversations: where they come from and what is supervised."""
 
     train: Texts = ()
-    """Files (jsonl, json, parquet), directories, data set ids (org/name, org/name:train[:99])."""
+    """Files (jsonl, json, parquet), directories, addresses (s3://, hf://, https://) of them, data
+    set ids (org/name, org/name:train[:99])."""
 
     valid: Texts = ()
     """Held-out conversations, same forms as train; empty: valid_rows are taken from train."""

@@ -7,17 +7,21 @@ resumed run needs nothing but its step number, and N ranks together see what one
 
 import queue
 import threading
+from bisect import bisect_right
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-
-import numpy as np
+from functools import lru_cache
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
 from fledge.core.rows import TokenBatch
-from fledge.data.pack import Pack, Packing, collate, one_per_row, pack_rows
+from fledge.data.pack import Pack, Packing, collate, pack_rows, pad_rows
 from fledge.data.rows import RowView
+
+# Bytes of packings that are kept, and of a row in one of them, at most. Two packings are kept
+# whatever they take: the one that ends, and the one that begins.
+_KEPT_BYTES, _ROW_BYTES = 1 << 26, 16
 
 
 @dataclass(frozen=True)
@@ -52,27 +56,28 @@ class PackStream:
         self._seed, self._padded = seed, padded
         self._micro, self._accumulate = micro_batch, accumulate
         self._world = world or World()
-        self._epochs: list[Packing] = []  # packings made so far, in order
+        # An epoch is packed again when it is returned to, rather than kept for as long as the run.
+        kept = max(2, _KEPT_BYTES // max(1, _ROW_BYTES * len(rows)))
+        self._packing = lru_cache(maxsize=kept)(self._pack)
         self._first: list[int] = [0]  # stream position at which each epoch begins
+        self._padding: list[float] = []  # share of it in each epoch
         self.packs_per_step = micro_batch * accumulate * self._world.data_size
         self._end: int | None = None
         if steps is None:
-            while len(self._epochs) < epochs:
+            while len(self._padding) < epochs:
                 self._add_epoch()
             steps = -(-self._first[epochs] // self.packs_per_step)
             self._end = self._first[epochs]
         self.steps = steps
 
+    def _pack(self, epoch: int) -> Packing:
+        pack = pad_rows if self._padded else pack_rows
+        return pack(self.rows.lengths, self.tokens, seed=self._seed, epoch=epoch)
+
     def _add_epoch(self) -> None:
-        epoch = len(self._epochs)
-        if self._padded:
-            order = np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))
-            packs = one_per_row(list(self.rows.lengths), self.tokens)
-            packing = Packing(tuple(packs[i] for i in order), self.tokens)
-        else:
-            packing = pack_rows(self.rows.lengths, self.tokens, seed=self._seed, epoch=epoch)
-        self._epochs.append(packing)
+        packing = self._packing(len(self._padding))
         self._first.append(self._first[-1] + len(packing.packs))
+        self._padding.append(packing.padding_share)
 
     def _at(self, position: int) -> tuple[int, Pack] | None:
         """(epoch, pack) at a position of the stream; None past its end."""
@@ -80,14 +85,15 @@ class PackStream:
             return None
         while position >= self._first[-1]:
             self._add_epoch()
-        epoch = int(np.searchsorted(self._first, position, side="right")) - 1
-        return epoch, self._epochs[epoch].packs[position - self._first[epoch]]
+        epoch = bisect_right(self._first, position) - 1
+        return epoch, self._packing(epoch).packs[position - self._first[epoch]]
 
     @property
     def padding_share(self) -> float:
-        if not self._epochs:
+        """Of the first epoch."""
+        if not self._padding:
             self._add_epoch()
-        return self._epochs[0].padding_share
+        return self._padding[0]
 
     def batch(self, step: int) -> StepBatch:
         """This rank's micro-batches of step `step`."""

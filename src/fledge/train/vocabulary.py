@@ -33,7 +33,7 @@ def choose_vocabulary(
     special_ids: Iterable[int | None],
     fingerprint: str,  # of the rows
 ) -> DraftVocabulary:
-    counts_V = count_supervised(((row.input_ids, row.loss_mask) for row in rows), vocab_size)
+    counts_V = count_supervised(rows.flat(), vocab_size)
     start = starting_draft(recipe)
     if start is None:
         size = recipe.draft.draft_vocab_size

@@ -1,0 +1,149 @@
+"""Data by address: the same rows, parts and fingerprints as from the disk, read where it lies."""
+
+import json
+
+import fsspec
+import pytest
+
+from data.test_sources import FILES, LINES, ROWS, read
+from fledge.core.errors import BadInput, MissingPackage
+from fledge.data import remote, sources
+from fledge.data.prepare import prepare_rows
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """An object store that lives in this process; surveys are kept in a place of the test's own."""
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    system = fsspec.filesystem("memory")
+    system.pipe({f"/chats/{name}": content for name, content in FILES.items()})
+    yield system
+    system.rm("/chats", recursive=True)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_the_same_wherever_it_lies(memory, tmp_path, name):
+    (tmp_path / name).write_bytes(FILES[name])
+    here, there = str(tmp_path / name), f"memory://chats/{name}"
+    assert read(there) == (ROWS, None)
+    assert sources.fingerprint([there]) == sources.fingerprint([here])
+    cuts = [
+        [(p.start, p.stop, p.first_line) for p in sources.make_parts([at], rows_per_part=7)]
+        for at in (here, there)
+    ]
+    assert cuts[0] == cuts[1]
+    places = [place for part in sources.make_parts([there], 7) for place, _ in part.rows()]
+    assert places == [f"{there}:{i + 1}" for i in range(len(ROWS))]
+
+
+def test_a_directory_is_its_files(memory, tmp_path):
+    here = tmp_path / "chats"
+    here.mkdir()
+    for name, content in FILES.items():
+        (here / name).write_bytes(content)
+    memory.pipe("/chats/notes.txt", b"no rows")
+    kinds = [kind for kind, _, _ in sources.expand([str(here)])]
+    found = sources.expand(["memory://chats"])
+    assert found == [
+        (kind, f"memory:///chats/{name}", "")
+        for kind, name in zip(kinds, sorted(FILES), strict=True)
+    ]
+    assert sources.fingerprint(["memory://chats"]) == sources.fingerprint([str(here)])
+
+
+def test_a_file_is_surveyed_once_for_each_version(memory, monkeypatch):
+    opened, real = [], type(memory)._open
+
+    def counted(self, path, mode="rb", **options):
+        opened.extend([path] if mode == "rb" else [])
+        return real(self, path, mode, **options)
+
+    monkeypatch.setattr(type(memory), "_open", counted)
+    there = ["memory://chats/a.jsonl"]
+    first = sources.fingerprint(there, 7), sources.make_parts(there, 7)
+    assert len(opened) == 1  # one pass for both
+    assert (sources.fingerprint(there, 7), sources.make_parts(there, 7)) == first
+    assert len(opened) == 1
+    memory.pipe("/chats/a.jsonl", LINES[: len(LINES) // 2])  # another version
+    assert sources.fingerprint(there, 7) != first[0]
+    assert len(sources.make_parts(there, 7)) < len(first[1])
+    assert len(opened) == 2
+    for survey in remote.cache_dir().rglob("*.json"):
+        survey.write_bytes(b"{}")  # damaged: made again
+    assert len(sources.make_parts(there, 7)) < len(first[1])
+    assert len(opened) == 3
+
+
+def test_a_part_asks_for_little_more_than_itself(memory, monkeypatch):
+    """Rows from the middle of a file that does not fit the disk: never the file before them."""
+    line = json.dumps(ROWS[0]).encode() + b"\n"
+    memory.pipe("/chats/big.jsonl", line * (3 * remote._REQUEST // len(line)))
+    parts = sources.make_parts(["memory://chats/big.jsonl"], 100)
+    asked, file = [], memory.store["/chats/big.jsonl"]
+    real = type(file).readinto
+    monkeypatch.setattr(
+        type(file), "readinto", lambda self, b: asked.append(self.tell()) or real(self, b),
+        raising=False,
+    )  # fmt: skip
+    part = parts[len(parts) // 2]
+    assert len(list(part.rows())) == 100
+    assert asked == [part.start]
+
+
+def test_rows_are_prepared_from_an_address(memory, tiny_target, tmp_path):
+    there, here = "memory://chats/a.jsonl", tmp_path / "a.jsonl"
+    here.write_bytes(LINES)
+    far = prepare_rows([there], tiny_target, workers=1, cache=tmp_path / "far")
+    near = prepare_rows([str(here)], tiny_target, workers=1, cache=tmp_path / "near")
+    assert far.fingerprint == near.fingerprint  # a run may go on with data that was moved
+    assert [row.input_ids.tolist() for row in far] == [row.input_ids.tolist() for row in near]
+    assert [row.place for row in far] == [f"{there}:{i + 1}" for i in range(len(ROWS))]
+
+
+@pytest.mark.parametrize(
+    ("address", "line"),
+    [
+        ("memory://chats/none.jsonl", "memory://chats/none.jsonl: no such file"),
+        ("memory://empty", r"memory://empty: no \.jsonl, .* file"),
+        ("nope://a/b.jsonl", "nope://a/b.jsonl: not an address that can be read"),
+        ("memory://chats/wrong.parquet", "not a parquet file, or a damaged one"),
+        ("memory://chats/zipped.jsonl", "is a gzip file; name it .jsonl.gz"),
+        ("memory://chats/cut.jsonl.gz", "truncated or damaged"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(memory, address, line):
+    memory.pipe("/chats/wrong.parquet", LINES)
+    memory.pipe("/chats/zipped.jsonl", FILES["a.jsonl.gz"])
+    memory.pipe("/chats/cut.jsonl.gz", FILES["a.jsonl.gz"][:-20])
+    with pytest.raises(BadInput, match=line) as caught:
+        sources.make_parts([address])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_protocol_without_its_package_names_it(monkeypatch):
+    import fsspec.core
+
+    def missing(address):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(MissingPackage) as caught:
+        sources.make_parts(["s3://bucket/a.jsonl"])
+    expected = "s3://bucket/a.jsonl: addresses of s3:// need a package (Install s3fs to access S3)"
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_store_that_fails_is_one_line(memory, monkeypatch):
+    def refused(*args, **options):
+        raise PermissionError("Access Denied\nrequest 17")
+
+    monkeypatch.setattr(type(memory), "open", refused)
+    with pytest.raises(BadInput, match=r"cannot be read \(PermissionError: Access Denied.*creden"):
+        sources.make_parts(["memory://chats/a.jsonl"])
+
+
+def test_secrets_of_an_address_are_in_no_message():
+    name = remote.public_name("https://me:secret@host:8/a/b.jsonl?signature=secret")
+    assert name == "https://host:8/a/b.jsonl"
+    assert sources._kind("https://host/b.jsonl?x=1") == "jsonl"
+    assert remote.public_name("data/what?.jsonl") == "data/what?.jsonl"
