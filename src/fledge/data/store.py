@@ -22,8 +22,8 @@ from fledge.data.drops import DropReport
 from fledge.data.rows import Block
 from fledge.data.tokenise import TokenisedPart, checksum
 
-# Parts that are mapped at a time: their pages count as this process's memory once they were read.
-_MAPPED = 128
+# Bytes of parts that stay mapped: their pages count as this process's memory once they were read.
+_MAPPED_BYTES = 1 << 29
 _SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -101,7 +101,8 @@ class TokenRows(Sequence[TokenRow]):
     def __init__(self, directory: Path, parts: int, drops: DropReport, fingerprint: str) -> None:
         self.directory, self.drops, self.fingerprint = directory, drops, fingerprint
         self._parts = parts
-        self._block = lru_cache(maxsize=_MAPPED)(self._map)
+        size = sum(part_path(directory, part).stat().st_size for part in range(parts))
+        self._block = lru_cache(maxsize=_MAPPED_BYTES * parts // max(1, size))(self._map)
         self._first = np.zeros(1, dtype=np.int64)  # row at which each part begins
         self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         lengths = [np.diff(block.offsets) for block in self.blocks()]
