@@ -1,5 +1,6 @@
 """Tokenise once: sources, drops, interrupts, damage; the fuzzed file of 10,000 rows."""
 
+import gc
 import gzip
 import hashlib
 import json
@@ -419,8 +420,12 @@ def test_real_chats(smollm2, shared_data, tmp_path):
 
 def test_few_parts_are_mapped_at_a_time(prepare, tmp_path, monkeypatch):
     """Pages of mapped files count as memory: of millions of rows, few are mapped."""
-    monkeypatch.setattr(store, "_MAPPED", 3)
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(20)])
+    made = prepare(path, rows_per_part=1)
+    size = sum(part_path(made.directory, part).stat().st_size for part in range(20)) / 20
+    monkeypatch.setattr(store, "_MAPPED_BYTES", int(3.5 * size))
+    del made
+    gc.collect()  # and what it has mapped
     rows = prepare(path, rows_per_part=1)
     expected = [(row.place, row.input_ids.tolist()) for row in rows]
     assert [place for place, _ in expected] == [f"{path}:{i + 1}" for i in range(20)]

@@ -125,8 +125,12 @@ def _conversations(rows: Rows) -> NDArray[np.int64]:
     # Copies, or every part would stay mapped: fifty bytes a row, for as long as they are compared.
     copies = [block.places.take(np.arange(len(block))) for block in blocks_of(rows)]
     places = pa.chunked_array(copies, pa.string())
-    rank: NDArray[np.uint64] = pc.rank(places, tiebreaker="dense").to_numpy()
-    return rank.astype(np.int64) - 1
+    conversation: NDArray[np.int64] = (
+        pc.rank(places, tiebreaker="dense").to_numpy().astype(np.int64)
+    )
+    del copies, places
+    pa.default_memory_pool().release_unused()  # it would be kept for other columns, which none are
+    return conversation - 1
 
 
 def _truncated(rows: Rows) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ A part is `part-00007.arrow` with the rows and `part-00007.json`, written last, 
 and the drop report. A part whose record is missing or does not match is made again.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,8 +23,8 @@ from fledge.data.drops import DropReport
 from fledge.data.rows import Block
 from fledge.data.tokenise import TokenisedPart, checksum
 
-# Parts that are mapped at a time: their pages count as this process's memory once they were read.
-_MAPPED = 128
+# Bytes of parts that stay mapped: their pages count as this process's memory once they were read.
+_MAPPED_BYTES = 1 << 29
 _SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -101,7 +102,8 @@ class TokenRows(Sequence[TokenRow]):
     def __init__(self, directory: Path, parts: int, drops: DropReport, fingerprint: str) -> None:
         self.directory, self.drops, self.fingerprint = directory, drops, fingerprint
         self._parts = parts
-        self._block = lru_cache(maxsize=_MAPPED)(self._map)
+        size = sum(_size(part_path(directory, part)) for part in range(parts))
+        self._block = lru_cache(maxsize=_MAPPED_BYTES * parts // max(1, size))(self._map)
         self._first = np.zeros(1, dtype=np.int64)  # row at which each part begins
         self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         lengths = [np.diff(block.offsets) for block in self.blocks()]
@@ -165,6 +167,11 @@ class TokenRows(Sequence[TokenRow]):
                 f"{supervised} of {self.tokens} tokens are supervised",
                 fix="look at the rows with `fledge data preview`, and check the chat template",
             )
+
+
+def _size(path: Path) -> int:
+    with open_regular(path, what="a part of the rows") as handle:
+        return os.fstat(handle.fileno()).st_size
 
 
 def _map_part(path: Path, known: NDArray[np.int64] | None = None) -> Block:
