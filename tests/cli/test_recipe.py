@@ -49,7 +49,7 @@ def test_the_schema_is_json_and_knows_every_section(capsys: pytest.CaptureFixtur
     code, out, _ = fledge(capsys, "recipe", "schema")
     schema = json.loads(out)
     assert code == 0
-    assert set(schema["properties"]) == set(load_recipe(None).model_dump())
+    assert set(schema["properties"]) == {*load_recipe(None).model_dump(), "drafts"}
     assert schema["additionalProperties"] is False
     kinds = schema["properties"]["target"]["discriminator"]["mapping"]
     assert set(kinds) == {"hf", "remote", "cache", "sglang", "vllm", "ray"}

@@ -40,6 +40,8 @@ SPECIAL = {  # fields whose rule is not in their type
     "down_sample_ratio_min": st.floats(0, 0.5),
     "loss": st.sampled_from(sorted(LOSSES))
     | st.fixed_dictionaries({"kind": st.just("lk_lambda")}, optional={"decay": st.floats(0, 9)}),
+    "worker": st.fixed_dictionaries({}, optional={"backend": st.just("hf")})  # of Ray: a target
+    | st.fixed_dictionaries({"backend": st.just("vllm"), "tp_size": st.integers(1, 8)}),
     "sliding_layers": st.lists(st.integers(0, 9), max_size=3, unique=True),
     "lk_kl_decay": st.none() | st.just(3.0),  # one spelling at a time
 }
