@@ -6,6 +6,7 @@ in `session.py`.
 """
 
 import contextlib
+import signal
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -39,12 +40,14 @@ def fit_together(trainings: Sequence[Training], observers: Sequence[Observer]) -
         for training, observer in zip(trainings, observers, strict=True):
             sessions.append(Session(training, observer))
             held.callback(sessions[-1].close)
-        signal = _fit(sessions)
-        return [session.outcome(signal) for session in sessions]
+        ended_by = _fit(sessions)
+        return [session.outcome(ended_by) for session in sessions]
 
 
 def _fit(sessions: Sequence[Session]) -> int:
-    """The signal that ended it early; 0: none."""
+    """The signal that ended it early; 0: none. One that only another rank has heard counts as
+    SIGTERM."""
+    elsewhere = 0
     first, asking = sessions[0].training, together.asking(sessions)
     begin = min(session.step for session in sessions)  # those that are further wait
     prefetched = first.stream.prefetched(begin, first.recipe.training.prefetch)
@@ -68,6 +71,7 @@ def _fit(sessions: Sequence[Session]) -> int:
                 for session in taking:
                     session.save_if_due(best=session in improved, stopping=stopping)
                 if stopping:
+                    elsewhere = signal.SIGTERM
                     break
             for session in sessions:
                 session.read()
@@ -76,7 +80,7 @@ def _fit(sessions: Sequence[Session]) -> int:
                 session.stop_here()
             if not stop.received:
                 raise
-    return stop.received
+    return stop.received or elsewhere
 
 
 def _evaluate(sessions: Sequence[Session]) -> list[Session]:
