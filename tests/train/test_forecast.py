@@ -139,7 +139,7 @@ def test_a_run_that_is_set_up_is_counted_alike(recipe):
 
 
 def test_blocks_are_not_counted_as_chains():
-    """The 8B shape of PEERS' table: four rows of 2,048, 512 blocks of 8 in each, 5 layers, a frozen
+    """The 8B shape: four rows of 2,048, 512 blocks of 8 in each, 5 layers, a frozen
     head of 128,256. A chain of 7 would keep seven rows a token; this keeps two."""
     shape = (
         "packing.tokens=2048", "data.max_length=2048", "training.context=1", "training.shard=1",

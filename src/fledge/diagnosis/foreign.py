@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import Expected, Flag, ListOf, Maybe, Number, Table, Text, Whole
+from fledge.core.expected import Expected
 from fledge.core.reading import check, read_json
+from fledge.diagnosis.config_keys import CONFIG
 from fledge.diagnosis.layouts import (
     NESTED_KEY,
     OWN_AUX_KEY,
@@ -59,8 +60,6 @@ AUX_PLACES = _OURS, _VLLM, _SGLANG = (
 
 # Where an engine looks for the mask token, in this order.
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-# Who says that fc has a bias: we, SafeAILab, vLLM.
-BIAS_KEYS = ("fc_bias", "bias", "eagle_fc_bias")
 # Wrappers that trainers leave around the draft.
 _WRAPPERS = re.compile(r"^((_orig_mod|module|draft_model|eagle_module|model)\.)+")
 # Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
@@ -83,46 +82,12 @@ _KIND_OF_CLASS = {
 }
 _MIDLAYER = re.compile(r"^midlayer\.")
 _DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
-# The keys that are read here, and what their values may be; null stands for absent.
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
-    "max_position_embeddings", "num_aux_hidden_states", "num_depths", "ttt_steps", "draft_tokens",
-    "eagle_version",
-)  # fmt: skip
-_FACTORS = ("rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor")
-_SHARES = ("down_sample_ratio", "down_sample_ratio_min")
-_FLAGS = (
-    "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
-    "mlp_bias", "qk_norm", "parallel_drafting", "tie_word_embeddings", *BIAS_KEYS,
-)  # fmt: skip
-_WORDS = ("hidden_act", "model_type", "rope_type", "type")
-_PLAIN: dict[str, Expected] = {
-    **dict.fromkeys(_SIZES, Maybe(Whole(1, 2**40))),
-    **dict.fromkeys(_FACTORS, Maybe(Number(1e-300))),
-    **dict.fromkeys(_SHARES, Maybe(Number(0, 1))),
-    **dict.fromkeys(_FLAGS, Maybe(Flag())),
-    **dict.fromkeys(_WORDS, Maybe(Text(256))),
-    "architectures": Maybe(ListOf(Text(256))),
-}
-_ROTARY = ("rope_parameters", "rope_scaling")
-_NESTED = (NESTED_KEY, "speculators_config", "eagle_config", "dflash_config")
-
-
-def _config(depth: int) -> Table:
-    """A config, and as many levels of configs inside it."""
-    inner = _config(depth - 1) if depth else Table(optional=_PLAIN)
-    return Table(optional={**_PLAIN, **dict.fromkeys((*_NESTED, *_ROTARY), Maybe(inner))})
-
-
 # Parts of a layer that only some drafts have: the flag in our config, and the tensors.
 LAYER_EXTRAS = {
     "qk_norm": {f"self_attn.{one}_norm.weight" for one in "qk"},
     "attention_bias": {f"self_attn.{one}_proj.bias" for one in "qkvo"},
     "mlp_bias": {f"mlp.{one}_proj.bias" for one in ("gate", "up", "down")},
 }
-CONFIG = _config(3)
-CONFIG_KEYS = {*_PLAIN, *_ROTARY, *_NESTED}
 
 
 @dataclass

@@ -21,7 +21,8 @@ from fledge.core.install import fledge_command
 from fledge.core.text import counted
 from fledge.diagnosis.block_view import BlockView
 from fledge.diagnosis.checks.base import Subject, TargetFiles
-from fledge.diagnosis.foreign import BIAS_KEYS, CONFIG_KEYS, read_files, tokens_marked
+from fledge.diagnosis.config_keys import BIAS_KEYS, CONFIG_KEYS
+from fledge.diagnosis.foreign import read_files, tokens_marked
 from fledge.diagnosis.import_block import build_block
 from fledge.diagnosis.layouts import OWN_AUX_KEY
 from fledge.draft.base import DraftModel

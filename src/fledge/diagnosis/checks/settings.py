@@ -7,7 +7,8 @@ from fledge.core.errors import BadInput
 from fledge.diagnosis.checks.base import Finding, Subject, check, error, warning, wrong_key
 from fledge.diagnosis.checks.sizes import Sizes, sizes_of
 from fledge.diagnosis.checks.tensors import drop_tensors
-from fledge.diagnosis.foreign import BIAS_KEYS, DraftFiles
+from fledge.diagnosis.config_keys import BIAS_KEYS
+from fledge.diagnosis.foreign import DraftFiles
 from fledge.diagnosis.layouts import NESTED_KEY, SPECULATORS_KEY
 from fledge.draft.mask_token import check_mask_token_id
 

@@ -106,7 +106,7 @@ class _Payload:
             )
             for name, tensor in raw.items()
         }
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
         copied.record()
         return cls(host, sizes, copied)
 
