@@ -103,3 +103,20 @@ def test_one_after_the_other(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(enter, range(8)))
     assert most == [1] * 8
+
+
+def test_whoever_leaves_last_removes_what_the_killed_left(tmp_path):
+    left = tmp_path / "target" / ".config.json.x.tmp"
+    left.parent.mkdir()
+    with Claims(tmp_path / "claims") as first:
+        left.touch()
+        with Claims(tmp_path / "claims") as second:
+            second.remove_temporary_files()
+        assert left.exists()  # it may be the first one's, who is still at work
+        (tmp_path / "kept").touch()
+        first.take("x")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["kept"]
+    left.touch()
+    with Claims(tmp_path / "claims") as alone:
+        alone.remove_temporary_files()
+        assert not left.exists()

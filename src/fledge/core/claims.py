@@ -30,7 +30,10 @@ _POLL_S = 0.5  # how often a process without work looks at what the others do
 
 
 class Claims:
-    """The claims of this process in a directory of claims; all are given up at the end."""
+    """The claims of this process in a directory of claims; all are given up at the end.
+
+    The directory lies in the place of work. Whoever leaves last removes it, and from that place the
+    temporary files of processes that were killed."""
 
     def __init__(self, directory: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S):
         self._directory, self._beat_s, self._stale_s = directory, beat_s, stale_s
@@ -53,11 +56,12 @@ class Claims:
         self._thread.join()
         for name in list(self._held):
             self.release(name)
-        for path in [path for path in self._directory.glob("*.*") if self._is_stale(path)]:
-            path.unlink(missing_ok=True)  # of processes that were killed
+        _unlink(path for path in list(self._directory.glob("*.*")) if self._is_stale(path))
+        left = self._temporary()  # what is there before nobody is at work is nobody's then
         self._clock.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not the last one
             self._directory.rmdir()
+            _unlink(left)
 
     def take(self, name: str) -> bool:
         """Claim a piece of work; False: somebody is at it."""
@@ -128,6 +132,16 @@ class Claims:
         clocks = self._directory.glob(".beat.*")
         return any(path != self._clock and not self._is_stale(path) for path in clocks)
 
+    def remove_temporary_files(self) -> None:
+        """Those of processes that were killed, unless others are at work: whoever made one before
+        we looked is seen when we look for company."""
+        left = self._temporary()
+        if not self.has_company():
+            _unlink(left)
+
+    def _temporary(self) -> list[Path]:
+        return list(self._directory.parent.rglob(".*.tmp"))
+
     def _release_done(self, is_done: Callable[[str], bool]) -> None:
         for name in [name for name in self._held if is_done(name)]:
             self.release(name)
@@ -153,6 +167,11 @@ class Claims:
             for path in paths:
                 with contextlib.suppress(OSError):  # removed by hand: the work goes on
                     os.utime(path)
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _owner() -> str:

@@ -16,7 +16,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fledge.core import reading
-from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
 from fledge.core.expected import (
     Choice,
@@ -209,15 +208,6 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
             where=str(directory),
             fix="continue it with --resume, or give another directory",
         )
-
-
-def remove_temporary_files(directory: Path, claims: Claims) -> None:
-    """Temporary files of processes that were killed, unless others are at work: whoever made
-    one before we looked is seen when we look for company."""
-    temporary = list(directory.rglob(".*.tmp"))
-    if not claims.has_company():
-        for path in temporary:
-            path.unlink(missing_ok=True)
 
 
 def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from fledge.target.cache.manifest import (
     ensure_resumable,
     existing_shards,
     has_head,
-    remove_temporary_files,
     target_facts,
     target_tensors,
     write_head,
@@ -99,7 +98,7 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> N
     with claims.alone("manifest"):
         existing = existing_shards(job.directory)
         ensure_resumable(job.directory, manifest, existing, shared=claims.has_company())
-        remove_temporary_files(job.directory, claims)
+        claims.remove_temporary_files()
         if not existing or not has_head(job.directory, job.model_dir):
             if job.vocabulary is not None:
                 job.vocabulary.save(job.directory / VOCABULARY)
