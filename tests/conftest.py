@@ -16,6 +16,12 @@ import torch
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, chosen when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if importlib.util.find_spec("hypothesis"):  # not in the engines' environments
+    from hypothesis import settings
+
+    settings.register_profile("shared machine", deadline=None)  # how long a case takes says nothing
+    settings.load_profile("shared machine")
+
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"  # reference data beside the checkout, not part of the project
 

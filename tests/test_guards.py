@@ -88,6 +88,24 @@ def test_a_step_and_a_decoder_need_no_pydantic():
     assert not loaded & {"pydantic", "datasets", "gguf", "pyarrow"}
 
 
+def test_measuring_a_step_needs_none_either():
+    """Of every method: machines on which peers are compared may lack what recipes need."""
+    script = """
+import sys
+for name in ("pydantic", "datasets", "gguf"):
+    sys.modules[name] = None
+import torch
+from fledge.bench.train_step import Case, measure_step
+from fledge.methods.registry import METHODS
+for kind in METHODS:
+    case = Case(shape="tiny", kind=kind, seq=64)
+    figures = measure_step(case, torch.device("cpu"), steps=1, warmup=1)
+    assert figures.tokens == 64 and figures.flops > 0
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def written_to_the_terminal(path: Path) -> set[str]:
     """The ways in which a file writes to the terminal past `core.terminal`."""
     found = set()

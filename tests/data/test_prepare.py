@@ -4,6 +4,7 @@ import gc
 import gzip
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -393,15 +394,20 @@ def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenize
         prepare(path)
 
 
+def worked_seconds():
+    """Of this process and those that it has waited for: what else a machine does is not counted."""
+    return sum(os.times()[:4])
+
+
 @pytest.mark.slow
 def test_real_chats(smollm2, shared_data, tmp_path):
     """The reference chats: padding after packing under 1 %, and cut answers without an end."""
     from fledge.data.pack import pack_rows
 
-    start = time.perf_counter()
+    start = worked_seconds()
     chats = [str(shared_data / "smollm2_chat.jsonl")]
     rows = prepare_rows(chats, smollm2, cache=tmp_path, workers=2)
-    assert time.perf_counter() - start < 60
+    assert worked_seconds() - start < 120  # on two cores: in a minute
     assert len(rows) == 19_847
     assert rows.drops.counts == {}
     assert pack_rows(rows.lengths, 4096).padding_share < 0.01

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
-from fledge.draft.block import BlockDraftModel
+from fledge.draft.layer import LayerWeights
 from fledge.methods.registry import load_draft, method_of
 from fledge.rollout.block_plan import BlockRows
 from objective.naive_block import (
@@ -46,20 +46,21 @@ def test_states_equal_the_textbook(variant, kind):
     position = torch.cat([torch.arange(9), torch.arange(12)])
     newest = torch.stack([documents[d].ids[a] for d, a in starts])
     states = draft(aux, newest, position, rows, attention=kind)
-    expected = torch.stack([block_states(draft, documents[d], a) for d, a in starts])
+    expected = torch.cat([block_states(draft, documents[d], a) for d, a in starts])
     torch.testing.assert_close(states, expected, rtol=1e-10, atol=1e-11)
+    wanted = torch.tensor([17, 3, 8, 4])
+    some = draft(aux, newest, position, rows, wanted_P=wanted, attention=kind)
+    torch.testing.assert_close(some, expected[wanted], rtol=1e-10, atol=1e-11)
 
 
 def test_the_context_is_computed_once_for_each_token_and_layer(monkeypatch):
     draft = make_block_draft()
     calls = []
-    plain = BlockDraftModel.context_keys
+    plain = LayerWeights.project_keys
     monkeypatch.setattr(
-        BlockDraftModel,
-        "context_keys",
-        lambda self, layer, context, turn: (
-            calls.append(context.shape) or plain(self, layer, context, turn)
-        ),
+        LayerWeights,
+        "project_keys",
+        lambda self, context: calls.append(context.shape) or plain(self, context),
     )
     document = make_block_documents([12])[0]
     rows = BlockRows.of(np.array([3, 4, 9]), np.zeros(3, np.int64), 4, torch.device("cpu"))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.draft.layer import gated_mlp
+from fledge.draft.mlp import gated_mlp
 from fledge.draft.rotary import Rotary, _in_both_spellings, rope_parameters, rotate
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.draft import layer as layer_module
-from fledge.draft.layer import gated_mlp
+from fledge.draft import mlp as mlp_module
+from fledge.draft.mlp import gated_mlp
 
 DEVICE = interpreted_triton.DEVICE
 
@@ -26,7 +26,7 @@ def use(monkeypatch):
     """Run a function with its kernels allowed or not, whatever the device."""
 
     def run(allowed, function, *leaves):
-        monkeypatch.setattr(layer_module, "kernel_runs", lambda x, *, what: allowed)
+        monkeypatch.setattr(mlp_module, "kernel_runs", lambda x, *, what: allowed)
         return results(function, *leaves)
 
     return run

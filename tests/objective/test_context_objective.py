@@ -172,7 +172,7 @@ def kept_on_ranks(kind, context):
     module = kind(ContextRanks.of(world))
     batch = padded_batch(make_documents([LONG], supervised=0.9))
     ready = module.prepare_inputs(**batch, seed=SEED)
-    answer = [ready.aux, ready.supervision.hidden_SD]
+    answer = [ready.aux_OD, ready.supervision.hidden_SD]
     weights = [*module.parameters(), *module.buffers(), *answer]
     with watch_saved(weights) as saved:
         out = module.score(ready, world.sum_(ready.charged_K.clone()))

@@ -1,5 +1,6 @@
 """What a block step is said to compute and keep, against torch's own counts of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -60,9 +61,7 @@ def test_operations_are_those_that_torch_counts(kind):
     module, ready, work = make_step(kind, attention="reference")
     found = work.counted(ready.plan)
     rows = found.blocks * work.config.block_size
-    dense = type(found)(
-        found.tokens, found.blocks, found.elements, rows * (found.tokens + work.config.block_size)
-    )
+    dense = replace(found, pairs=rows * (found.tokens + work.config.block_size))
     assert 0.3 * dense.pairs < found.pairs < dense.pairs
     with FlopCounterMode(display=False) as counter:
         module.score(ready).loss.backward()
@@ -79,7 +78,7 @@ def test_operations_are_those_that_torch_counts(kind):
 @pytest.mark.parametrize("kind", MODULES)
 def test_bytes_are_those_that_autograd_keeps(kind):
     module, ready, work = make_step(kind)
-    batch = [ready.aux, ready.input_ids, ready.supervision.hidden_SD]
+    batch = [ready.aux_OD, ready.input_ids, ready.supervision.hidden_SD]
     with watch_saved([*module.parameters(), work.draft.lm_head.weight, *batch]) as saved:
         loss = module.score(ready).loss
     predicted = work.kept(work.counted(ready.plan), width=4)

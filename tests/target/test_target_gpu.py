@@ -53,6 +53,20 @@ def test_whole_packs_answer_as_documents_alone(dtype, tolerance, recorded):
     assert "forward" not in model.model.layers[0].__dict__  # nothing stays behind
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_features_are_those_of_the_answer(recorded):
+    model = small_llama(torch.float32)
+    target = HFEagle3TargetModel(model, [0, 2, 4], supervision="hidden", compile_layers=True)
+    target.record_passes = recorded
+    for pack in packs(3):
+        for ask in (target.features, target.answer):  # in turns: neither spoils the other
+            aux = ask(pack).aux_hidden_states
+        assert torch.equal(target.features(pack).aux_hidden_states, aux)
+        assert target.answer(pack).last_hidden_states.any()
+        assert not target.features(pack).last_hidden_states.any()
+    assert bool(target._recorded_features.sizes) == recorded
+
+
 def test_an_fp8_product_is_its_definition():
     linear = torch.nn.Linear(576, 192, bias=True, device="cuda", dtype=torch.bfloat16)
     eight, x = Fp8Linear(linear), torch.randn(77, 576, device="cuda", dtype=torch.bfloat16)
@@ -60,7 +74,7 @@ def test_an_fp8_product_is_its_definition():
     assert (eight(x).float() - want).norm() < 1e-2 * want.norm()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
 @pytest.mark.parametrize("documents", [0, 60])
 def test_a_step_waits_for_nothing(kind, documents):
     """After warm-up no call of a step stops until the GPU has caught up."""

@@ -8,6 +8,7 @@ import pytest
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
+from fledge.draft.block import KEPT_MLP_GIB
 from fledge.objective.work import ChainWork
 from fledge.recipe.schema import load_recipe
 from fledge.recipe.shipped import shipped_recipe
@@ -152,11 +153,13 @@ def test_blocks_are_not_counted_as_chains():
     work = block.step.work
     rows, keys, width = 4 * 512 * 8, 2 * 8 * 128, 32 * 128
     state, mlp = 4096, 14_336
-    kept = 5 * rows * (4 * state + 3 * width + 1.5 * keys)  # MLPs are computed again
-    kept += 5 * 8192 * 1.5 * keys + 8192 * 2 * state + rows * state + 4 * 512 * 7 * state
+    picked = rows * 7 // 8
+    kept = 5 * rows * (state + 2 * width + keys) + 4 * rows * state + picked * (state + width)
+    kept += 5 * 8192 * keys + 8192 * 2 * state + 2 * picked * state
     kept += (rows + 8192) * 2 * 128
-    assert rows * 5 * 2 * mlp * 2 > 1.5 * GIB
-    weights = 5 * (3 * state * mlp + 2 * state * width + state * keys) + 5 * state * state
+    kept += (2 * rows + picked) * 2 * mlp  # of three layers: two MLPs are computed again
+    assert 3 < KEPT_MLP_GIB * GIB / (rows * 2 * mlp * 2) < 4
+    weights = 5 * (2 * state * width + state * keys) + 5 * state * state  # MLPs' are cast twice
     assert work.kept_bytes(8192, 2) == 2 * (kept + weights)
     assert block.step.bytes(1) < 9 * GIB
     larger = Forecast.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)

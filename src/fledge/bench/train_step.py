@@ -109,7 +109,8 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def build_parts(case: Case, device: torch.device) -> Parts:
     target, method = build_target(case, device), METHODS[case.kind]
-    usual = {"layers": 1, "freeze_embeddings": True, **method.draft_defaults}
+    usual = {"layers": 1, "freeze_embeddings": True}
+    usual |= {**method.draft_defaults, **method.fixed_draft}
     vocab = SHAPES[case.shape][-1]
     draft_vocab = usual.get("draft_vocab_size", DRAFT_VOCAB[case.shape]) or vocab  # null: all of it
     options = method.bench_options(
@@ -216,9 +217,7 @@ def measure_step(
 
 def work_of(case: Case, parts: Parts) -> Work:
     """What a step of it computes."""
-    method = METHODS[case.kind]
-    section = method.section.model_validate(method.bench_section)
-    return method.work(parts.objective.draft_model, section)
+    return METHODS[case.kind].work(parts.objective.draft_model, parts.objective)
 
 
 def matmul_ceiling(device: torch.device, size: int = 8192) -> float:

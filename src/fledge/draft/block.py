@@ -25,22 +25,18 @@ from fledge.draft.base import DraftModel
 from fledge.draft.block_heads import ConfidenceHead, MarkovHead
 from fledge.draft.config import check_draft_config
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME, config_json
-from fledge.draft.layer import (
-    DeepDraftLayer,
-    DraftLayer,
-    LayerWeights,
-    forget_mlp,
-    linear,
-    rms_norm,
-)
-from fledge.draft.rotary import Rotary, rotate
-from fledge.kernels.attention.block import Sight, block_attention
+from fledge.draft.heads import Turn, split_heads
+from fledge.draft.layer import DeepDraftLayer, DraftLayer, LayerWeights, linear
+from fledge.draft.mlp import kept_mlps
+from fledge.draft.norms import rms_norm
+from fledge.draft.rotary import Rotary
+from fledge.kernels.attention.block import Again, Sight, block_attention
 from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.block_plan import BlockRows
 from fledge.target.base import Eagle3TargetBackend, HasWeight
 
-Turn = tuple[Tensor, Tensor]  # cos and sin
+KEPT_MLP_GIB = 2.75  # of MLPs' activations; the backward pass computes the others again
 
 
 class BlockDraftModel(DraftModel):
@@ -196,12 +192,24 @@ class BlockDraftModel(DraftModel):
 
     # --- computing ------------------------------------------------------------------------------
 
-    def layer_weights(
-        self, dtype: torch.dtype, *, recompute_mlp: bool = False
-    ) -> list[LayerWeights]:
-        """What a step computes with, layer by layer."""
-        layers = cast(Iterable[DraftLayer], self.layers)
-        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
+    def layer_weights(self, dtype: torch.dtype) -> list[LayerWeights]:
+        """What many passes compute with, layer by layer."""
+        return [layer.weights(dtype) for layer in self._layers]
+
+    def _weights_of_a_step(self, dtype: torch.dtype, rows: int) -> list[LayerWeights]:
+        """What one pass over so many rows computes with."""
+        count = len(self.layers)
+        if self.checkpoints_layers:  # keeps nothing of a layer anyway
+            return self.layer_weights(dtype)
+        kept = kept_mlps(self.config, rows, dtype, layers=count, kept_gib=KEPT_MLP_GIB)
+        return [
+            layer.weights(dtype, recompute_mlp=number < count - kept, used_once=True)
+            for number, layer in enumerate(self._layers)
+        ]
+
+    @property
+    def _layers(self) -> Iterable[DraftLayer]:
+        return cast(Iterable[DraftLayer], self.layers)
 
     def norm_weight(self, dtype: torch.dtype) -> Tensor:
         return self.norm.weight.to(dtype)
@@ -214,12 +222,22 @@ class BlockDraftModel(DraftModel):
 
     def context_keys(self, layer: LayerWeights, context_NE: Tensor, turn: Turn) -> KeysValues:
         """[N, G, C] keys and values that a layer makes of context tokens."""
-        kv = layer.project(context_NE, None, slice(layer.q_size, None))
-        keys, values = self.by_head(kv).chunk(2, dim=1)
-        return rotate(layer.keys(keys), *turn), values
+        _, keys, values = self._split(layer, layer.project_keys(context_NE), turn)
+        return keys, values
 
-    def by_head(self, x_NX: Tensor) -> Tensor:
-        return x_NX.reshape(len(x_NX), x_NX.shape[1] // self.config.head_dim, self.config.head_dim)
+    def block_heads(
+        self, layer: LayerWeights, state_NE: Tensor, turn: Turn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, C], keys and values [N, G, C] of a block's own slots."""
+        return self._split(layer, layer.project_normed(state_NE), turn)
+
+    def _split(
+        self, layer: LayerWeights, x_NX: Tensor, turn: Turn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        groups = self.config.num_key_value_heads
+        return split_heads(x_NX, layer.q_norm, layer.k_norm, turn, eps=layer.eps, groups=groups)
 
     def forward(
         self,
@@ -228,28 +246,25 @@ class BlockDraftModel(DraftModel):
         position_T: Tensor,
         rows: BlockRows,
         *,
+        wanted_P: Tensor | None = None,  # which slots, all blocks end to end; None: all of them
         compute_dtype: torch.dtype | None = None,
         attention: AttentionKind = "fast",
     ) -> Tensor:
-        """Head inputs [N, J, E] of all slots of all blocks, after the final norm."""
+        """Head inputs [P, E] of the wanted slots, after the final norm."""
         dtype = compute_dtype or self.dtype
-        tokens = len(rows) * rows.size
-        forget = not self.checkpoints_layers and forget_mlp(
-            self.config, len(self.layers) * tokens, dtype, kept_gib=1.5
-        )
         context_TE = self.project_hidden_states(aux_TD, dtype)
         turn_T = self.rotary(position_T, dtype)
         position_N = position_T.index_select(0, rows.slot_N) + 1
         position_NJ = position_N[:, None] + torch.arange(rows.size, device=position_N.device)
         turn = self.rotary(position_NJ.flatten(), dtype)
         state = self.embed(self.block_tokens(newest_N), dtype).flatten(0, 1)
-        weights = self.layer_weights(dtype, recompute_mlp=forget)
-        for layer, sight in zip(weights, self.sights(), strict=True):
+        weights = self._weights_of_a_step(dtype, len(state))
+        picked = [*[None] * (len(weights) - 1), wanted_P]  # others see all slots up to the last
+        for layer, sight, wanted in zip(weights, self.sights(), picked, strict=True):
             state = self._run_draft_layer(
-                self._layer, layer, sight, state, context_TE, turn_T, turn, rows, attention
+                self._layer, layer, sight, state, context_TE, turn_T, turn, rows, attention, wanted
             )
-        state = rms_norm(state, self.norm_weight(dtype), self.config.rms_norm_eps)
-        return state.view(len(rows), rows.size, self.config.hidden_size)
+        return rms_norm(state, self.norm_weight(dtype), self.config.rms_norm_eps)
 
     def _layer(
         self,
@@ -261,23 +276,43 @@ class BlockDraftModel(DraftModel):
         turn: Turn,
         rows: BlockRows,
         attention: AttentionKind,
+        wanted_P: Tensor | None,
     ) -> Tensor:
-        context = self.context_keys(layer, context_TE, turn_T)
-        q, keys, values = self.block_heads(layer, state, turn)
-        by_block = (x.view(len(rows), rows.size, *x.shape[1:]) for x in (q, keys, values))
-        q_NJHC, *own = by_block
-        out = block_attention(q_NJHC, context, (own[0], own[1]), rows, sight, kind=attention)
-        return layer.finish(state, out.flatten(0, 1))
+        projected = (layer.project_keys(context_TE), layer.project_normed(state))
 
-    def block_heads(
-        self, layer: LayerWeights, state_NE: Tensor, turn: Turn
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, C], keys and values [N, G, C] of a block's own slots."""
-        qkv = layer.project(layer.normed(state_NE), None, slice(None))
-        kv_size = (qkv.shape[1] - layer.q_size) // 2
-        parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)
-        q, keys, values = map(self.by_head, parts)
-        return rotate(layer.queries(q), *turn), rotate(layer.keys(keys), *turn), values
+        def make(kv_TX: Tensor, qkv_NX: Tensor) -> tuple[Tensor, ...]:
+            _, *context = self._split(layer, kv_TX, turn_T)
+            own = self._split(layer, qkv_NX, turn)
+            q, *keys = (x.view(len(rows), rows.size, *x.shape[1:]) for x in own)
+            return q, *context, *keys
+
+        q, k, v, *own = make(*projected)
+        out = block_attention(
+            q, (k, v), (own[0], own[1]), rows, sight, kind=attention,
+            again=Again(projected, make) if layer.recompute_norms else None,
+        ).flatten(0, 1)  # fmt: skip
+        if wanted_P is not None:
+            state, out = _pick(state, wanted_P), _pick(out, wanted_P)
+        return layer.finish(state, out)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, index_P: Tensor) -> Tensor:
+        ctx.save_for_backward(index_P)
+        ctx.shape = x_N.shape
+        return x_N.index_select(0, index_P)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index_P,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, index_P, grads[0]), None
+
+
+def _pick(x_N: Tensor, index_P: Tensor) -> Tensor:
+    """Rows of x, none twice: so their gradients are copied, where `index_select` would add."""
+    picked: Tensor = _Pick.apply(x_N, index_P)  # type: ignore[no-untyped-call]
+    return picked
 
 
 @dataclass(frozen=True)

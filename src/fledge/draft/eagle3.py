@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fledge.compat.flex_peagle import peagle_block_mask
 from fledge.draft.config import check_draft_config
-from fledge.draft.layer import DeepDraftLayer, FusedDraftLayer, linear, rms_norm
+from fledge.draft.layer import DeepDraftLayer, FusedDraftLayer, linear
+from fledge.draft.norms import rms_norm
 from fledge.draft.rotary import Rotary
 from fledge.draft.unroll import UnrolledDraftModel
 

@@ -20,84 +20,13 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from fledge.compat.flex_peagle import peagle_flex_attention
+from fledge.draft.mlp import gated_mlp
+from fledge.draft.norms import norm_linear, rms_norm
 from fledge.draft.rotary import Rotary, rotate
-from fledge.kernels.gate import kernel_runs
 
 
 def linear(in_features: int, out_features: int, *, bias: bool = False) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=bias)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Statistics in fp32 whatever the dtype; without a weight there is no norm."""
-    if weight is None:
-        return x
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-class _GatedMlp(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)), keeping only the two products: half of what autograd would keep.
-
-    They are the widest activations of a step, once per depth. With `recompute` not even they are
-    kept: the backward pass multiplies once more.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NE: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, recompute: bool
-    ) -> Tensor:
-        gate_NI, up_NI = F.linear(x_NE, gate_IE), F.linear(x_NE, up_IE)
-        kept = () if recompute else (gate_NI, up_NI)
-        ctx.save_for_backward(x_NE, gate_IE, up_IE, down_EI, *kept)
-        if kernel_runs(gate_NI, what="SwiGLU"):
-            from fledge.kernels.swiglu import gate
-
-            return F.linear(gate(gate_NI, up_NI), down_EI)
-        return F.linear(F.silu(gate_NI) * up_NI, down_EI)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dout_NE,) = grads
-        x_NE, gate_IE, up_IE, down_EI, *kept = ctx.saved_tensors
-        gate_NI, up_NI = kept or (F.linear(x_NE, gate_IE), F.linear(x_NE, up_IE))
-        gated_NI, dgate_NI, dup_NI = _gate_backward(gate_NI, up_NI, dout_NE @ down_EI)
-        dx_NE = torch.addmm(dgate_NI @ gate_IE, dup_NI, up_IE)
-        return dx_NE, dgate_NI.t() @ x_NE, dup_NI.t() @ x_NE, dout_NE.t() @ gated_NI, None
-
-
-def _gate_backward(
-    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up once more, and the gradients of gate and up; dgated's memory is used up."""
-    if kernel_runs(gate_NI, what="SwiGLU"):
-        from fledge.kernels.swiglu import gate_backward
-
-        return gate_backward(gate_NI, up_NI, dgated_NI)
-    act_NI = F.silu(gate_NI)
-    gated_NI = act_NI * up_NI
-    dup_NI = act_NI.mul_(dgated_NI)
-    dgate_NI = torch.ops.aten.silu_backward(dgated_NI.mul_(up_NI), gate_NI)
-    return gated_NI, dgate_NI, dup_NI
-
-
-def gated_mlp(
-    x_NE: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, *, recompute: bool = False
-) -> Tensor:
-    """SwiGLU."""
-    kind = x_NE.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # the backward pass is written out, and runs where autocast casts nothing
-        dtype = torch.get_autocast_dtype(kind)
-        x_NE, gate_IE, up_IE, down_EI = (x.to(dtype) for x in (x_NE, gate_IE, up_IE, down_EI))
-    out_NE: Tensor = _GatedMlp.apply(x_NE, gate_IE, up_IE, down_EI, recompute)  # type: ignore[no-untyped-call]
-    return out_NE
-
-
-def forget_mlp(config: Any, rows: int, dtype: torch.dtype, *, kept_gib: float) -> bool:
-    """Whether MLPs over so many rows (of all layers) would keep more than that for the backward
-    pass, and should compute twice instead: a twentieth of a step's time for a third of its memory.
-    """
-    return bool(rows * 2 * config.intermediate_size * dtype.itemsize > kept_gib * 2**30)
 
 
 class DraftAttention(nn.Module):
@@ -183,8 +112,13 @@ class DraftLayer(nn.Module):
         out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
         return out
 
-    def weights(self, dtype: torch.dtype, *, recompute_mlp: bool = False) -> "LayerWeights":
+    def weights(
+        self, dtype: torch.dtype, *, recompute_mlp: bool = False, used_once: bool = False
+    ) -> "LayerWeights":
+        """`used_once`: for one pass that is differentiated, and wants to keep little for that."""
         attn, mlp = self.self_attn, self.mlp
+        late = used_once and not mlp.biased  # cast when they are used
+        mlp_dtype = mlp.gate_proj.weight.dtype if late else dtype
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
         qkv = torch.cat([proj.weight.to(dtype) for proj in projections])
         qkv_bias = None
@@ -206,12 +140,13 @@ class DraftLayer(nn.Module):
             o=attn.o_proj.weight.to(dtype),
             o_bias=attn.o_proj.bias.to(dtype) if attn.biased else None,
             mlp_norm=self.post_attention_layernorm.weight.to(dtype),
-            gate=mlp.gate_proj.weight.to(dtype),
-            up=mlp.up_proj.weight.to(dtype),
-            down=mlp.down_proj.weight.to(dtype),
+            gate=mlp.gate_proj.weight.to(mlp_dtype),
+            up=mlp.up_proj.weight.to(mlp_dtype),
+            down=mlp.down_proj.weight.to(mlp_dtype),
             mlp_biases=_mlp_biases(mlp, dtype),
             eps=self.post_attention_layernorm.eps or 0.0,
             recompute_mlp=recompute_mlp,
+            recompute_norms=used_once,
         )
 
 
@@ -287,6 +222,7 @@ class LayerWeights:
     mlp_biases: tuple[Tensor, Tensor, Tensor] | None
     eps: float
     recompute_mlp: bool = False  # the MLP's activations are recomputed: long batches need memory
+    recompute_norms: bool = False  # and so is what the norms say
     merge_EE: Tensor | None = None  # EAGLE-1's layer 0: fc's half for the state
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
@@ -304,6 +240,16 @@ class LayerWeights:
 
     def normed(self, state_NE: Tensor) -> Tensor:
         return rms_norm(state_NE, self.state_norm, self.eps)
+
+    def project_normed(self, state_NE: Tensor) -> Tensor:
+        """All q, k, v outputs of a state."""
+        if self.recompute_norms and self.state_norm is not None and self.state_bias is None:
+            return norm_linear(state_NE, self.state_norm, self.state_qkv, self.eps)
+        return self.project(self.normed(state_NE), None, slice(None))
+
+    def project_keys(self, context_NE: Tensor) -> Tensor:
+        """k and v outputs of what is not normed, and only looked at."""
+        return self.project(context_NE, None, slice(self.q_size, None))
 
     def project(self, normed_NE: Tensor, token_N: Tensor | None, columns: slice) -> Tensor:
         """Some of the q, k, v outputs; `token_N` holds the embedding half of all of them."""
@@ -325,11 +271,16 @@ class LayerWeights:
         if self.norm_residual:
             residual_NE = self.normed(residual_NE)
         state_NE = residual_NE + F.linear(attended_NHC.flatten(1), self.o, self.o_bias)
-        return state_NE + self._mlp(rms_norm(state_NE, self.mlp_norm, self.eps))
+        return state_NE + self._mlp(state_NE)
 
-    def _mlp(self, x_NE: Tensor) -> Tensor:
+    def _mlp(self, state_NE: Tensor) -> Tensor:
+        weights = (self.gate, self.up, self.down)
+        if self.recompute_norms and self.mlp_biases is None:
+            norm = (self.mlp_norm, self.eps)
+            return gated_mlp(state_NE, *weights, norm=norm, recompute=self.recompute_mlp)
+        x_NE = rms_norm(state_NE, self.mlp_norm, self.eps)
         if self.mlp_biases is None:
-            return gated_mlp(x_NE, self.gate, self.up, self.down, recompute=self.recompute_mlp)
+            return gated_mlp(x_NE, *weights, recompute=self.recompute_mlp)
         gate, up, down = self.mlp_biases  # rare: left to autograd
         gated_NI = F.silu(F.linear(x_NE, self.gate, gate)) * F.linear(x_NE, self.up, up)
         return F.linear(gated_NI, self.down, down)

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.layer import LayerWeights, forget_mlp, rms_norm
+from fledge.draft.layer import LayerWeights
+from fledge.draft.mlp import forget_mlp
+from fledge.draft.norms import rms_norm
 from fledge.draft.rotary import rotate
 from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.gathered import gathered

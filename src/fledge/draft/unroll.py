@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.draft.base import DraftModel
-from fledge.draft.layer import DraftLayer, LayerWeights, forget_mlp, rms_norm
+from fledge.draft.layer import DraftLayer, LayerWeights
+from fledge.draft.mlp import forget_mlp
+from fledge.draft.norms import rms_norm
 from fledge.draft.rotary import Rotary, rotate
 from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.gathered import gathered

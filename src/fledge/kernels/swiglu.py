@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The elementwise half of SwiGLU, one GPU kernel forward and one backward.
 
-Same results as the torch lines of `layer._GatedMlp`, which read or write the widest activations of
+Same results as the torch lines of `mlp._GatedMlp`, which read or write the widest activations of
 a step nineteen times; these kernels do so nine times. Importing this file imports Triton.
 """
 
@@ -13,19 +13,25 @@ from torch import Tensor
 from fledge.kernels.gate import on_device_of
 
 
-@triton.jit(do_not_specialize=["size"])
-def _gate_forward(gate, up, gated, size, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = i < size
+@triton.jit
+def _piece_of_row(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's numbers, and which of them are there. The row's width is known to the compiler:
+    only then does it see that lanes side by side are live together, and loads them as one."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0).to(tl.int64) * WIDTH + column, column < WIDTH
+
+
+@triton.jit
+def _gate_forward(gate, up, gated, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i, live = _piece_of_row(WIDTH, BLOCK)
     g = tl.load(gate + i, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up + i, mask=live, other=0.0).to(tl.float32)
     tl.store(gated + i, (g * tl.sigmoid(g) * u).to(gated.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _gate_backward(gate, up, dgated, gated, dgate, dup, size, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = i < size
+@triton.jit
+def _gate_backward(gate, up, dgated, gated, dgate, dup, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i, live = _piece_of_row(WIDTH, BLOCK)
     g = tl.load(gate + i, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up + i, mask=live, other=0.0).to(tl.float32)
     d = tl.load(dgated + i, mask=live, other=0.0).to(tl.float32)
@@ -37,17 +43,23 @@ def _gate_backward(gate, up, dgated, gated, dgate, dup, size, BLOCK: tl.constexp
     tl.store(dup + i, (d * act).to(kind), mask=live)
 
 
-_GATE_BLOCK = 2048
+def _block(width: int) -> int:
+    """The largest piece that divides a row, of those worth a program."""
+    for size in (2048, 1024, 512):
+        if width % size == 0:
+            return size
+    return min(1024, int(triton.next_power_of_2(width)))
 
 
 def gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
     """silu(gate) * up."""
     gate_NI, up_NI = gate_NI.contiguous(), up_NI.contiguous()
     gated_NI = torch.empty_like(gate_NI)
-    if size := gate_NI.numel():
+    rows, width = gate_NI.shape
+    if gate_NI.numel():
         with on_device_of(gate_NI):
-            _gate_forward[(triton.cdiv(size, _GATE_BLOCK),)](
-                gate_NI, up_NI, gated_NI, size, BLOCK=_GATE_BLOCK
+            _gate_forward[(rows, triton.cdiv(width, _block(width)))](
+                gate_NI, up_NI, gated_NI, WIDTH=width, BLOCK=_block(width)
             )
     return gated_NI
 
@@ -58,9 +70,11 @@ def gate_backward(
     """silu(gate) * up once more, and the gradients of gate and up; dgated's memory is used up."""
     gate_NI, up_NI, dgated_NI = (x.contiguous() for x in (gate_NI, up_NI, dgated_NI))
     gated_NI, dgate_NI = torch.empty_like(gate_NI), torch.empty_like(gate_NI)
-    if size := gate_NI.numel():
+    rows, width = gate_NI.shape
+    if gate_NI.numel():
         with on_device_of(gate_NI):
-            _gate_backward[(triton.cdiv(size, _GATE_BLOCK),)](
-                gate_NI, up_NI, dgated_NI, gated_NI, dgate_NI, dgated_NI, size, BLOCK=_GATE_BLOCK
-            )
+            _gate_backward[(rows, triton.cdiv(width, _block(width)))](
+                gate_NI, up_NI, dgated_NI, gated_NI, dgate_NI, dgated_NI,
+                WIDTH=width, BLOCK=_block(width),
+            )  # fmt: skip
     return gated_NI, dgate_NI, dgated_NI

@@ -132,18 +132,16 @@ class Method(ABC):
     ) -> "Objective[Any]":
         """The draft and its loss, as a training step calls them; `options` as its section has."""
 
-    def work(self, draft: "DraftModel", section: "ObjectiveSection") -> "Work":
-        """What a step computes and keeps, for predictions and benchmarks."""
+    def work(self, draft: "DraftModel", said: Any) -> "Work":
+        """What a step computes and keeps, for predictions and benchmarks: of a section, or of an
+        objective, which answer to the same names."""
         from fledge.objective.work import ChainWork
 
-        return ChainWork(draft, section.depths)
+        return ChainWork(draft, said.depths)
 
     def bench_options(self, **flags: Any) -> dict[str, Any]:
         """`options` for `fledge bench train`, given its flags (0: the usual)."""
         return {}
-
-    bench_section: ClassVar[Mapping[str, Any]] = {}
-    """What `fledge bench train` measures besides the usual, as its section says it."""
 
     def bench_draft_settings(
         self, vocab_size: int, section: "ObjectiveSection | None" = None

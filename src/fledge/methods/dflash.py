@@ -30,6 +30,9 @@ class BlockMethod(Method):
         "mlp_bias": False,
     }
     carries_states = False
+    usual_layers: ClassVar[int] = 5  # that a draft listens to
+    bench_settings: ClassVar[Mapping[str, Any]] = {"block_size": 8}
+    """What the config of a draft in `fledge bench train` says besides the usual."""
 
     def draft_type(self) -> "type[BlockDraftModel]":
         from fledge.draft.block import BlockDraftModel
@@ -37,8 +40,7 @@ class BlockMethod(Method):
         return BlockDraftModel
 
     def aux_layers(self, section: Any = None) -> int:
-        said: Any = section or self.section.model_validate({})
-        return int(said.listened_layers)
+        return self.usual_layers if section is None else int(section.listened_layers)
 
     def default_layers(self, depth: int, count: int) -> list[int]:
         from fledge.target.layers import spread_layer_ids
@@ -59,14 +61,18 @@ class BlockMethod(Method):
 
         return grown(draft, config) if isinstance(draft, self.draft_type()) else None
 
-    def work(self, draft: Any, section: Any) -> "Work":
+    def work(self, draft: Any, said: Any) -> "Work":
         from fledge.objective.work import BlockWork
 
-        return BlockWork(draft, section.anchors, section.reads_target)
+        return BlockWork(draft, said.anchors, said.reads_target)
+
+    def bench_options(self, **_: Any) -> dict[str, Any]:
+        return {"anchors": 512, "gamma": 4.0}
 
     def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        said: Any = section or self.section.model_validate(self.bench_section)
-        return {**said.draft_settings(), "mask_token_id": vocab_size - 1}
+        usual = {"num_aux_hidden_states": self.usual_layers, **self.bench_settings}
+        said = usual if section is None else section.draft_settings()
+        return {**said, "mask_token_id": vocab_size - 1}
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]
@@ -84,7 +90,6 @@ class Dflash(BlockMethod):
         "speculators": "speculators-dflash",
     }
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
-    bench_section: ClassVar[Mapping[str, Any]] = {"block_size": 8}
 
     @property
     def section(self) -> "type[BlockSection]":
@@ -99,9 +104,6 @@ class Dflash(BlockMethod):
         from fledge.objective.dflash import DFlashTrainerModule
 
         return DFlashTrainerModule(draft, **given.arguments(), **options)
-
-    def bench_options(self, **_: Any) -> dict[str, Any]:
-        return self.section.model_validate(self.bench_section).options()
 
 
 DFLASH = Dflash()

@@ -26,7 +26,12 @@ class Dspark(BlockMethod):
         "speculators": "speculators-dspark",
     }
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
-    bench_section: ClassVar[Mapping[str, Any]] = {"block_size": 8}
+    bench_settings: ClassVar[Mapping[str, Any]] = {
+        **BlockMethod.bench_settings,
+        "sample_from_anchor": True,
+        "markov_rank": 256,
+        "confidence_head": True,
+    }
 
     @property
     def section(self) -> "type[BlockSection]":
@@ -43,9 +48,6 @@ class Dspark(BlockMethod):
         from fledge.objective.dspark import DSparkTrainerModule
 
         return DSparkTrainerModule(draft, **given.arguments(), **options)
-
-    def bench_options(self, **_: Any) -> dict[str, Any]:
-        return self.section.model_validate(self.bench_section).options()
 
 
 DSPARK = Dspark()

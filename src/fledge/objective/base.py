@@ -62,7 +62,11 @@ ReadyT = TypeVar("ReadyT", bound=Ready)
 
 
 class Objective(Protocol[ReadyT]):
-    """A draft and what it is trained for."""
+    """A draft and what it is trained for.
+
+    One that has `reads_target` and says False reads nothing of a target's answer but the aux
+    states; in training it may be given no more (`Eagle3TargetBackend.features`).
+    """
 
     @property
     def draft_model(self) -> DraftModel: ...

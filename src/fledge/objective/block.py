@@ -6,8 +6,6 @@ the sum of what all elements of a step count is the divisor, over all micro-batc
 """
 
 from abc import abstractmethod
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from fledge.draft.block import BlockDraftModel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.losses.base import Loss
 from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
+from fledge.objective.supervision import Supervision
 from fledge.rollout.block_plan import BlockPlan, plan_blocks
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.slots import RowMasks
@@ -82,6 +81,11 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
         """Whether elements are scored by the text's token, which the draft must be able to say;
         otherwise it must be able to say the target's top token."""
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether the loss reads the target's distribution, or the text alone."""
+        return not self._by_text
+
     # --- how a block draft is trained -----------------------------------------------------------
 
     @property
@@ -105,27 +109,25 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
             device=self.selected_token_ids.device,
         )
 
-    def prepare_inputs(self, input_ids: Tensor, *args: Any, **rest: Any) -> ReadyBatch[BlockPlan]:
-        ready = super().prepare_inputs(input_ids, *args, **rest)
+    def _covered(self, plan: BlockPlan, input_ids_BT: Tensor, supervision: Supervision) -> Tensor:
         if not self._by_text:
-            return ready
-        covered_M = self.selected_token_mask[_behind(input_ids, ready.plan.target_M)]
-        charged_K = self._per_depth(ready.plan, covered_M[ready.plan.head.target_N])
-        return replace(ready, covered_M=covered_M, charged_K=charged_K)
+            return supervision.coverage()
+        return self.selected_token_mask[_behind(input_ids_BT, plan.target_M)]
 
     def _states(
         self, plan: BlockPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
         newest_N = input_ids_T.index_select(0, plan.blocks.slot_N)
-        states_NJE: Tensor = self.draft_model(
+        states_PE: Tensor = self.draft_model(
             aux_TD,
             newest_N,
             plan.position_T,
             plan.blocks,
+            wanted_P=plan.element_P,
             compute_dtype=dtype,
             attention=self.attention,
         )
-        return states_NJE.flatten(0, 1).index_select(0, plan.element_P)
+        return states_PE
 
     def _charged(self, covered_N: Tensor) -> Tensor:
         """Only what the draft can say."""

@@ -65,6 +65,10 @@ class DSparkTrainerModule(BlockTrainerModule):
     def _by_text(self) -> bool:
         return True
 
+    @property
+    def reads_target(self) -> bool:
+        return self.distance_weight > 0
+
     def _score(
         self,
         ready: ReadyBatch[BlockPlan],

@@ -54,7 +54,7 @@ class ReadyBatch(Generic[Plan]):
 
     plan: Plan
     input_ids: Tensor  # [B, T] of the batch; of several ranks on the same rows [L], cut already
-    aux: Tensor  # [B, T, A * D], and [O, A * D]
+    aux_OD: Tensor  # [O, A * D] on the key axis, of which several ranks have a part each
     supervision: Supervision
     covered_M: Tensor  # bool per target slot: the draft can say the target's top token
     charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
@@ -118,6 +118,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         """Depths of a rollout: the length of every per-depth count."""
 
     @property
+    def reads_target(self) -> bool:
+        return True
+
+    @property
     def _ranks(self) -> ContextRanks | None:
         """The ranks that train on the same rows. What is measured in eval mode is each rank's own:
         there is no backward pass to keep anything for."""
@@ -145,6 +149,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     ) -> Tensor:
         """Head inputs [all depths' rows end to end, E], after the final norm, computed in `dtype`
         (None: the parameters')."""
+
+    def _covered(self, plan: Plan, input_ids_BT: Tensor, supervision: Supervision) -> Tensor:
+        """[M] bool: the draft could say what each target slot asks for, the target's top token."""
+        return supervision.coverage()
 
     @abstractmethod
     def _charged(self, covered_N: Tensor) -> Tensor:
@@ -189,13 +197,14 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         plan = plan or self.plan(RowMasks(loss_mask, attention_mask, **packing), seed)
         with _no_autocast(self.selected_token_ids.device.type):
             supervision = self._supervision(plan, **rest)
-            covered_M = supervision.coverage()
+            covered_M = self._covered(plan, input_ids, supervision)
         if plan.asked_MK is None:
             charged_K = self._per_depth(plan, self._charged(covered_M[plan.head.target_N]))
         else:  # thinned: the rest stands for all of them
             charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
-        inputs = (input_ids, aux_hidden_states)
-        if plan.share is not None:  # now, so that the rest of the answer can go
+        if plan.share is None:
+            inputs = (input_ids, plan.on_key_axis(aux_hidden_states))
+        else:
             inputs = (plan.share.tokens(input_ids), plan.share.states(aux_hidden_states))
         return ReadyBatch(plan, *inputs, supervision, covered_M, charged_K)
 
@@ -271,10 +280,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     # --- its parts ------------------------------------------------------------------------------
 
     def _hidden(self, ready: ReadyBatch[Plan], asked_dtype: torch.dtype | None) -> Tensor:
-        plan, aux, input_ids = ready.plan, ready.aux, ready.input_ids
+        plan, input_ids = ready.plan, ready.input_ids
         if plan.share is None:
-            aux, input_ids = plan.on_key_axis(aux), plan.on_key_axis(input_ids)
-        return self._states(plan, aux, input_ids, self.compute_dtype or asked_dtype)
+            input_ids = plan.on_key_axis(input_ids)
+        return self._states(plan, ready.aux_OD, input_ids, self.compute_dtype or asked_dtype)
 
     def _head_task(self, ready: ReadyBatch[Plan]) -> HeadTask:
         elements = ready.plan.head

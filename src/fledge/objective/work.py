@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from fledge.draft.layer import forget_mlp
+from fledge.draft.block import KEPT_MLP_GIB
+from fledge.draft.mlp import forget_mlp, kept_mlps
 from fledge.objective.supervision import CHUNK_SCORES
 from fledge.rollout.block_plan import ANCHOR_TOKENS
 
 SUPERVISED = 0.8  # a usual share of the tokens; what is not supervised pays almost nothing
 _CHUNK = 4 * CHUNK_SCORES * 4.0  # logits, probabilities and gradients in float32
-_KEPT_MLP_GIB = {"chain": 2.5, "block": 1.5}  # beyond it the backward computes MLPs again
+_KEPT_MLP_GIB = 2.5  # beyond it the backward of a chain computes MLPs again
 
 
 class Work(ABC):
@@ -103,7 +104,7 @@ class ChainWork(Work):
         mlp = rows * 2 * config.intermediate_size
         dtype = torch.float32 if width == 4 else torch.bfloat16
         supervised = int(SUPERVISED * rows * config.num_hidden_layers)
-        if forget_mlp(config, supervised, dtype, kept_gib=_KEPT_MLP_GIB["chain"]):
+        if forget_mlp(config, supervised, dtype, kept_gib=_KEPT_MLP_GIB):
             # computed again, one depth of one layer at a time: gate, up and both gradients
             mlp = tokens / context * 4 * config.intermediate_size / config.num_hidden_layers
         keys = 2 * tokens * config.num_key_value_heads * config.head_dim
@@ -134,6 +135,7 @@ class Blocks:
 
     tokens: float  # of the context
     blocks: float
+    picked: float  # slots that go through all of the last layer
     elements: float  # tokens that are foretold and scored
     pairs: float  # of a query and a key that it sees, in one layer
 
@@ -156,6 +158,7 @@ class BlockWork(Work):
         keys = 2 * config.num_key_value_heads * config.head_dim
         per_layer = _matrices(draft.layers) / len(draft.layers)
         one = 2 * per_layer * rows + 2 * size * keys * n.tokens + 4 * width * n.pairs
+        behind = _matrices([draft.layers[-1].self_attn.o_proj, draft.layers[-1].mlp])
         small = 0.0
         if draft.markov_head is not None:
             small += config.draft_vocab_size * config.markov_rank
@@ -163,7 +166,7 @@ class BlockWork(Work):
             small += draft.confidence_head.proj.weight.numel()
         return {
             "fc": 2.0 * draft.fc.weight.numel() * n.tokens,
-            "layers": len(draft.layers) * one,
+            "layers": len(draft.layers) * one - 2 * behind * (rows - n.picked),
             "head": 2.0 * config.draft_vocab_size * size * n.elements,
             "small heads": 2 * small * n.elements,
         }
@@ -177,26 +180,35 @@ class BlockWork(Work):
     def kept(self, n: Blocks, width: int) -> float:
         """Bytes that autograd keeps of such a batch."""
         config = self.config
-        numbers = len(self.draft.layers) * self._kept_by_layer(n, width)
-        rows = n.blocks * config.block_size
-        norm = 1 + self._twice_kept
+        rows, norm = n.blocks * config.block_size, 1 + self._twice_kept
+        numbers = self._kept_by_layers(n) + self._kept_by_mlps(n, width)
         numbers += n.tokens * (1 + norm) * config.hidden_size  # fc's output, and the context
         numbers += (rows + n.tokens) * 2 * config.head_dim  # cos and sin
-        numbers += rows * config.hidden_size  # before the last norm
+        numbers += n.picked * norm * config.hidden_size  # before the last norm
         numbers += n.elements * config.hidden_size  # the gradient that the head leaves
         return float(numbers * width) + self._kept_by_small_heads(n, width) + self._weights(width)
 
-    def _kept_by_layer(self, n: Blocks, width: int) -> float:
-        """Of a row: the state before both norms and after, q, k, v, turned q and k, what attention
-        says, gate and up. Of a token of the context: k, v and turned k."""
-        config, more = self.config, self._twice_kept
+    def _kept_by_layers(self, n: Blocks) -> float:
+        """Of a row: the state before both norms, q, k, v, and what attention says, which the last
+        layer picks from. Of a token of the context: k and v."""
+        config, more, layers = self.config, self._twice_kept, len(self.draft.layers)
         rows, keys = n.blocks * config.block_size, config.num_key_value_heads * config.head_dim
-        per_row = (4 + 2 * more) * config.hidden_size + (3 + more) * (self._heads + keys)
-        dtype = torch.float32 if width == 4 else torch.bfloat16
-        every = int(rows * len(self.draft.layers))
-        if not forget_mlp(config, every, dtype, kept_gib=_KEPT_MLP_GIB["block"]):
-            per_row += 2 * config.intermediate_size
-        return float(rows * per_row + n.tokens * (3 + more) * keys)
+        per_row = (1 + more) * (self._heads + keys) + keys + self._heads + config.hidden_size
+        numbers = layers * (rows * per_row + n.tokens * (2 + more) * keys)
+        numbers += (layers - 1) * rows * config.hidden_size
+        return float(numbers + n.picked * (config.hidden_size + self._heads))
+
+    def _kept_by_mlps(self, n: Blocks, width: int) -> float:
+        """gate and up, of the last layers."""
+        rows, dtype = (
+            n.blocks * self.config.block_size,
+            {4: torch.float32, 2: torch.bfloat16}[width],
+        )
+        kept = kept_mlps(
+            self.config, int(rows), dtype, layers=len(self.draft.layers), kept_gib=KEPT_MLP_GIB
+        )
+        slots = (kept - 1) * rows + n.picked if kept else 0.0
+        return float(2 * self.config.intermediate_size * slots)
 
     @property
     def _twice_kept(self) -> int:
@@ -217,11 +229,10 @@ class BlockWork(Work):
         return kept
 
     def _weights(self, width: int) -> float:
-        """q, k and v as one matrix; in another precision than the masters', all of them."""
-        layers = self.draft.layers
+        """q, k and v as one matrix; in another precision than the masters', all but the MLPs'."""
+        attention = [layer.self_attn for layer in self.draft.layers]
         if width < 4:
-            return float(width * (_matrices(layers) + self.draft.fc.weight.numel()))
-        attention = [layer.self_attn for layer in layers]
+            return float(width * (_matrices(attention) + self.draft.fc.weight.numel()))
         joined = [p for one in attention for p in (one.q_proj, one.k_proj, one.v_proj)]
         return float(width * _matrices(joined))
 
@@ -238,7 +249,8 @@ class BlockWork(Work):
             share = min(self.anchors / ANCHOR_TOKENS, SUPERVISED)
         blocks = share * tokens
         pairs = blocks * size * (seen + size) if seen else 0.0
-        return Blocks(tokens, blocks, blocks * self.draft.drafts, pairs)
+        elements = blocks * self.draft.drafts
+        return Blocks(tokens, blocks, elements, elements, pairs)
 
     def step(self, seen: float = 0.0) -> float:
         return self.training(self._usual(1.0, seen))
@@ -269,7 +281,8 @@ class BlockWork(Work):
         rows = plan.blocks
         before = int((rows.slot_host - rows.first_host + 1).sum()) * rows.size
         own = rows.size * (rows.size + 1) / 2 if self.config.causal else rows.size**2
-        return Blocks(len(plan.slot_T), len(rows), len(plan.head), before + len(rows) * own)
+        pairs = before + len(rows) * own
+        return Blocks(len(plan.slot_T), len(rows), len(plan.element_P), len(plan.head), pairs)
 
     def target_logits(self, plan: Any) -> float:
         return float(self.config.draft_vocab_size * len(plan.target_M)) if self.by_target else 0.0

@@ -89,6 +89,11 @@ class Eagle3TargetBackend(ABC):
         """Run the target once over these rows, which may lie on any device."""
         return self.generate_batch(*rows.arguments())
 
+    def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        """`answer` for an objective that reads the aux states alone: a target that can stop behind
+        the last of them does, and zeros stand where its supervision would."""
+        return self.answer(rows)
+
     def join(self) -> None:
         """Take part in the answers of the other ranks, having no rows of one's own. Does nothing
         unless the target `joins`."""

@@ -6,7 +6,7 @@ once into the tensor that will be returned, so nothing else of the model's memor
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -70,6 +70,27 @@ def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[
             del head.forward
         else:
             head.forward = wrapped
+
+
+class _AllHeard(BaseException):
+    """No error, and nobody's to handle but ours: the rest of a pass is not needed."""
+
+
+@contextmanager
+def stop_behind(
+    layer_id: int, write: Callable[[int, Tensor], None], answer: Callable[[Tensor], Tensor]
+) -> Iterator[Callable[[int, Tensor], None]]:
+    """Gives a `write` that ends the pass inside once this layer's states are written; `answer` gets
+    zeros where the last hidden state would have been."""
+
+    def write_and_stop(number: int, states: Tensor) -> None:
+        write(number, states)
+        if number == layer_id:
+            answer(states.new_zeros(()).expand_as(states))
+            raise _AllHeard
+
+    with suppress(_AllHeard):
+        yield write_and_stop
 
 
 class AuxBuffer:

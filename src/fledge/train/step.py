@@ -112,9 +112,12 @@ class StepResult:
     stop: Tensor  # ranks that were asked to stop
 
 
-def answers_of(parts: Parts, batch: StepBatch) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
-    """This rank's rows and the target's answers, one after another; where it has no rows, the
-    others may need it for theirs."""
+def answers_of(
+    parts: Parts, batch: StepBatch, *, features: bool = False
+) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
+    """This rank's rows and the target's answers, or `features` of them, one after another; where it
+    has no rows, the others may need it for theirs."""
+    ask = parts.target.features if features else parts.target.answer
     early = None if batch.answers is None else iter(batch.answers)
     for rows in batch.micro:
         with parts.clock.phase("target"):
@@ -122,7 +125,7 @@ def answers_of(parts: Parts, batch: StepBatch) -> Iterator[tuple[TokenBatch, Eag
                 if early is None:
                     parts.target.join()
                 continue
-            answer = parts.target.answer(rows) if early is None else next(early).result()
+            answer = ask(rows) if early is None else next(early).result()
             answer = answer.to(parts.device, non_blocking=True)
         yield rows, answer
         del answer
@@ -135,7 +138,8 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     seed = parts.seed + 1_000_003 * batch.step
     layers = objective.draft_model.config.num_aux_hidden_states
     prepared, verdicts = [], []
-    for rows, answer in answers_of(parts, batch):
+    features = not getattr(objective, "reads_target", True)
+    for rows, answer in answers_of(parts, batch, features=features):
         with parts.clock.phase("supervision"):
             # Planned from host masks while the GPU is still busy with the target.
             prepared.append(objective.prepare(rows, answer, seed))

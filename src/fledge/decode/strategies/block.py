@@ -25,7 +25,7 @@ from fledge.decode.strategies.drafter import Drafter, DrafterStrategy
 from fledge.decode.strategies.rollouts import Rollouts, drafting_slots
 from fledge.draft.base import DraftModel
 from fledge.draft.block import BlockDraftModel
-from fledge.draft.layer import rms_norm
+from fledge.draft.norms import rms_norm
 from fledge.kernels.attention.block import Sight
 from fledge.rollout.block_plan import BlockPlan, lay_out_blocks
 from fledge.rollout.plan import RolloutPlan
@@ -68,7 +68,7 @@ class BlockRollouts(Rollouts):
             )
             for begin in range(0, max(1, len(rows)), step)
         ]
-        return torch.cat(parts).flatten(0, 1).index_select(0, plan.element_P)
+        return torch.cat(parts).index_select(0, plan.element_P)
 
 
 class MarkovRollouts(BlockRollouts):

@@ -19,7 +19,7 @@ from fledge.decode.recorded import Passes
 from fledge.decode.state import RoundState
 from fledge.decode.strategies.base import Strategy
 from fledge.draft.base import DraftModel
-from fledge.draft.layer import rms_norm
+from fledge.draft.norms import rms_norm
 from fledge.draft.rotary import rotate
 from fledge.draft.unroll import UnrolledDraftModel
 

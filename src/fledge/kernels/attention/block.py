@@ -11,6 +11,7 @@ CPU the context part is `blocked.py`'s; on a GPU `triton_block.py` does both.
 Shapes: N blocks of J queries, T key axis, R query heads that share a key head.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,14 @@ from fledge.kernels.attention.blocked import (
 )
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.block_plan import BlockRows
+
+
+@dataclass(frozen=True)
+class Again:
+    """How a backward pass makes the inputs of attention once more, from what is kept anyway."""
+
+    kept: tuple[Tensor, ...]
+    make: Callable[..., tuple[Tensor, ...]]  # q, the context's keys and values, the own ones
 
 
 @dataclass(frozen=True)
@@ -43,15 +52,17 @@ def block_attention(
     sight: Sight,
     *,
     kind: AttentionKind = "fast",
+    again: Again | None = None,
 ) -> Tensor:
-    """Attend; [N, J, H, C] in the dtype of q."""
+    """Attend; [N, J, H, C] in the dtype of q. With `again` these inputs are not kept for the
+    backward pass."""
     if kind == "reference":
         return reference_blocks(q_NJHC, context, own, rows, sight)
     if kernel_runs(q_NJHC, *context, *own):
         from fledge.kernels.attention.triton_block import fused_blocks
 
-        return fused_blocks(q_NJHC, context, own, rows, sight)
-    out: Tensor = _BlockAttention.apply(rows, sight, q_NJHC, *context, *own)  # type: ignore[no-untyped-call]
+        return fused_blocks(q_NJHC, context, own, rows, sight, again)
+    out: Tensor = _BlockAttention.apply(rows, sight, again, q_NJHC, *context, *own)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -99,7 +110,9 @@ class _BlockAttention(torch.autograd.Function):
     """One softmax over both parts, differentiated apart as `blocked.py` explains."""
 
     @staticmethod
-    def forward(ctx: Any, rows: BlockRows, sight: Sight, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: BlockRows, sight: Sight, again: Again | None, *tensors: Tensor
+    ) -> Tensor:
         q_NJHC, k_TGC, v_TGC, keys_NJGC, values_NJGC = tensors
         flat = q_NJHC.flatten(0, 1)
         out, lse = prefix_forward(flat, k_TGC, v_TGC, rows.flat(sight.window))
@@ -113,12 +126,12 @@ class _BlockAttention(torch.autograd.Function):
         out_NJHC = out.view(q_NJHC.shape) * fade[..., None] + inside.flatten(2, 3)
         out_NJHC = out_NJHC.to(q_NJHC.dtype)
         ctx.rows, ctx.sight = rows, sight
-        ctx.save_for_backward(*tensors, out_NJHC, _from_head(total_NGRJ))
+        keep_inputs(ctx, again, tensors, out_NJHC, _from_head(total_NGRJ))
         return out_NJHC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out_NJHC, lse_NJH = ctx.saved_tensors
+        inputs, out_NJHC, lse_NJH = kept_inputs(ctx)
         q_NJHC, k_TGC, v_TGC, keys_NJGC, values_NJGC = inputs
         (dout_NJHC,) = grads
         delta_NJH = (dout_NJHC.to(lse_NJH.dtype) * out_NJHC).sum(-1)
@@ -136,7 +149,25 @@ class _BlockAttention(torch.autograd.Function):
         dkeys = torch.einsum("ngrji,njgrc->nigc", dscores, q)
         dvalues = torch.einsum("ngrji,njgrc->nigc", weights, dout)
         found = zip((dq, dk_TGC, dv_TGC, dkeys, dvalues), inputs, strict=True)
-        return None, None, *(grad.to(own.dtype) for grad, own in found)
+        return None, None, None, *(grad.to(own.dtype) for grad, own in found)
+
+
+def keep_inputs(
+    ctx: Any, again: Again | None, inputs: tuple[Tensor, ...], *results: Tensor
+) -> None:
+    """Keep what the backward pass needs: the inputs, or what they are made of."""
+    ctx.make = None if again is None else again.make
+    sources = inputs if again is None else tuple(x.detach() for x in again.kept)
+    ctx.save_for_backward(*sources, *results)
+
+
+def kept_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """The inputs, and the two results."""
+    *sources, out, lse = ctx.saved_tensors
+    if ctx.make is None:
+        return tuple(sources), out, lse
+    with torch.no_grad():
+        return ctx.make(*sources), out, lse
 
 
 def _grouped(x_NJHC: Tensor, groups: int) -> Tensor:

@@ -37,7 +37,7 @@ class Tile:
 TILES: dict[str, dict[int, Tile]] = {
     "attend": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "query_grad": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-    "key_grad": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+    "key_grad": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 8, 1)},
 }
 TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
 CHAIN_ROWS = 16

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.kernels.attention import triton_keys as key_kernels
-from fledge.kernels.attention.block import Sight
+from fledge.kernels.attention.block import Again, Sight, keep_inputs, kept_inputs
 from fledge.kernels.attention.blocked import KeysValues
 from fledge.kernels.attention.triton import GRANULE, Chain, Job
 from fledge.kernels.attention.triton_queries import (
@@ -231,31 +231,38 @@ def own_grad(
 
 
 def fused_blocks(
-    q_NJHC: Tensor, context: KeysValues, own: KeysValues, rows: BlockRows, sight: Sight
+    q_NJHC: Tensor,
+    context: KeysValues,
+    own: KeysValues,
+    rows: BlockRows,
+    sight: Sight,
+    again: Again | None = None,
 ) -> Tensor:
     """`block.block_attention`."""
-    out: Tensor = _FusedBlocks.apply(rows, sight, q_NJHC, *context, *own)
+    out: Tensor = _FusedBlocks.apply(rows, sight, again, q_NJHC, *context, *own)
     return out
 
 
 class _FusedBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: BlockRows, sight: Sight, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: BlockRows, sight: Sight, again: Again | None, *tensors: Tensor
+    ) -> Tensor:
         job = BlockJob(rows, sight, *tensors)
         out, lse = job.attend()
         ctx.rows, ctx.sight = rows, sight
-        ctx.save_for_backward(*tensors, out, lse)
+        keep_inputs(ctx, again, tensors, out, lse)
         return out.view(tensors[0].shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+        tensors, out, lse = kept_inputs(ctx)
         job = BlockJob(ctx.rows, ctx.sight, *tensors)
         dout = grads[0].contiguous().flatten(0, 1)
         dq, delta = job.query_grad(out, dout, lse)
         context = job.context_grad(dout, lse, delta)
         own = job.own_grad(dout, lse, delta)
-        return None, None, dq.view(tensors[0].shape), *context, *own
+        return None, None, None, dq.view(tensors[0].shape), *context, *own
 
 
 class BlockJob(Job):

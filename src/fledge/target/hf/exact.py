@@ -1,12 +1,19 @@
 """Whether two ways of running a model give the same states: the model is asked, not its class."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fledge.target.capture import AuxBuffer
 from fledge.target.hf.one_row import Unsupported
+from fledge.target.inprocess import InProcessTarget
+from fledge.target.packing import Documents, Group
+
+if TYPE_CHECKING:
+    from fledge.target.hf.model import HFEagle3TargetModel
 
 Way = Callable[[Tensor, AuxBuffer], None]  # runs ids [B, T] and fills the buffer
 # What architectures raise that cannot run one of them (TypeError: a forward that takes no more
@@ -27,3 +34,51 @@ def fill_alike(one: Way, other: Way, aux_layer_ids: Sequence[int], device: torch
         return False
     error = (answers[0] - answers[1]).abs().mean() / answers[0].abs().mean()
     return bool(error < (1e-4 if aux.result().dtype in (torch.float32, torch.float64) else 3e-2))
+
+
+def one_row_is_exact(
+    target: "HFEagle3TargetModel", row_of: Callable[[Documents, Tensor], Group]
+) -> bool:
+    """Whether two small documents in one row answer as they do alone."""
+    documents = Documents((0, 7), (7, 5))
+
+    def as_rows(ids_BT: Tensor, aux: AuxBuffer) -> None:
+        for group in InProcessTarget._groups(target, documents, ids_BT):
+            _fill(target, group, ids_BT, aux)
+
+    def as_one(ids_BT: Tensor, aux: AuxBuffer) -> None:
+        _fill(target, row_of(documents, ids_BT), ids_BT, aux)
+
+    return fill_alike(as_rows, as_one, target.aux_layer_ids, target._device())
+
+
+def sharing_is_exact(target: "HFEagle3TargetModel") -> bool:
+    """Whether a small row that ranks share has the states that it has alone."""
+
+    def shared(ids_BT: Tensor, aux: AuxBuffer) -> None:
+        answer = target._run_share(ids_BT, None, partial(aux.write, group=None))
+        target._keep_last(answer, aux, None)
+
+    alone = partial(_fill, target, None)
+    return fill_alike(alone, shared, target.aux_layer_ids, target._device())
+
+
+@torch.no_grad()
+def stopping_is_exact(target: "HFEagle3TargetModel") -> bool:
+    """Whether a pass that ends behind the last aux layer has the states of a whole one, and leaves
+    the model as it was."""
+    whole = partial(_fill, target, None)
+
+    def stopped(ids_BT: Tensor, aux: AuxBuffer) -> None:
+        with target.stopping():
+            whole(ids_BT, aux)
+
+    return fill_alike(stopped, whole, target.aux_layer_ids, target._device())
+
+
+def _fill(
+    target: "HFEagle3TargetModel", group: Group | None, ids_BT: Tensor, aux: AuxBuffer
+) -> None:
+    ids_NL = ids_BT if group is None else group.take(ids_BT)
+    answer = target._run(ids_NL, None, group, partial(aux.write, group=group))
+    target._keep_last(answer, aux, group)

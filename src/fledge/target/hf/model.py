@@ -5,8 +5,8 @@ taken where the head would run: in `hidden` encoding the head never runs, in `pr
 rows only, chunk by chunk, and in `logits` (the constructor's default) on every row.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
 from typing import Any, cast
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fledge.core.batch import Supervision
+from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
+from fledge.core.rows import TokenBatch
 from fledge.target.base import HasWeight, InputEmbedding
-from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head
+from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head, stop_behind
 from fledge.target.hf import fp8
 from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
 from fledge.target.hf.context import (
@@ -29,7 +30,7 @@ from fledge.target.hf.context import (
     share_of,
     shared_rows,
 )
-from fledge.target.hf.exact import fill_alike
+from fledge.target.hf.exact import one_row_is_exact, sharing_is_exact, stopping_is_exact
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
     OneRow,
@@ -121,6 +122,9 @@ class HFEagle3TargetModel(InProcessTarget):
         compiles = compile_layers and gpu and not self.joins and not is_offloaded(model)
         self._compiled = CompiledLayers(self._layers if compiles else ())
         self._recorded = RecordedSizes[list[Tensor]]()
+        self._recorded_features = RecordedSizes[list[Tensor]]()
+        self._stop = False  # behind the last aux layer
+        self._stop_checked: bool | None = None
         self.record_passes = compiles
         self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
         if supervision != "logits":
@@ -192,6 +196,32 @@ class HFEagle3TargetModel(InProcessTarget):
         other._stored_as = self._stored_as
         return other
 
+    def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        """The aux states, without the layers above the last of them where the model can do that."""
+        self._check_open()
+        if not self._may_stop():
+            return self.answer(rows)
+        with self.stopping():
+            return self.answer(rows)
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """While open, passes end behind the last aux layer."""
+        self._stop = True
+        try:
+            yield
+        finally:
+            self._stop = False
+
+    def _may_stop(self) -> bool:
+        """Whether a pass can end behind the last aux layer, and the model is none the worse."""
+        if self._stop_checked is None:
+            alone = not self.joins and not is_offloaded(self.model)
+            above = self._depth - 1 - max(self.aux_layer_ids)
+            useful = alone and above > 0 and self.supervision == "hidden"
+            self._stop_checked = useful and stopping_is_exact(self)
+        return self._stop_checked
+
     @torch.no_grad()
     def _meet(self) -> None:
         """What needs every rank, done while all of them are here: later one alone may ask."""
@@ -199,7 +229,7 @@ class HFEagle3TargetModel(InProcessTarget):
             self.info()
         if self.try_one_row:
             self._one_row_is_exact()
-        if self._cp_size > 1 and not self._share_is_exact():
+        if self._cp_size > 1 and not sharing_is_exact(self):
             raise not_shareable(self.model, self.cp_mesh)
 
     def _get_transformer_layers(self) -> list[nn.Module]:
@@ -243,6 +273,7 @@ class HFEagle3TargetModel(InProcessTarget):
         if not self._closed:
             del self.model, self._layers, self._compiled
             self._recorded.forget()
+            self._recorded_features.forget()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
@@ -300,6 +331,8 @@ class HFEagle3TargetModel(InProcessTarget):
             return hidden
 
         with ExitStack() as stack:
+            if self._stop:
+                write = stack.enter_context(stop_behind(max(self._inner_layers), write, keep))
             stack.enter_context(layer_outputs(self._layers, self._inner_layers, write))
             if self.supervision != "logits":
                 assert self._head_module is not None
@@ -310,7 +343,11 @@ class HFEagle3TargetModel(InProcessTarget):
     def _worth_recording(self, slots: int) -> bool:
         """Whether Python needs longer to start such a pass than the GPU to run it."""
         short = self.record_passes and slots < 2 * self.overhead_tokens
-        return short and self._recorded.comes_back(slots)
+        return short and self._recordings.comes_back(slots)
+
+    @property
+    def _recordings(self) -> RecordedSizes[list[Tensor]]:
+        return self._recorded_features if self._stop else self._recorded
 
     def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
         def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
@@ -318,7 +355,7 @@ class HFEagle3TargetModel(InProcessTarget):
             answer = self._run(ids, None, group.with_options(options), states.__setitem__)
             return [*(states[i] for i in self._inner_layers), answer]
 
-        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
+        *states, answer = self._recordings(ids.numel(), run, {"ids": ids, **group.options()})
         for layer_id, layer_states in zip(self._inner_layers, states, strict=True):
             write(layer_id, layer_states)
         return answer
@@ -349,40 +386,14 @@ class HFEagle3TargetModel(InProcessTarget):
         """Whether two small documents in one row answer as they do alone; asked once."""
         if self._one_row_checked is None:
             self._one_row_checked = may_support(self.model) and (
-                (kernel_takes(self.model) and self._compare_one_row(whole=True))
-                or self._compare_one_row(whole=False)
+                (kernel_takes(self.model) and self._try_row(whole=True))
+                or self._try_row(whole=False)
             )
         return self._one_row_checked
 
-    def _compare_one_row(self, *, whole: bool) -> bool:
+    def _try_row(self, *, whole: bool) -> bool:
         self._whole_row = whole
-        documents = Documents((0, 7), (7, 5))
-
-        def as_rows(ids_BT: Tensor, aux: AuxBuffer) -> None:
-            for group in InProcessTarget._groups(self, documents, ids_BT):
-                self._probe_pass(ids_BT, aux, group)
-
-        def as_one(ids_BT: Tensor, aux: AuxBuffer) -> None:
-            self._probe_pass(ids_BT, aux, self._row_of(documents, ids_BT))
-
-        return fill_alike(as_rows, as_one, self.aux_layer_ids, self._device())
-
-    def _probe_pass(self, ids_BT: Tensor, aux: AuxBuffer, group: Group) -> None:
-        answer = self._run(group.take(ids_BT), None, group, partial(aux.write, group=group))
-        self._keep_last(answer, aux, group)
-
-    def _share_is_exact(self) -> bool:
-        """Whether a small row that ranks share has the states that it has alone."""
-
-        def alone(ids_BT: Tensor, aux: AuxBuffer) -> None:
-            answer = self._run(ids_BT, None, None, partial(aux.write, group=None))
-            self._keep_last(answer, aux, None)
-
-        def shared(ids_BT: Tensor, aux: AuxBuffer) -> None:
-            answer = self._run_share(ids_BT, None, partial(aux.write, group=None))
-            self._keep_last(answer, aux, None)
-
-        return fill_alike(alone, shared, self.aux_layer_ids, self._device())
+        return one_row_is_exact(self, self._row_of)
 
     def _answers_logits(self) -> bool:
         return self.supervision == "logits"

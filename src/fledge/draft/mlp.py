@@ -1,0 +1,126 @@
+"""The MLP of a draft's layers: SwiGLU, and how much of it is kept for the backward pass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.draft.norms import Renormed, rms_norm
+from fledge.kernels.gate import kernel_runs
+
+Norm = tuple[Tensor, float]  # weight [E] and eps
+
+
+class _GatedMlp(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)), keeping only the two products: half of what autograd would keep.
+
+    They are the widest activations of a step, once per depth. With `recompute` not even they are
+    kept: the backward pass multiplies once more. With a norm, x is normed first, and what that says
+    is computed once more, too. Weights wider than x are cast where they are used, each time: a cast
+    costs less than keeping its result from one pass to the other.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NE: Tensor,
+        norm_E: Tensor | None,
+        gate_IE: Tensor,
+        up_IE: Tensor,
+        down_EI: Tensor,
+        eps: float,
+        recompute: bool,
+    ) -> Tensor:
+        ctx.eps, dtype = eps, x_NE.dtype
+        read_NE = rms_norm(x_NE, norm_E, eps)
+        gate_NI, up_NI = F.linear(read_NE, gate_IE.to(dtype)), F.linear(read_NE, up_IE.to(dtype))
+        kept = () if recompute else (gate_NI, up_NI)
+        ctx.save_for_backward(x_NE, norm_E, gate_IE, up_IE, down_EI, *kept)
+        if kernel_runs(gate_NI, what="SwiGLU"):
+            from fledge.kernels.swiglu import gate
+
+            return F.linear(gate(gate_NI, up_NI), down_EI.to(dtype))
+        return F.linear(F.silu(gate_NI) * up_NI, down_EI.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dout_NE,) = grads
+        x_NE, norm_E, gate_IE, up_IE, down_EI, *kept = ctx.saved_tensors
+        normed = None if norm_E is None else Renormed(x_NE, norm_E, ctx.eps)
+        read_NE, dtype = x_NE if normed is None else normed.out, x_NE.dtype
+        gate_NI, up_NI = kept or (F.linear(read_NE, w.to(dtype)) for w in (gate_IE, up_IE))
+        dgated_NI = dout_NE @ down_EI.to(dtype)
+        gated_NI, dgate_NI, dup_NI = _gate_backward(gate_NI, up_NI, dgated_NI)
+        del gate_NI, up_NI, kept, dgated_NI
+        ddown_EI = _weight_grad(dout_NE, gated_NI, down_EI.dtype)
+        del gated_NI  # as wide as the others: memory for what follows
+        dgate_IE = _weight_grad(dgate_NI, read_NE, gate_IE.dtype)
+        dup_IE = _weight_grad(dup_NI, read_NE, up_IE.dtype)
+        dx_NE = torch.addmm(dgate_NI @ gate_IE.to(dtype), dup_NI, up_IE.to(dtype))
+        del dgate_NI, dup_NI
+        behind = (dx_NE, None) if normed is None else normed.back(dx_NE)
+        return *behind, dgate_IE, dup_IE, ddown_EI, None, None
+
+
+def _weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
+    """[O, I] in the weight's precision. A GPU sums in float32 and need not round in between."""
+    narrow = x_NI.dtype in (torch.bfloat16, torch.float16)
+    if x_NI.is_cuda and narrow and dtype == torch.float32:
+        return torch.mm(dout_NO.t(), x_NI, out_dtype=dtype)
+    return (dout_NO.t() @ x_NI).to(dtype)
+
+
+def _gate_backward(
+    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up once more, and the gradients of gate and up; dgated's memory is used up."""
+    if kernel_runs(gate_NI, what="SwiGLU"):
+        from fledge.kernels.swiglu import gate_backward
+
+        return gate_backward(gate_NI, up_NI, dgated_NI)
+    act_NI = F.silu(gate_NI)
+    gated_NI = act_NI * up_NI
+    dup_NI = act_NI.mul_(dgated_NI)
+    dgate_NI = torch.ops.aten.silu_backward(dgated_NI.mul_(up_NI), gate_NI)
+    return gated_NI, dgate_NI, dup_NI
+
+
+def gated_mlp(
+    x_NE: Tensor,
+    gate_IE: Tensor,
+    up_IE: Tensor,
+    down_EI: Tensor,
+    *,
+    norm: Norm | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """SwiGLU of x, or of what a norm makes of it."""
+    kind = x_NE.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # the backward pass is written out, and runs where autocast casts nothing
+        dtype = torch.get_autocast_dtype(kind)
+        x_NE, gate_IE, up_IE, down_EI = (x.to(dtype) for x in (x_NE, gate_IE, up_IE, down_EI))
+    norm_E, eps = norm or (None, 0.0)
+    out_NE: Tensor = _GatedMlp.apply(  # type: ignore[no-untyped-call]
+        x_NE, norm_E, gate_IE, up_IE, down_EI, eps, recompute
+    )
+    return out_NE
+
+
+def forget_mlp(config: Any, rows: int, dtype: torch.dtype, *, kept_gib: float) -> bool:
+    """Whether MLPs over so many rows (of all layers) would keep more than that for the backward
+    pass, and should compute twice instead: a twentieth of a step's time for a third of its memory.
+    """
+    return _mlp_bytes(config, rows, dtype) > kept_gib * 2**30
+
+
+def kept_mlps(config: Any, rows: int, dtype: torch.dtype, *, layers: int, kept_gib: float) -> int:
+    """Of how many of these layers MLPs over so many rows (of each) keep no more than that. The last
+    ones are meant: the backward pass lets go of theirs before it fills memory with gradients."""
+    one = _mlp_bytes(config, rows, dtype)
+    return layers if one == 0 else min(layers, int(kept_gib * 2**30 // one))
+
+
+def _mlp_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:
+    return int(rows * 2 * config.intermediate_size * dtype.itemsize)

@@ -1,0 +1,51 @@
+"""RMS norms, and products with what they say that keep only what they read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Statistics in fp32 whatever the dtype; without a weight there is no norm."""
+    if weight is None:
+        return x
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class Renormed:
+    """A norm that a backward pass computes again, with the way back through it."""
+
+    def __init__(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> None:
+        with torch.enable_grad():
+            self._x, self._weight = (x.detach().requires_grad_() for x in (x_NE, weight_E))
+            self._out = rms_norm(self._x, self._weight, eps)
+        self.out = self._out.detach()
+
+    def back(self, dout_NE: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of x and of the weight."""
+        return torch.autograd.grad(self._out, (self._x, self._weight), dout_NE)
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, norm_E: Tensor, weight_OE: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x_NE, norm_E, weight_OE)
+        ctx.eps = eps
+        return F.linear(rms_norm(x_NE, norm_E, eps), weight_OE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NE, norm_E, weight_OE = ctx.saved_tensors
+        normed = Renormed(x_NE, norm_E, ctx.eps)
+        dweight_OE = grads[0].t() @ normed.out
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            return None, None, dweight_OE, None
+        return *normed.back(grads[0] @ weight_OE), dweight_OE, None
+
+
+def norm_linear(x_NE: Tensor, norm_E: Tensor, weight_OE: Tensor, eps: float) -> Tensor:
+    """weight norm(x); the norm is computed once more instead of keeping what it said."""
+    out: Tensor = _NormLinear.apply(x_NE, norm_E, weight_OE, eps)  # type: ignore[no-untyped-call]
+    return out
