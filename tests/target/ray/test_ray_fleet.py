@@ -1,10 +1,12 @@
-"""Which worker is asked next: no cluster needed."""
+"""Which worker is asked next, by the rules alone."""
 
 import pytest
 
 pytest.importorskip("ray", reason="needs the cluster extra")
 
 from fledge.target.ray.fleet import Fleet
+
+pytestmark = pytest.mark.cluster
 
 
 def fleet(rank, workers):
