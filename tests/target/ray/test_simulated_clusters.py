@@ -115,9 +115,7 @@ def _figures(target):
     return target._fleet.ask(lambda worker: worker.figures.remote())
 
 
-def test_the_simulation_foretells_clusters_of_one_two_and_three_workers(
-    recipe, nodes, slow_steps
-):
+def test_the_simulation_foretells_clusters_of_one_two_and_three_workers(recipe, nodes, slow_steps):
     tokens_s, shares = {}, {}
     tokens, (carry_s, target_s) = trained(recipe, nodes, 1, tokens_s, shares, measure=carried)
     step_s = (1 - shares[1]) * tokens / tokens_s[1]  # by the trainer's own clock
