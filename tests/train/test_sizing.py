@@ -17,7 +17,8 @@ from fledge.train import sizing
 from fledge.train.forecast import TargetShape, draft_without_memory
 from fledge.train.sizing import Given, Load, gpu_of, seconds_for, size_cluster
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "results" / "data"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "benchmarks" / "results" / "data"
 RECIPE = "llama31_8b_8gpu"
 
 
@@ -148,10 +149,20 @@ def test_a_split_target_stays_split():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"target_shape": ["80b"]}, "no target of size '80b'"),
-        ({"gpu": "h2000"}, "no GPU 'h2000'"),
+        ({"cluster": True, "target_shape": ["80b"]}, "no target of size '80b'"),
+        ({"cluster": True, "gpu": "h2000"}, "no GPU 'h2000'"),
+        ({"target_shape": ["8b"]}, "add --cluster"),
     ],
 )
-def test_what_is_not_known_is_named(options, line):
+def test_what_cannot_be_planned_is_named(options, line):
     with pytest.raises(BadInput, match=line):
-        plan([RECIPE], cluster=True, **options)
+        plan([RECIPE], **options)
+
+
+def test_the_page_shows_what_plan_says(capsys, monkeypatch):
+    monkeypatch.setattr(out, "_width", 80)
+    plan([RECIPE], cluster=True, target_shape=[*SIZES])
+    table = capsys.readouterr().out.partition("samples of")[0]
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    assert len(table.splitlines()) > 20
+    assert [line for line in table.splitlines() if line.rstrip() not in page] == []

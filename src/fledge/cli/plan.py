@@ -9,6 +9,7 @@ from typer import Option
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import recipes_of_words, show_set_up
 from fledge.cli.options import AsJson, RecipeWords
+from fledge.core.errors import BadInput
 from fledge.core.text import counted
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ def plan(
         )
         plan_cluster(recipes, given, target_shape or (), as_json=as_json)
         return
+    if target_shape or capture_tokens_s or train_tokens_s:
+        what = "a target's size and rates are for a cluster on paper"
+        raise BadInput(what, where="--target-shape", fix="add --cluster")
     gpu_gib = gpu_gib or _GPU_GIB
     if ranks:
         predicted, step, title = _forecast(recipes, ranks)
