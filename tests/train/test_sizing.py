@@ -123,20 +123,25 @@ def test_a_draft_more_costs_its_step_only(tmp_path):
     assert together.rank_bytes == sum(load.rank_bytes for load in alone)
 
 
-def test_plan_cluster_in_words_and_as_json(capsys, monkeypatch):
-    monkeypatch.setattr(out, "_width", 200)
-    sizes = [*SIZES]
-    plan([RECIPE], cluster=True, target_shape=sizes, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert [one["model"] for one in found] == [*SIZES.values()]
-    plan([RECIPE], cluster=True, target_shape=sizes)
+def test_plan_cluster_says_what_the_page_shows(capsys, monkeypatch):
+    monkeypatch.setattr(out, "_width", 80)
+    plan([RECIPE], cluster=True, target_shape=[*SIZES])
     shown = capsys.readouterr().out
-    for one in found:
-        assert f"{one['tokens_per_s']:,.0f}" in shown
+    table = shown.partition("samples of")[0].splitlines()
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    assert len(table) > 20
+    assert [line for line in table if line.rstrip() not in page] == []
     assert "measured: targets and EAGLE-3 steps" in shown
-    assert "x 9.5" in shown  # how far the 70B target is scaled
-    plan([RECIPE], cluster=True, gpu="h100")
-    assert "Llama-3.1-8B-Instruct" in capsys.readouterr().out
+    assert "x 9.53" in shown  # how far the 70B target is scaled
+    assert "does not fit" not in shown
+    plan([RECIPE], cluster=True, target_shape=["1t-moe"], as_json=True)
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["model"] == SIZES["1t-moe"]
+    [speeds] = [line for line in table if "tokens/s, simulated" in line]
+    assert speeds.split()[-1] == f"{found['tokens_per_s']:,.0f}"
+    plan([RECIPE], cluster=True, gpu="h100", gpu_gib=12, ranks=1)
+    shown = capsys.readouterr().out
+    assert "the draft of Llama-3.1-8B-Instruct does not fit a GPU that trains" in shown
 
 
 def test_a_split_target_stays_split():
@@ -157,12 +162,3 @@ def test_a_split_target_stays_split():
 def test_what_cannot_be_planned_is_named(options, line):
     with pytest.raises(BadInput, match=line):
         plan([RECIPE], **options)
-
-
-def test_the_page_shows_what_plan_says(capsys, monkeypatch):
-    monkeypatch.setattr(out, "_width", 80)
-    plan([RECIPE], cluster=True, target_shape=[*SIZES])
-    table = capsys.readouterr().out.partition("samples of")[0]
-    page = (ROOT / "docs" / "cluster.md").read_text()
-    assert len(table.splitlines()) > 20
-    assert [line for line in table.splitlines() if line.rstrip() not in page] == []

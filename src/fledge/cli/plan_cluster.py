@@ -32,6 +32,10 @@ def plan_cluster(
         out.print(", ".join(f"{shape}: {name}" for shape, name in pairs))
     for line in _basis(found):
         out.say(line, style="dim")
+    for one in found:
+        if one["bytes_per_train_gpu"] > given.gpu.usable_bytes:
+            what = f"the draft of {_name(one)} does not fit a GPU that trains"
+            out.say(f"warning: {what}; see packing.tokens and training.shard", style="yellow")
 
 
 def _table(found: Sequence[dict[str, Any]], shapes: Sequence[str]) -> Table:

@@ -1,12 +1,11 @@
 """Target workers, the queue between and the ranks that train, event by event: tokens/s and waiting
 before any of them exists.
 
-What is simulated is what `target/ray/` and `ahead.py` do, and target servers alike. A rank asks for
-`ahead` batches beyond the one that it waits for, of which so many are under way at once; it asks
-the worker that has the fewest of its questions, of these the one that it asked longest ago. A
-worker answers one question at a time, in order. Answers reach a rank one at a time. All ranks take
-a step together, when each of them has its answer. Nothing is drawn: the same figures give the same
-run.
+What is simulated is what `target/ray/` and `ahead.py` do. A rank asks for `ahead` batches beyond
+the one that it waits for, of which so many are under way at once; it asks the worker that has the
+fewest of its questions, of these the one that it asked longest ago. A worker answers one question
+at a time, in order. Answers reach a rank one at a time. All ranks take a step together, when each
+of them has its answer. Nothing is drawn: the same figures give the same run.
 """
 
 import heapq

@@ -61,6 +61,10 @@ class Gpu:
     gib: float
     speed: float  # of an H200, by the data sheets' dense bfloat16
 
+    @property
+    def usable_bytes(self) -> float:
+        return USABLE * self.gib * 2**30
+
 
 GPUS = {"h200": Gpu(140, 1.0), "h100": Gpu(80, 1.0), "a100": Gpu(80, 0.32), "b200": Gpu(179, 2.27)}
 
@@ -171,7 +175,7 @@ def _worker(recipe: Recipe, target: TargetShape, width: int, gpu: Gpu) -> tuple[
     split: int = worker.get("tp_size", getattr(section, "tp_size", 1))
     a_pass = recipe.training.micro_batch * recipe.packing.tokens * target.widest * 2
     gpus, whole = split, target.weights * width + a_pass
-    while whole / gpus > USABLE * gpu.gib * 2**30:
+    while whole / gpus > gpu.usable_bytes:
         gpus *= 2
     return gpus, int(whole / gpus)
 
