@@ -9,6 +9,7 @@ from typer import Option
 from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import recipes_of_words, show_set_up
 from fledge.cli.options import AsJson, RecipeWords
+from fledge.core.errors import BadInput
 from fledge.core.text import counted
 
 if TYPE_CHECKING:
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: fledge plan smollm2_gpu data.train=chats.jsonl\n\n"
-    "Example: fledge plan llama33_70b_8gpu --ranks 8"
+    "Example: fledge plan llama33_70b_8gpu --ranks 8\n\n"
+    "Example: fledge plan llama31_8b_8gpu --cluster --target-shape 70b --target-shape 1t-moe"
 )
-_USABLE = 0.92  # of a GPU's memory: the rest is its context, libraries and fragments
+_GPU_GIB = 80.0
 
 
 def plan(
@@ -26,7 +28,29 @@ def plan(
     ranks: Annotated[
         int, Option(min=0, help="For so many ranks with a GPU each, without weights and data.")
     ] = 0,
-    gpu_gib: Annotated[float, Option("--gpu-gib", min=1, help="Memory of a GPU.")] = 80.0,
+    gpu_gib: Annotated[
+        float | None,
+        Option("--gpu-gib", min=1, help="Memory of a GPU; default: 80, or as --gpu has."),
+    ] = None,
+    cluster: Annotated[
+        bool, Option("--cluster", help="Size a cluster: targets and trainers apart.")
+    ] = False,
+    target_shape: Annotated[
+        list[str] | None,
+        Option(help="Instead of the recipe's target: 8b, 70b, 235b-moe or 1t-moe; repeatable."),
+    ] = None,
+    gpu: Annotated[str, Option(help="h200 (measured), h100, a100 or b200 (scaled).")] = "h200",
+    link_gb_s: Annotated[
+        float, Option("--link-gb-s", min=0.001, help="GB/s that one rank receives.")
+    ] = 3.0,
+    gpu_hour: Annotated[float, Option(min=0.0, help="Price of a GPU hour.")] = 3.0,
+    sample_tokens: Annotated[int, Option(min=1, help="Mean length of a sample.")] = 1024,
+    capture_tokens_s: Annotated[
+        float | None, Option(min=1.0, help="Tokens/s of one target worker, as you measured it.")
+    ] = None,
+    train_tokens_s: Annotated[
+        float | None, Option(min=1.0, help="Tokens/s of one rank that waits for no target.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict what a recipe costs on this machine; `fledge train` prints the truth beside it.
@@ -34,10 +58,33 @@ def plan(
     With --ranks, what it would cost on so many GPUs: from the target's configuration alone, for the
     steps that training.steps says. Either way it says among how many ranks (training.context) a
     pack has to be shared to fit. A recipe of several drafts costs the target's time once.
+
+    With --cluster, how many GPUs for capture and how many for training keep each other busy, what
+    every link carries, hours and cost for 1 and 100 million samples; --ranks fixes the number of
+    those that train. The options after --cluster are for it alone.
     """
     begin = time.perf_counter()
     recipes = [*recipes_of_words(arguments).values()]
     quiet_libraries()
+    if cluster:
+        from fledge.cli.plan_cluster import plan_cluster
+        from fledge.train.sizing import Given, gpu_of
+
+        given = Given(
+            gpu=gpu_of(gpu, gpu_gib),
+            link_bytes=link_gb_s * 1e9,
+            gpu_hour=gpu_hour,
+            sample_tokens=sample_tokens,
+            ranks=ranks,
+            target_tokens_s=capture_tokens_s,
+            train_tokens_s=train_tokens_s,
+        )
+        plan_cluster(recipes, given, target_shape or (), as_json=as_json)
+        return
+    if target_shape or capture_tokens_s or train_tokens_s:
+        what = "a target's size and rates are for a cluster on paper"
+        raise BadInput(what, where="--target-shape", fix="add --cluster")
+    gpu_gib = gpu_gib or _GPU_GIB
     if ranks:
         predicted, step, title = _forecast(recipes, ranks)
         warnings: list[str] = []
@@ -89,7 +136,7 @@ def _tried_out(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any,
 
 def _context_needed(predicted: "Prediction", step: Any, gpu_gib: float) -> int | None:
     """Among how many ranks a pack must be shared, beside what stays."""
-    from fledge.train.memory import context_needed
+    from fledge.train.memory import USABLE, context_needed
 
-    free = gpu_gib * 2**30 * _USABLE - predicted.target_bytes - predicted.draft_bytes
+    free = gpu_gib * 2**30 * USABLE - predicted.target_bytes - predicted.draft_bytes
     return context_needed(step, free)

@@ -26,7 +26,7 @@ from fledge.train.pace import RATES
 from fledge.train.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
 
 GPUS_OF_A_MACHINE = 8
-_LINK_BYTES = (300e9, 40e9)  # a second and GPU: inside a machine (NVLink), between machines
+LINK_BYTES = (300e9, 40e9)  # a second and GPU: inside a machine (NVLink), between machines
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class TargetShape:
             model: nn.Module = AutoModelForCausalLM.from_config(config)
         text = text_config(config)
         chosen = getattr(text, "num_experts_per_tok", None) or 1
-        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((n for n in (getattr(text, name, None) for name in names) if n), None)
         share = chosen / experts if experts else 1.0
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
@@ -105,7 +106,7 @@ class Forecast:
                 raise BadInput(what, where="--ranks", fix=f"a multiple of {size}")
         trusted = section.trust_remote_code
         config = shape_of(model_name(section), trust_remote_code=trusted)
-        return cls(recipe, ranks, TargetShape.of(config), _draft(recipe, config), cut)
+        return cls(recipe, ranks, TargetShape.of(config), draft_without_memory(recipe, config), cut)
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -209,15 +210,15 @@ class Forecast:
 
     def _link(self, ranks: int) -> float:
         """Bytes a second between so many neighboring ranks."""
-        return _LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
+        return LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
 
 
 def _nothing(*, alone: bool = False) -> float:
     return 0.0
 
 
-def _draft(recipe: Recipe, config: Any) -> DraftModel:
-    """The recipe's draft without memory."""
+def draft_without_memory(recipe: Recipe, config: Any) -> DraftModel:
+    """The recipe's draft, on a target of this config."""
     vocab_size = text_config(config).vocab_size
     size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)
     settings = recipe.method.bench_draft_settings(vocab_size, recipe.objective)

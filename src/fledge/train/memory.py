@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from fledge.objective.work import Work
 
+USABLE = 0.92  # of a GPU's memory: the rest is its context, libraries and fragments
+
 
 def draft_bytes(trained: int, frozen: int, *, shard: int = 1, width: int = 4) -> int:
     """Weights, gradients and moments. Ranks that share them have the whole weights, in the dtype of

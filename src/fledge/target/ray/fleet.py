@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from fledge.core.errors import BadInput, TargetUnreachable, first_line
@@ -32,6 +33,7 @@ class WorkerState:
     actor: Any
     up: bool = False
     in_flight: int = 0  # this rank's own questions
+    asked: int = 0  # when this rank last asked it, as a number
     greeting: Any = None  # a word to it that is under way
     loading: bool = False  # it is there, and loads its target: minutes, of a large one
     not_before: float = 0.0  # when to greet it again
@@ -43,10 +45,20 @@ class Fleet:
     """Workers that hold the same target."""
 
     def __init__(
-        self, workers: Sequence[tuple[str, Any]], *, wait_s: float, release: Callable[[], None]
+        self,
+        workers: Sequence[tuple[str, Any]],
+        *,
+        wait_s: float,
+        release: Callable[[], None],
+        rank: int = 0,
     ) -> None:
         self._ray = import_ray()
-        self._states = [WorkerState(name, actor) for name, actor in workers]
+        # Ranks begin at different workers: with one question each, all would ask the first one.
+        self._states = [
+            WorkerState(name, actor, asked=(index - rank) % len(workers) - len(workers))
+            for index, (name, actor) in enumerate(workers)
+        ]
+        self._turns = count()
         self._wait_s, self._release = wait_s, release
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -104,18 +116,20 @@ class Fleet:
             raise RuntimeError("this RayEagle3TargetModel is closed: build a new one")
 
     def _take(self, prefer: int | None) -> WorkerState:
-        """The least loaded worker that is up; waits for one."""
+        """The least loaded worker that is up, of several the one that was asked longest ago;
+        waits for one."""
         with self._changed:
             while True:
                 self._check_open()
                 up = [state for state in self._states if state.up]
                 if up:
                     self._down_since = None
-                    state = min(up, key=lambda state: state.in_flight)
+                    state = min(up, key=lambda state: (state.in_flight, state.asked))
                     if prefer is not None:
                         wanted = self._states[prefer % len(self._states)]
                         state = wanted if wanted.up else up[prefer % len(up)]
                     state.in_flight += 1
+                    state.asked = next(self._turns)
                     return state
                 self._changed.wait(min(self._while_all_are_down(), _LOOK_EVERY_S))
 

@@ -45,7 +45,7 @@ def open_fleet(section: RayTarget, *, aux_layers: int) -> Fleet:
         else:
             started = find_fleet(name, section.workers, wait_s=section.wait_s)
         release = undo.pop_all().close
-        return Fleet(started.workers, wait_s=section.wait_s, release=release)
+        return Fleet(started.workers, wait_s=section.wait_s, release=release, rank=_rank())
 
 
 @contextmanager

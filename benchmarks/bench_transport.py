@@ -1,0 +1,193 @@
+"""What it costs to bring a target's answers to a trainer: in the process, over a plain socket, by
+the target server, and over Ray, in one run, with the same batches.
+
+The target is taken out of the picture: its states lie ready (`ready_states.py`). The ways take
+turns, so that all of them meet the same neighbors on the machine. The plain socket only copies as
+many bytes; it is the lower bound of whatever crosses a process. Ray is measured with the worker on
+the trainer's own node, and on another one (two raylets of this machine, which copy the answer from
+store to store over TCP, as two machines would).
+
+    python benchmarks/bench_transport.py [--tokens 4096] [--rounds 8] [--markdown FILE]
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
+
+from fledge.core.rows import TokenBatch
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.ray.client import RayEagle3TargetModel
+from fledge.target.ray.connection import Connection
+from fledge.target.ray.fleet import Fleet
+from fledge.target.ray.worker import TargetWorker
+from fledge.target.remote.client import RemoteEagle3TargetModel
+from ready_states import Plain, Ready, rows, started
+
+SHAPES = {"SmolLM2-135M": 576, "8B": 4096}  # hidden size
+BATCHES = 4  # in a round
+STORE = 1 << 30
+Way = Callable[[], Any]
+
+
+class ReadyWorker(TargetWorker):
+    """A worker as any other, with states that lie ready."""
+
+    def __init__(self, tokens: int, hidden: int) -> None:
+        super().__init__("target-0", None, aux_layers=3, gpus=0, board=None)  # type: ignore[arg-type]
+        self._shape = tokens, hidden
+
+    def _open(self) -> Eagle3TargetBackend:
+        if self._target is None:
+            from ready_states import Ready
+
+            self._target = Ready(*self._shape)
+        return self._target
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one way."""
+
+    tokens: int  # of a batch
+    nbytes: int
+    seconds: float  # a batch, median of the rounds
+
+    def row(self, name: str, least_s: float) -> str:
+        rate, speed = self.tokens / self.seconds, self.nbytes / self.seconds / 1e9
+        ratio = least_s / self.seconds
+        return f"| {name} | {rate:,.0f} | {speed:.2f} | {1e3 * self.seconds:.1f} | {ratio:.0%} |"
+
+
+@contextmanager
+def over_ray(node: Any, tokens: int, hidden: int) -> Iterator[RayEagle3TargetModel]:
+    """A target on a node of the cluster, as a trainer on the head sees it."""
+    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    made = ray.remote(ReadyWorker).options(num_cpus=1, scheduling_strategy=there)
+    actor = made.remote(tokens, hidden)
+    fleet = Fleet([("target-0", actor)], wait_s=120, release=lambda: ray.kill(actor))
+    with RayEagle3TargetModel(fleet, supervision="hidden", prefetch=2) as target:
+        yield target
+
+
+def one_by_one(target: Eagle3TargetBackend, batch: TokenBatch) -> None:
+    for _ in range(BATCHES):
+        target.answer(batch)
+
+
+def ahead(target: Eagle3TargetBackend, batch: TokenBatch) -> None:
+    """As a trainer asks: the next answers are under way while this one is looked at."""
+    asked = [target.answer_async(batch) for _ in range(BATCHES)]
+    while asked:
+        asked.pop(0).result()
+
+
+class InProcess:
+    """The target in the trainer's own process; its states are copied once, as on the way to a GPU,
+    into memory that is used again."""
+
+    def __init__(self, target: Ready, batch: TokenBatch) -> None:
+        self._target, self._batch = target, batch
+        self._memory = [tensor.clone() for tensor in self._states()]
+
+    def __call__(self) -> None:
+        for _ in range(BATCHES):
+            for tensor, memory in zip(self._states(), self._memory, strict=True):
+                memory.copy_(tensor)
+
+    def _states(self) -> list[Tensor]:
+        answer = self._target.answer(self._batch)
+        return [answer.aux_hidden_states, answer.last_hidden_states]
+
+
+@contextmanager
+def ways(hidden: int, tokens: int, cluster: Cluster) -> Iterator[dict[str, Way]]:
+    batch = TokenBatch(*rows(tokens))
+    with ExitStack() as undo:
+        states, url = started("states", tokens, hidden)
+        plain, port = started("bytes", tokens, hidden)
+        for process in (states, plain):
+            undo.callback(process.wait)
+            undo.callback(process.terminate)
+        copy = Plain(int(port), 8 * hidden * tokens).copy
+        distant: dict[str, Any] = {
+            "target server, HTTP": RemoteEagle3TargetModel(url, shared_memory=False),
+            "target server, shared memory": RemoteEagle3TargetModel(url),
+            "Ray, the same node": over_ray(cluster.head_node, tokens, hidden),
+            "Ray, another node": over_ray(cluster.worker_nodes.copy().pop(), tokens, hidden),
+        }
+        found: dict[str, Way] = {
+            "in this process, copied once": InProcess(Ready(tokens, hidden), batch),
+            "plain socket": lambda: [copy() for _ in range(BATCHES)],
+        }
+        for name, context in distant.items():
+            target = undo.enter_context(context)
+            found[f"{name}, one at a time"] = lambda target=target: one_by_one(target, batch)
+            found[f"{name}, two under way"] = lambda target=target: ahead(target, batch)
+        yield found
+
+
+def measure(hidden: int, tokens: int, rounds: int, cluster: Cluster) -> dict[str, Figures]:
+    seconds: dict[str, list[float]] = {}
+    with ways(hidden, tokens, cluster) as found:
+        for index in range(rounds + 1):
+            for name, way in found.items():
+                begin = time.perf_counter()
+                way()
+                if index:  # the first round loads, connects and touches memory
+                    seconds.setdefault(name, []).append((time.perf_counter() - begin) / BATCHES)
+    nbytes = 8 * hidden * tokens
+    return {name: Figures(tokens, nbytes, statistics.median(s)) for name, s in seconds.items()}
+
+
+def table(shape: str, figures: dict[str, Figures]) -> list[str]:
+    one = figures["plain socket"]
+    size = f"{one.tokens:,} tokens of {one.nbytes // one.tokens:,} bytes, {one.nbytes / 1e6:.0f} MB"
+    return [
+        f"**{shape}**: batches of {size}",
+        "",
+        "| way | tokens/s | GB/s | ms a batch | speed, plain socket = 100 % |",
+        "|---|--:|--:|--:|--:|",
+        *(found.row(name, one.seconds) for name, found in figures.items()),
+        "",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--markdown", type=Path)
+    asked = parser.parse_args()
+    node = {"num_cpus": 1, "object_store_memory": STORE}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster.add_node(**node)
+    begin, lines = os.getloadavg()[0], []
+    try:
+        with Connection(cluster.address):
+            for shape, hidden in SHAPES.items():
+                lines += table(shape, measure(hidden, asked.tokens, asked.rounds, cluster))
+    finally:
+        cluster.shutdown()
+    rounds = f"median of {asked.rounds} rounds of {BATCHES}"
+    load = f"load average {begin:.1f} before, {os.getloadavg()[0]:.1f} after"
+    lines.append(f"{os.cpu_count()} cores, ray {ray.__version__}, {rounds}; {load}.")
+    print("\n".join(lines))
+    if asked.markdown:
+        asked.markdown.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

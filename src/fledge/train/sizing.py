@@ -1,0 +1,329 @@
+"""How large a cluster has to be: GPUs for capture and for training, what every link carries, hours
+and cost. From a recipe alone: nothing is fetched, and no GPU is needed.
+
+What targets and drafts of three sizes take was measured on one H200. Other sizes are scaled from
+these by operations a token of the parameters that are active; a plan says by how much. How workers
+and ranks then get along is simulated (`simulation.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fledge.core.errors import BadInput, nearest
+from fledge.draft.base import DraftModel
+from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
+from fledge.recipe.schema import Recipe
+from fledge.target.kinds import model_name
+from fledge.train.forecast import GPUS_OF_A_MACHINE, LINK_BYTES, TargetShape, draft_without_memory
+from fledge.train.memory import USABLE, StepMemory, draft_bytes
+from fledge.train.simulation import Pipeline, Simulated
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Operations a token, and the seconds that they took."""
+
+    operations: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.operations / self.seconds
+
+
+# EAGLE-3 steps of 135M, 1B and 8B shapes (benchmarks/results/train_step.md): their targets, and
+# what a rank does besides, at 7 depths with 60 % of the tokens supervised.
+TARGETS = (
+    Measured(0.221e9, 0.015 / 16_384),
+    Measured(2.080e9, 0.0593 / 16_384),
+    Measured(14.50e9, 0.1906 / 8192),
+)
+STEPS = (
+    Measured(0.3505e9, 0.074 / 16_384),
+    Measured(3.524e9, 0.1360 / 16_384),
+    Measured(9.947e9, 0.1638 / 8192),
+)
+FP8 = 0.1189 / 0.1906  # of the 8B target's time
+
+SAMPLES = (1_000_000, 100_000_000)
+_STEPS, _SKIPPED = 160, 40  # simulated; the first fill queues
+_GOOD_ENOUGH = 1.03  # times the best cost a token: a smaller cluster is taken instead
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU."""
+
+    gib: float
+    speed: float  # of an H200, by the data sheets' dense bfloat16
+
+    @property
+    def usable_bytes(self) -> float:
+        return USABLE * self.gib * 2**30
+
+
+GPUS = {"h200": Gpu(140, 1.0), "h100": Gpu(80, 1.0), "a100": Gpu(80, 0.32), "b200": Gpu(179, 2.27)}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a recipe does not say."""
+
+    gpu: Gpu = GPUS["h200"]
+    link_bytes: float = 3e9  # a second, into one rank
+    gpu_hour: float = 3.0  # its price
+    sample_tokens: int = 1024
+    ranks: int = 0  # 0: as many as suit
+    target_tokens_s: float | None = None  # of one worker, if somebody has measured it
+    train_tokens_s: float | None = None  # of one rank, likewise
+
+
+def seconds_for(operations: float, measured: Sequence[Measured]) -> float:
+    """On an H200: at the rate that was measured for so many operations a token, between two sizes
+    at one between theirs, beyond them at that of the nearest."""
+    sizes = [math.log(one.operations) for one in measured]
+    rates = [math.log(one.rate) for one in measured]
+    return float(operations / np.exp(np.interp(math.log(operations), sizes, rates)))
+
+
+def gpu_of(name: str, gib: float | None = None) -> Gpu:
+    """A kind of GPU by name, perhaps with another memory."""
+    if name.lower() not in GPUS:
+        raise BadInput(f"no GPU {name!r}", where="--gpu", fix=nearest(name, [*GPUS]))
+    gpu = GPUS[name.lower()]
+    return gpu if gib is None else replace(gpu, gib=gib)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one batch asks of a cluster, whatever its size."""
+
+    model: str
+    target: TargetShape
+    tokens: int  # of a batch
+    token_bytes: int  # of an answer
+    worker_gpus: int
+    worker_bytes: int  # on each of them
+    rank_bytes: int  # a GPU that trains holds
+    target_s: float  # seconds a token of one worker
+    step_s: float  # ... and of one rank
+    target_scale: float | None  # operations in those of the 8B shape; None: given
+    step_scale: float | None
+
+    @classmethod
+    def of(cls, recipes: Sequence[Recipe], given: Given, size: str = "") -> "Load":
+        """The drafts of a recipe (their target answers once) on its own target, or on a well-known
+        one of some `size`."""
+        recipe, (name, config) = recipes[0], _target(recipes[0], size)
+        target, drafts = TargetShape.of(config), [draft_without_memory(r, config) for r in recipes]
+        tokens = recipe.training.micro_batch * recipe.packing.tokens
+        seen = given.sample_tokens / 2
+        width = _weight_bytes(recipe, name)
+        gpus, held = _worker(recipe, target, width, given.gpu)
+        target_s, target_scale = _target_s(target, width, gpus, seen, given)
+        step_s, step_scale = _step_s(recipes, drafts, seen, given)
+        return cls(
+            model=name,
+            target=target,
+            tokens=tokens,
+            token_bytes=max(_token_bytes(recipe, draft) for draft in drafts),
+            worker_gpus=gpus,
+            worker_bytes=held,
+            rank_bytes=sum(map(_rank_bytes, recipes, drafts)),
+            target_s=target_s,
+            step_s=step_s,
+            target_scale=target_scale,
+            step_scale=step_scale,
+        )
+
+
+def _target(recipe: Recipe, size: str) -> tuple[str, Any]:
+    if not size:
+        name = model_name(recipe.target)
+        return name, shape_of(name, trust_remote_code=recipe.target.trust_remote_code)
+    if size.lower() not in SIZES:
+        fix = nearest(size, [*SIZES])
+        raise BadInput(f"no target of size {size!r}", where="--target-shape", fix=fix)
+    name = SIZES[size.lower()]
+    return name, shape_of(name)
+
+
+def _weight_bytes(recipe: Recipe, name: str) -> int:
+    if getattr(recipe.target, "dtype", "auto") == "fp8":
+        return 1
+    return STORED_BYTES.get(name, 2)
+
+
+def _token_bytes(recipe: Recipe, draft: DraftModel) -> int:
+    """Of an answer in bfloat16: the layers that the draft listens to, and what supervises it."""
+    config: Any = draft.config
+    supervision = {"probs": config.draft_vocab_size, "logits": config.vocab_size}
+    asked = getattr(recipe.target, "supervision", "hidden")
+    heard = config.num_aux_hidden_states * config.target_hidden_size
+    return int(2 * (heard + supervision.get(asked, config.target_hidden_size)))
+
+
+def _worker(recipe: Recipe, target: TargetShape, width: int, gpu: Gpu) -> tuple[int, int]:
+    """GPUs of a target worker, a power of two, and the bytes on each: weights and one pass. At
+    least as many as the recipe splits it over."""
+    section: Any = recipe.target
+    worker: dict[str, Any] = getattr(section, "worker", {})
+    split: int = worker.get("tp_size", getattr(section, "tp_size", 1))
+    a_pass = recipe.training.micro_batch * recipe.packing.tokens * target.widest * 2
+    gpus, whole = split, target.weights * width + a_pass
+    while whole / gpus > gpu.usable_bytes:
+        gpus *= 2
+    return gpus, int(whole / gpus)
+
+
+def _target_s(
+    target: TargetShape, width: int, gpus: int, seen: float, given: Given
+) -> tuple[float, float | None]:
+    """Seconds a token of a worker, and its operations in those of the 8B target."""
+    if given.target_tokens_s:
+        return 1 / given.target_tokens_s, None
+    text = target.config
+    operations = 2 * target.active + 4 * _attention_width(text) * seen * text.num_hidden_layers
+    seconds = seconds_for(operations, TARGETS) / given.gpu.speed / gpus
+    seconds *= FP8 if width == 1 else 1.0
+    if (
+        gpus > 1
+    ):  # states are summed over the GPUs twice a layer, and nothing else is done meanwhile
+        summed = 4 * text.num_hidden_layers * text.hidden_size * 2
+        seconds += summed / LINK_BYTES[gpus > GPUS_OF_A_MACHINE]
+    return seconds, operations / TARGETS[-1].operations
+
+
+def _attention_width(text: Any) -> float:
+    """Channels of queries; where keys and values differ (MLA), the mean of both."""
+    keys = getattr(text, "qk_head_dim", None)
+    channels = (keys + text.v_head_dim) / 2 if keys else text.head_dim
+    return float(text.num_attention_heads * channels)
+
+
+def _step_s(
+    recipes: Sequence[Recipe], drafts: Sequence[DraftModel], seen: float, given: Given
+) -> tuple[float, float | None]:
+    """Seconds a token of a rank, likewise; drafts from one pass take their steps in turn."""
+    if given.train_tokens_s:
+        return 1 / given.train_tokens_s, None
+    works = (r.method.work(d, r.objective) for r, d in zip(recipes, drafts, strict=True))
+    each = [work.step(seen) for work in works]
+    seconds = sum(seconds_for(operations, STEPS) for operations in each)
+    return seconds / given.gpu.speed, sum(each) / STEPS[-1].operations
+
+
+def _rank_bytes(recipe: Recipe, draft: DraftModel) -> int:
+    training = recipe.training
+    trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in draft.parameters()) - trained
+    work = recipe.method.work(draft, recipe.objective)
+    tokens = training.micro_batch * recipe.packing.tokens
+    step = StepMemory(work, tokens, training.accumulate, width=2).bytes()
+    return draft_bytes(trained, frozen, shard=training.shard, width=2) + step
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A cluster for a load, and how it would do."""
+
+    load: Load
+    given: Given
+    run: Simulated
+
+    @property
+    def workers(self) -> int:
+        return self.run.pipeline.workers
+
+    @property
+    def ranks(self) -> int:
+        return self.run.pipeline.ranks
+
+    @property
+    def gpus(self) -> int:
+        return self.workers * self.load.worker_gpus + self.ranks
+
+    @property
+    def period_s(self) -> float:
+        """From step to step in the long run: stocks that were used up meanwhile are not speed."""
+        return max(self.run.step_s(_SKIPPED), self.run.pipeline.bound_s)
+
+    @property
+    def tokens_s(self) -> float:
+        return self.ranks * self.load.tokens / self.period_s
+
+    def hours(self, samples: int) -> float:
+        """To train on so many samples, each counted as often as it is trained on."""
+        return samples * self.given.sample_tokens / self.tokens_s / 3600
+
+    def stored_bytes(self, samples: int) -> int:
+        """What a cache of so many samples would hold."""
+        return samples * self.given.sample_tokens * self.load.token_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        load, given, size = self.load, self.given, self.load.token_bytes
+        return {
+            "model": load.model,
+            "parameters": load.target.weights,
+            "active_parameters": load.target.active + load.target.head,
+            "target_workers": self.workers,
+            "gpus_per_worker": load.worker_gpus,
+            "capture_gpus": self.workers * load.worker_gpus,
+            "train_gpus": self.ranks,
+            "prefetch": self.run.pipeline.prefetch,
+            "bytes_per_capture_gpu": load.worker_bytes,
+            "bytes_per_train_gpu": load.rank_bytes,
+            "worker_tokens_per_s": 1 / load.target_s,
+            "rank_tokens_per_s": 1 / load.step_s,
+            "worker_operations": load.target_scale,
+            "rank_operations": load.step_scale,
+            "tokens_per_s": self.tokens_s,
+            "waiting_share": 1 - load.tokens * load.step_s / self.period_s,
+            "busy_share": self.tokens_s * load.target_s / self.workers,
+            "bytes_per_token": size,
+            "bytes_per_s": {
+                "worker_to_store": self.tokens_s / self.workers * size,
+                "store_to_rank": self.tokens_s / self.ranks * size,
+                "store_to_ranks": self.tokens_s * size,
+                "link": given.link_bytes,
+                "cache_written": self.workers / load.target_s * size,
+                "cache_read": self.ranks / load.step_s * size,
+            },
+            "samples": [
+                {
+                    "samples": samples,
+                    "tokens": samples * given.sample_tokens,
+                    "hours": self.hours(samples),
+                    "cost": self.hours(samples) * self.gpus * given.gpu_hour,
+                    "cache_bytes": self.stored_bytes(samples),
+                }
+                for samples in SAMPLES
+            ],
+        }
+
+
+def size_cluster(recipes: Sequence[Recipe], given: Given, size: str = "") -> Sizing:
+    """The smallest cluster whose GPUs are about as busy as can be: up to a machine of ranks, or as
+    many ranks as are given, with the workers that suit them."""
+    load = Load.of(recipes, given, size)
+    several = (given.ranks,) if given.ranks else range(1, GPUS_OF_A_MACHINE + 1)
+    prefetch = getattr(recipes[0].target, "prefetch", 2)
+    one = Pipeline(
+        target_s=load.tokens * load.target_s,
+        step_s=load.tokens * load.step_s,
+        carry_s=load.tokens * load.token_bytes / given.link_bytes,
+    )
+    tried = []
+    for ranks in several:
+        needed = ranks * load.target_s / load.step_s  # workers that give what the ranks take
+        for workers in {max(1, math.floor(needed)), math.ceil(needed)}:
+            for more in (1, 2, 4):
+                tuned = replace(one, ranks=ranks, workers=workers, prefetch=more * prefetch)
+                tried.append(Sizing(load, given, tuned.run(_STEPS)))
+    best = min(one.gpus / one.tokens_s for one in tried)
+    good = (one for one in tried if one.gpus / one.tokens_s <= _GOOD_ENOUGH * best)
+    return min(good, key=lambda one: (one.gpus, one.run.pipeline.prefetch))
