@@ -17,7 +17,7 @@ QUICK = {"beat_s": 0.05, "stale_s": 0.6}
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(claims_module, "_POLL_S", 0.02)
+    monkeypatch.setattr(claims_module, "POLL_S", 0.02)
 
 
 def test_many_share_the_work_and_every_piece_is_done_once(tmp_path):

@@ -6,18 +6,21 @@ import os
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import format_datetime
 
 import pytest
 from chat_server import ChatServer, answer, echo, said
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
+from fledge.core import claims
 from fledge.core.errors import BadInput
+from fledge.data import regenerate as regenerate_module
+from fledge.data import regenerate_share
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.journal import Journal
@@ -123,6 +126,118 @@ def test_killed_and_resumed_ten_times_every_row_once(tmp_path):
     assert json.loads((tmp_path / "new.manifest.json").read_text())["result"]["written"] == 150
 
 
+def files_of(out):
+    """What a job leaves: every byte that users read."""
+    names = (out.name, out.stem + ".failed.jsonl", out.stem + ".manifest.json")
+    found = {name: out.with_name(name) for name in names}
+    return [path.read_bytes() for path in found.values() if path.exists()]
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(regenerate_module, "_SHARD_ROWS", 4)
+    monkeypatch.setattr(claims, "POLL_S", 0.02)
+    monkeypatch.setattr(regenerate_share, "POLL_S", 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
+    """The same command four times at any moment; whoever is killed is started again."""
+    rows = [chat(f"{'never' if i % 40 == 7 else 'row'} {i}", "old", f"and {i}") for i in range(160)]
+    data, sampling = (
+        write(tmp_path / "data.jsonl", [*rows, "{broken"]),
+        Sampling(temperature=temperature),
+    )
+    (tmp_path / "one").mkdir()
+    (tmp_path / "four").mkdir()
+    whole, out = tmp_path / "one" / "new.jsonl", tmp_path / "four" / "new.jsonl"
+    options = replace(FAST, concurrency=3)
+
+    def behave(body, tries):
+        """What is drawn depends on the seed, as with a real server."""
+        text = body["messages"][-1]["content"]
+        if "never" in text:
+            return 400, {}, {}
+        return 200, {}, answer(f"{said(text)} {body.get('seed', '')}", tokens=len(text))
+
+    server, rng = ChatServer(behave), random.Random(11)
+    context = multiprocessing.get_context("fork")
+    with server.serving() as url:
+        found = ask(data, whole, url, options, sampling)
+        once = len(server.requests)
+
+        def begin():
+            words = (data, out, url, options, sampling)
+            process = context.Process(target=ask, args=words)
+            process.start()
+            return process
+
+        team = [begin() for _ in range(4)]
+        for _ in range(10):
+            due, last = threading.Event(), len(server.requests) + rng.randint(2, 20)
+            server.on_request = lambda count, due=due, last=last: due.set() if count >= last else 0
+            assert due.wait(60)
+            victim = rng.choice([process for process in team if process.is_alive()])
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.join()
+            assert not out.exists()
+            team = [*(process for process in team if process is not victim), begin()]
+        for process in team:
+            process.join(60)
+    assert [process.exitcode for process in team] == [0] * 4
+    assert (found.written, found.failed.dropped) == (156, 5)
+    assert files_of(out) == files_of(whole)
+    # at most what was under way was asked twice, and what had failed before a process began
+    assert len(server.requests) - 2 * once <= 10 * 3 * 2 + 14 * 4
+    assert not (tmp_path / "four" / "new.jsonl.parts" / ".claims").exists()
+
+
+def test_two_share_the_rows_and_nothing_is_left(tmp_path, small_shards):
+    """Each answers some, both count all; and a third that comes late has nothing to do."""
+    data, out = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(60)]), "new.jsonl"
+    server, said_of = ChatServer(), []
+    with server.serving() as url, ThreadPoolExecutor(2) as pool:
+        both = threading.Barrier(2)
+        server.behave = lambda body, tries: (200, {}, echo(body))
+
+        def work(_):
+            both.wait()
+            return ask(data, tmp_path / out, url, replace(FAST, concurrency=2), say=said_of.append)
+
+        first, second = pool.map(work, range(2))
+        third = ask(data, tmp_path / out, url)
+    assert len(server.requests) == first.answered_now + second.answered_now == 60
+    assert first.answered_now == second.others_now > 0 < second.answered_now == first.others_now
+    assert first.result() == second.result() == third.result()
+    assert third.answered_now == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "data.jsonl", "new.jsonl", "new.manifest.json",
+    ]  # fmt: skip
+
+
+def test_what_an_interrupted_earlier_version_left_is_continued(tmp_path):
+    """One part for all rows, a lock, and a record without claims."""
+    data, out = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(6)]), "new.jsonl"
+    server = ChatServer(lambda body, tries: (503, {}, {}))
+    options = HttpOptions(concurrency=1, retries=0)
+    with server.serving() as url:
+        with pytest.raises(BadInput, match="one after another"):
+            ask(data, tmp_path / out, url, options, patience=2)
+        parts = tmp_path / "new.jsonl.parts"
+        (parts / ".lock").touch()
+        said_before = Dialogue(chat("5"))
+        said_before.hear(Reply("before", "stop", 1))
+        line = {"row": 5, "good": True, "truncated": False, "tokens": 1}
+        line["value"] = said_before.new_row(chat("5"))
+        (parts / "part-000000.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line)[:30])
+        server.behave = lambda body, tries: (200, {}, echo(body))
+        found = ask(data, tmp_path / out, url, options)
+    assert (found.written, found.answered_now) == (6, 5)
+    assert lines(tmp_path / out)[5]["messages"][1]["content"] == "before"
+    assert not parts.exists()
+
+
 def unreliable(rng):
     """Every way to fail at random; rows whose text says so fail for good, or are cut short."""
 
@@ -217,11 +332,6 @@ def test_a_job_is_not_continued_with_other_settings(tmp_path):
             ask(moved, other, url, HASTY)
         assert other.read_text() == "mine"
         assert not (tmp_path / "other.jsonl.parts").exists()
-        with (
-            FileLock(tmp_path / "new.jsonl.parts" / ".lock"),
-            pytest.raises(BadInput, match="another"),
-        ):
-            ask(moved, out, url, HASTY)
 
 
 def test_truncated_answers_end_their_conversation(tmp_path):
