@@ -48,6 +48,7 @@ def regenerate(
     settings = {"format": _FORMAT, "data": data, "target": answerer.identity()}
     settings["sampling"] = asdict(sampling)
     job = JobFiles(out, settings, exclude_truncated=exclude_truncated)
+    job.check()
     size = -(-_SHARD_ROWS // answerer.together) * answerer.together
     shards = Shards(sources, size=size, limit=limit)
     with job.shared() as claims:

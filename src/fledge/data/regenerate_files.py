@@ -131,11 +131,19 @@ class JobFiles:
             )
         return summary
 
+    def check(self) -> None:
+        """Refuse what is another job's before anything is touched, claims included."""
+        begun = self.is_begun
+        try:
+            self._compare_begun() if begun else self.finished(0)
+        except BadInput:
+            if self.is_begun == begun:  # else others are just beginning, or have ended it
+                raise
+
     def begin(self) -> None:
         """Write down what this job is, or compare with what it was."""
         if self.is_begun:
-            held = read_json(self._begun, what="the record of the job", finite=False)
-            self._compare(held, self._begun)
+            self._compare_begun()
         else:
             write_json(self._begun, self._settings)
 
@@ -200,6 +208,10 @@ class JobFiles:
         held = read_json(self._manifest, Table({"result": _RESULT}), what=what, finite=False)
         self._compare(held, self._manifest)
         summary.take(held["result"])
+
+    def _compare_begun(self) -> None:
+        held = read_json(self._begun, what="the record of the job", finite=False)
+        self._compare(held, self._begun)
 
     def _compare(self, held: dict[str, Any], path: Path) -> None:
         for section, own in self._settings.items():
