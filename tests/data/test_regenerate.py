@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import format_datetime
+from functools import partial
 
 import pytest
 from chat_server import ChatServer, answer, echo, said
@@ -20,13 +21,14 @@ from fledge.cli.main import app
 from fledge.core import claims
 from fledge.core.errors import BadInput
 from fledge.data import regenerate as regenerate_module
-from fledge.data import regenerate_share
+from fledge.data import regenerate_share, shards
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.journal import Journal
 from fledge.data.regenerate import Sampling, regenerate
 from fledge.data.regenerate_dialogue import Dialogue, Reply
 from fledge.data.regenerate_http import ChatServers, HttpOptions, endpoint, retry_after
+from fledge.data.sources import make_parts
 
 FAST = HttpOptions(concurrency=8, retries=8, timeout_s=60, pause_s=0.001, max_pause_s=0.01)
 HASTY = replace(FAST, timeout_s=0.4, retries=30)  # for servers that stall
@@ -460,6 +462,55 @@ def test_an_empty_answer_is_no_answer():
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
+def test_shards_are_the_rows_in_any_order(tmp_path_factory, data):
+    """Over several files, of which some are empty or hold blank lines."""
+    place = tmp_path_factory.mktemp("sources")
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    rows = iter(range(99))
+    for at, count in enumerate(counts):
+        text = "".join(f"{json.dumps({'id': next(rows)})}\n\n" for _ in range(count))
+        (place / f"{at}.jsonl").write_text(text)
+    limit = data.draw(st.none() | st.integers(0, 20))
+    size = data.draw(st.integers(1, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "make_parts", partial(make_parts, rows_per_part=2))
+        cut = shards.Shards([str(place)], size=size, limit=limit)
+    every = range(sum(counts))[:limit]
+    assert cut.rows == len(every)
+    assert [n for name in cut.names for n in cut.numbers(name)] == list(every)
+    for name in data.draw(st.lists(st.sampled_from(cut.names), max_size=8)) if cut.names else []:
+        found = cut.read(name)
+        assert [number for number, _ in found] == [row["id"] for _, (_, row) in found]
+        assert [number for number, _ in found] == list(cut.numbers(name))
+        assert len(found) <= size
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_all_who_read_a_journal_find_the_same(tmp_path_factory, data):
+    """Several write at once, and look at one another's lines at any moment: in the end they agree
+    with one who reads everything afterwards."""
+    directory = tmp_path_factory.mktemp("journal")
+    team = [Journal(directory) for _ in range(3)]
+    steps = st.tuples(st.sampled_from(team), st.sampled_from(["good", "bad", "look"]))
+    for number, (who, what) in enumerate(data.draw(st.lists(steps, max_size=25))):
+        if what == "look":
+            who.read_new()
+        else:
+            row = data.draw(st.integers(0, 3))
+            who.add(row, {"value": number}, good=what == "good")
+    afterwards = Journal(directory)
+    for journal in team:
+        journal.read_new()
+        assert journal.entries == afterwards.entries
+        assert journal.sizes == afterwards.sizes
+        journal.close()
+    parts = [path.name for path in sorted(directory.iterdir())]
+    assert parts == [f"part-{number:06d}.jsonl" for number in range(len(parts))]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
 def test_a_journal_survives_any_cut(tmp_path_factory, data):
     """Parts cut at any byte: every row that is read is whole, and good lines win."""
     directory = tmp_path_factory.mktemp("journal")
@@ -567,6 +618,9 @@ def test_the_verb_with_a_server(tmp_path, monkeypatch):
         (["--url", "http://h", "--reasoning", "maybe"], "keep or drop"),
         (["--url", "http://h", "--template-option", "x"], "NAME=VALUE"),
         (["--target", "x", "--extra", "{}"], "is for servers"),
+        (["--url", "http://h", "--ray"], "servers compute elsewhere"),
+        (["--target", "x", "--workers", "2"], "add --ray"),
+        (["--target", "x", "--address", "h:6379"], "add --ray"),
     ],
 )
 def test_the_verb_refuses(tmp_path, arguments, complaint):

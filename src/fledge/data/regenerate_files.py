@@ -71,6 +71,8 @@ class Summary:
 
 
 class JobFiles:
+    """Where everything of a job lies, and how it is begun, shared and ended."""
+
     def __init__(self, out: Path, settings: dict[str, Any], *, exclude_truncated: bool) -> None:
         stem = out.name.removesuffix(".jsonl")
         self.out, self._settings, self._exclude = out, settings, exclude_truncated
@@ -240,3 +242,25 @@ class JobFiles:
         left = [*self.parts.glob("part-*.jsonl"), self._merged, self.parts / ".lock"]
         for path in left:  # the lock is one of earlier versions
             path.unlink(missing_ok=True)
+
+
+class Onlooker:
+    """How far a job is, for somebody who starts others and only watches."""
+
+    def __init__(self, out: Path) -> None:
+        self._job = JobFiles(out, {}, exclude_truncated=False)
+        self._journal: Journal | None = None
+
+    def rows_over(self) -> int:
+        """Rows that are good, or have failed at least once."""
+        with contextlib.suppress(BadInput):  # over, and its parts are gone
+            if self._journal is not None:
+                self._journal.read_new()
+            elif self._job.is_begun:
+                self._journal = self._job.journal()
+        return 0 if self._journal is None else len(self._journal.entries)
+
+    def leave(self) -> None:
+        """Remove what killed processes left, unless others are at work."""
+        with self._job.shared():
+            pass
