@@ -149,8 +149,10 @@ def _on_ray(
     begin = time.monotonic()
     with progress_bar("answering", "rows") as update:
         update(total=rows, note=f"{counted(spread.workers, 'worker')} on the cluster")
-        done = spread.run(work, lambda: update(completed=onlooker.rows_over()))
-    onlooker.leave()
+        try:
+            done = spread.run(work, lambda: update(completed=onlooker.rows_over()))
+        finally:
+            onlooker.leave()
     added = ("answered_now", "failed_now", "tokens_now")
     both = {name: sum(getattr(summary, name) for summary in done) for name in added}
     return replace(done[-1], **both, seconds_now=time.monotonic() - begin, others_now=0)

@@ -262,5 +262,6 @@ class Onlooker:
 
     def leave(self) -> None:
         """Remove what killed processes left, unless others are at work."""
-        with self._job.shared():
-            pass
+        if self._job.parts.exists():
+            with self._job.shared():
+                pass

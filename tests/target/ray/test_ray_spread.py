@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from fledge.cli.main import app
 from fledge.target.ray.connection import Connection
+from target.cache.caches import payload
 from target.ray.clusters import cluster, everything_is_free, until
 from train.tiny import make_chats
 
@@ -39,10 +40,6 @@ def outcome(*words):
     return json.loads(done.stdout)
 
 
-def files_below(place):
-    return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
-
-
 def at_work(claims, process):
     """The process of a worker that has claimed a shard."""
     until = time.monotonic() + 60
@@ -55,39 +52,56 @@ def at_work(claims, process):
 
 
 @pytest.fixture
-def murderous(nodes):
-    """Runs a command on the cluster and kills a worker in the middle of its work."""
+def disturbed(nodes):
+    """Runs a command on the cluster, of which something is done to a worker in the middle of its
+    work, or to the command: the exit code, and what was written to stdout and stderr."""
 
-    def run(claims, *words):
+    def run(disturb, claims, *words):
         command = fledge(*words, "--json", "--ray", "--address", nodes.address)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes) as process:
             try:
-                os.kill(at_work(claims, process), signal.SIGKILL)
+                disturb(process.pid, at_work(claims, process))
                 written, said = process.communicate(timeout=200)
             finally:
                 process.kill()
-        assert process.returncode == 0, said
         with Connection(nodes.address):
             until(everything_is_free)
-        return json.loads(written)
+        assert not claims.exists()
+        return process.returncode, written, said
 
     return run
 
 
-def test_a_cache_by_workers_of_whom_one_is_killed(recipe, tmp_path, murderous):
+def murder(_command, worker):
+    os.kill(worker, signal.SIGKILL)
+
+
+def stop(command, _worker):
+    os.kill(command, signal.SIGTERM)
+
+
+def test_a_cache_by_workers_that_are_stopped_continued_and_killed(recipe, tmp_path, disturbed):
     path, cache = tmp_path / "recipe.yaml", tmp_path / "cache"
     chats = make_chats(tmp_path / "chats.jsonl", count=300)
     path.write_text(recipe(f"data.train={chats}").to_yaml())
     words = ("precompute", path, "--shard-size", 2, "--batch-size", 2)
     whole = outcome(*words, "--out", tmp_path / "whole")
-    found = murderous(cache / ".claims", *words, "--out", cache, "--workers", 2)
-    assert files_below(cache) == files_below(tmp_path / "whole")
-    assert {**found, "directory": ""} == {**whole, "directory": ""}
+    words, claims = (*words, "--out", cache, "--workers", 2), cache / ".claims"
+    code, _, said = disturbed(stop, claims, *words)
+    assert code == 143, said
+    assert "what is written stays, --resume continues" in said
+    reused = len(list(cache.glob("shard-*")))
+    assert reused < 150
+    code, written, said = disturbed(murder, claims, *words, "--resume")
+    assert code == 0, said
+    assert payload(cache) == payload(tmp_path / "whole")
+    counts = {"shards_written": 150 - reused, "shards_reused": reused, "directory": str(cache)}
+    assert json.loads(written) == {**whole, **counts}
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_answers_by_workers_of_whom_one_is_killed(tiny_target, tmp_path, murderous, temperature):
+def test_answers_by_workers_of_whom_one_is_killed(tiny_target, tmp_path, disturbed, temperature):
     rows = [{"messages": [{"role": "user", "content": f"count to {i}"}]} for i in range(400)]
     rows[7] = {"messages": [{"role": "user", "content": "word " * 600}]}
     data = tmp_path / "data.jsonl"
@@ -98,10 +112,12 @@ def test_answers_by_workers_of_whom_one_is_killed(tiny_target, tmp_path, murdero
     for place in places:
         place.parent.mkdir()
     whole = outcome(*words, "--out", one)
-    found = murderous(many.with_name("new.jsonl.parts") / ".claims", *words, "--out", many)
+    claims = many.with_name("new.jsonl.parts") / ".claims"
+    code, written, said = disturbed(murder, claims, *words, "--out", many)
+    assert code == 0, said
     kept = ("new.jsonl", "new.failed.jsonl", "new.manifest.json")
-    ours, theirs = files_below(many.parent), files_below(one.parent)
+    ours, theirs = payload(many.parent), payload(one.parent)
     assert [ours[name] for name in kept] == [theirs[name] for name in kept]
-    assert not list(many.parent.rglob(".claims"))
     alike = ("rows", "written", "failed", "tokens", "reasons", "examples")
+    found = json.loads(written)
     assert [found[name] for name in alike] == [whole[name] for name in alike]

@@ -31,8 +31,11 @@ def execute_on_ray(
         rows = min(len(job.rows), len(there) * job.shard_size)
         on_progress(Written(rows, sum(plan.shard_bytes[index] for index in there)))
 
-    spread.run(work, watch)
-    with Claims(job.directory / CLAIMS):
-        pass  # whoever leaves last removes what killed workers left
+    try:
+        spread.run(work, watch)
+    finally:
+        if (job.directory / CLAIMS).exists():
+            with Claims(job.directory / CLAIMS):
+                pass  # whoever leaves last removes what killed workers left
     written = len(existing_shards(job.directory) & set(plan.missing))
     return how_it_ended(job, plan, written, say)
