@@ -1,5 +1,6 @@
 """Regeneration: every row once, none lost, whatever the server or the machine does."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from fledge.cli.main import app
 from fledge.core import claims
 from fledge.core.errors import BadInput
 from fledge.data import regenerate as regenerate_module
-from fledge.data import regenerate_share, shards
+from fledge.data import regenerate_files, regenerate_share, shards
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.journal import Journal
@@ -238,6 +239,43 @@ def test_what_an_interrupted_earlier_version_left_is_continued(tmp_path):
     assert (found.written, found.answered_now) == (6, 5)
     assert lines(tmp_path / out)[5]["messages"][1]["content"] == "before"
     assert not parts.exists()
+
+
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("dies_at", range(4))
+def test_killed_while_the_answers_are_put_together(tmp_path, monkeypatch, dies_at, good):
+    """Between any two files: the next one makes the same of them, and asks nothing again."""
+    data = write(tmp_path / "data.jsonl", [chat("a"), chat("b" if good else "never")])
+    for name in ("one", "cut"):
+        (tmp_path / name).mkdir()
+    whole, out = tmp_path / "one" / "new.jsonl", tmp_path / "cut" / "new.jsonl"
+    server = ChatServer(unreliable(random.Random(0)))
+    with server.serving() as url:
+        ask(data, whole, url, HASTY)
+        written = []
+
+        def dying(real):
+            def write_or_die(path, *rest):
+                written.append(path.name)
+                if len(written) > dies_at + 1:  # the first is the record of the job
+                    raise KeyboardInterrupt
+                return real(path, *rest)
+
+            return write_or_die
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in ("atomic_file", "write_json"):
+                patch.setattr(regenerate_files, name, dying(getattr(regenerate_files, name)))
+            ask(data, out, url, HASTY)
+        before = len(server.requests)
+        again = ask(data, out, url, HASTY)
+        assert again.answered_now == 0
+        assert len(server.requests) == before + (not good)  # what has failed is tried again
+    assert len(written) == min(dies_at + 2, 4 + (not good))
+    assert files_of(out) == files_of(whole)
+    names = [sorted(path.name for path in place.parent.rglob("*.*")) for place in (whole, out)]
+    parts = [name for name in names[1] if not name.startswith("part-")]
+    assert parts == [name for name in names[0] if not name.startswith("part-")]
 
 
 def unreliable(rng):

@@ -133,14 +133,10 @@ class Claims:
                     yield name
         self._release_done(is_done)
 
-    def others(self) -> int:
-        """How many other processes work here."""
-        clocks = self._directory.glob(".beat.*")
-        return sum(path != self._clock and not self._is_stale(path) for path in clocks)
-
     def has_company(self) -> bool:
         """Whether another process works here, too."""
-        return self.others() > 0
+        clocks = self._directory.glob(".beat.*")
+        return any(path != self._clock and not self._is_stale(path) for path in clocks)
 
     def remove_temporary_files(self) -> None:
         """Those of processes that were killed, unless others are at work: whoever made one before
