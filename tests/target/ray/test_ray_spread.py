@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,11 @@ pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from fledge.data.regenerate import check_out
+from fledge.target.ray import spread as spread_module
 from fledge.target.ray.connection import Connection
+from fledge.target.ray.spread import Spread
 from target.cache.caches import payload
 from target.ray.clusters import cluster, everything_is_free, until
 from train.tiny import make_chats
@@ -121,3 +126,22 @@ def test_answers_by_workers_of_whom_one_is_killed(tiny_target, tmp_path, disturb
     alike = ("rows", "written", "failed", "tokens", "reasons", "examples")
     found = json.loads(written)
     assert [found[name] for name in alike] == [whole[name] for name in alike]
+
+
+def test_what_a_worker_refuses_the_command_refuses(nodes, tmp_path):
+    refused = partial(check_out, tmp_path / "answers.txt", [])
+    with Spread(nodes.address) as spread:
+        assert (spread.workers, spread.device) == (2, "cpu")  # one for each machine that has a CPU
+        with pytest.raises(BadInput, match=r"'answers\.txt' is not a \.jsonl file"):
+            spread.run(refused, lambda: None)
+        until(everything_is_free)
+
+
+def test_workers_that_die_over_and_over_end_the_command(nodes, monkeypatch):
+    monkeypatch.setattr(spread_module, "_RESTARTS", 1)
+    looks = []
+    with Spread(nodes.address, workers=3) as spread:
+        with pytest.raises(BadInput, match="all workers were lost"):
+            spread.run(partial(os._exit, 1), lambda: looks.append(1))
+        until(everything_is_free)
+    assert looks
