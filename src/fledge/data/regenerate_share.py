@@ -49,12 +49,14 @@ class Share:
         """Until every shard is done, by this process or another."""
         left, told = dict.fromkeys(self._shards.names), 0
         while left:
+            idle = True
             free = claims.free(left, self._is_done)
             for name in free:
                 # where rows are answered together, the next shard is claimed when this one is done
                 names = [name] if self._answerer.together > 1 else itertools.chain([name], free)
                 self._answerer.run(self._tasks(names), self._report)
-            if left:
+                idle = False
+            if left and idle:  # else some are done by now, or nobody's again
                 if len(left) != told:
                     what = counted(len(left), "shard")
                     say(f"waiting for {what} that other processes are answering")
@@ -67,8 +69,6 @@ class Share:
         """What another process has done is seen in its part, until the job is over."""
         numbers = self._shards.numbers(name)
         if not all(map(self._is_over, numbers)):
-            if not self._job.is_begun:
-                return True
             self._look()
             # asked after looking: nobody removes parts before the job is over
             return all(map(self._is_over, numbers)) or not self._job.is_begun
@@ -81,9 +81,9 @@ class Share:
         return row in self.journal.entries and row not in self._again
 
     def _look(self) -> None:
-        """See what the others have written."""
+        """See what the others have written, unless all is over and removed."""
         self._looked, before = time.perf_counter(), self._over
-        for row in self.journal.read_new():
+        for row in self.journal.read_new() if self._job.is_begun else ():
             self._tried(row)
         self.summary.others_now += self._over - before
 
