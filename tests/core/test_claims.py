@@ -17,7 +17,7 @@ QUICK = {"beat_s": 0.05, "stale_s": 0.6}
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(claims_module, "_POLL_S", 0.02)
+    monkeypatch.setattr(claims_module, "POLL_S", 0.02)
 
 
 def test_many_share_the_work_and_every_piece_is_done_once(tmp_path):
@@ -39,6 +39,23 @@ def test_many_share_the_work_and_every_piece_is_done_once(tmp_path):
         assert all(pool.map(work, range(6)))  # nobody leaves before everything is there
     assert sorted(done) == names
     assert not (tmp_path / "claims").exists()
+
+
+def test_one_look_takes_what_is_free_and_leaves_the_rest_to_others(tmp_path):
+    done = {"a"}
+    with Claims(tmp_path / "claims") as one, Claims(tmp_path / "claims") as other:
+        left = dict.fromkeys("abcd")
+        assert other.take("c")
+        mine = one.free(left, done.__contains__)
+        assert next(mine) == "b"
+        assert not other.take("b")
+        done |= {"b", "d"}
+        assert list(mine) == []  # without waiting for c
+        assert list(left) == ["c"]
+        assert other.take("b")  # it was given back when it was done
+        other.release("c")
+        assert list(one.free(left, done.__contains__)) == ["c"]
+        assert left == {}
 
 
 def test_a_claim_that_is_not_touched_is_taken_over_by_one(tmp_path):

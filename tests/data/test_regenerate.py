@@ -1,29 +1,35 @@
 """Regeneration: every row once, none lost, whatever the server or the machine does."""
 
+import contextlib
 import json
 import multiprocessing
 import os
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import format_datetime
+from functools import partial
 
 import pytest
 from chat_server import ChatServer, answer, echo, said
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
+from fledge.core import claims
 from fledge.core.errors import BadInput
+from fledge.data import regenerate as regenerate_module
+from fledge.data import regenerate_files, regenerate_share, shards
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.journal import Journal
 from fledge.data.regenerate import Sampling, regenerate
 from fledge.data.regenerate_dialogue import Dialogue, Reply
 from fledge.data.regenerate_http import ChatServers, HttpOptions, endpoint, retry_after
+from fledge.data.sources import make_parts
 
 FAST = HttpOptions(concurrency=8, retries=8, timeout_s=60, pause_s=0.001, max_pause_s=0.01)
 HASTY = replace(FAST, timeout_s=0.4, retries=30)  # for servers that stall
@@ -123,6 +129,155 @@ def test_killed_and_resumed_ten_times_every_row_once(tmp_path):
     assert json.loads((tmp_path / "new.manifest.json").read_text())["result"]["written"] == 150
 
 
+def files_of(out):
+    """What a job leaves: every byte that users read."""
+    names = (out.name, out.stem + ".failed.jsonl", out.stem + ".manifest.json")
+    found = {name: out.with_name(name) for name in names}
+    return [path.read_bytes() for path in found.values() if path.exists()]
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(regenerate_module, "_SHARD_ROWS", 4)
+    monkeypatch.setattr(claims, "POLL_S", 0.02)
+    monkeypatch.setattr(regenerate_share, "POLL_S", 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
+    """The same command four times at any moment; whoever is killed is started again."""
+    rows = [chat(f"{'never' if i % 40 == 7 else 'row'} {i}", "old", f"and {i}") for i in range(160)]
+    data, sampling = (
+        write(tmp_path / "data.jsonl", [*rows, "{broken"]),
+        Sampling(temperature=temperature),
+    )
+    (tmp_path / "one").mkdir()
+    (tmp_path / "four").mkdir()
+    whole, out = tmp_path / "one" / "new.jsonl", tmp_path / "four" / "new.jsonl"
+    options = replace(FAST, concurrency=3)
+
+    def behave(body, tries):
+        """What is drawn depends on the seed, as with a real server."""
+        text = body["messages"][-1]["content"]
+        if "never" in text:
+            return 400, {}, {}
+        return 200, {}, answer(f"{said(text)} {body.get('seed', '')}", tokens=len(text))
+
+    server, rng = ChatServer(behave), random.Random(11)
+    context = multiprocessing.get_context("fork")
+    with server.serving() as url:
+        found = ask(data, whole, url, options, sampling)
+        once = len(server.requests)
+
+        def begin():
+            words = (data, out, url, options, sampling)
+            process = context.Process(target=ask, args=words)
+            process.start()
+            return process
+
+        team = [begin() for _ in range(4)]
+        for _ in range(10):
+            due, last = threading.Event(), len(server.requests) + rng.randint(2, 20)
+            server.on_request = lambda count, due=due, last=last: due.set() if count >= last else 0
+            assert due.wait(60)
+            victim = rng.choice([process for process in team if process.is_alive()])
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.join()
+            assert not out.exists()
+            team = [*(process for process in team if process is not victim), begin()]
+        for process in team:
+            process.join(60)
+    assert [process.exitcode for process in team] == [0] * 4
+    assert (found.written, found.failed.dropped) == (156, 5)
+    assert files_of(out) == files_of(whole)
+    # at most what was under way was asked twice, and what had failed before a process began
+    assert len(server.requests) - 2 * once <= 10 * 3 * 2 + 14 * 4
+    assert not (tmp_path / "four" / "new.jsonl.parts" / ".claims").exists()
+
+
+def test_two_share_the_rows_and_nothing_is_left(tmp_path, small_shards):
+    """Each answers some, both count all; and a third that comes late has nothing to do."""
+    data, out = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(60)]), "new.jsonl"
+    server, said_of = ChatServer(), []
+    with server.serving() as url, ThreadPoolExecutor(2) as pool:
+        both = threading.Barrier(2)
+        server.behave = lambda body, tries: (200, {}, echo(body))
+
+        def work(_):
+            both.wait()
+            return ask(data, tmp_path / out, url, replace(FAST, concurrency=2), say=said_of.append)
+
+        first, second = pool.map(work, range(2))
+        third = ask(data, tmp_path / out, url)
+    assert len(server.requests) == first.answered_now + second.answered_now == 60
+    assert first.answered_now == second.others_now > 0 < second.answered_now == first.others_now
+    assert first.result() == second.result() == third.result()
+    assert third.answered_now == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "data.jsonl", "new.jsonl", "new.manifest.json",
+    ]  # fmt: skip
+
+
+def test_what_an_interrupted_earlier_version_left_is_continued(tmp_path):
+    """One part for all rows, a lock, and a record without claims."""
+    data, out = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(6)]), "new.jsonl"
+    server = ChatServer(lambda body, tries: (503, {}, {}))
+    options = HttpOptions(concurrency=1, retries=0)
+    with server.serving() as url:
+        with pytest.raises(BadInput, match="one after another"):
+            ask(data, tmp_path / out, url, options, patience=2)
+        parts = tmp_path / "new.jsonl.parts"
+        (parts / ".lock").touch()
+        said_before = Dialogue(chat("5"))
+        said_before.hear(Reply("before", "stop", 1))
+        line = {"row": 5, "good": True, "truncated": False, "tokens": 1}
+        line["value"] = said_before.new_row(chat("5"))
+        (parts / "part-000000.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line)[:30])
+        server.behave = lambda body, tries: (200, {}, echo(body))
+        found = ask(data, tmp_path / out, url, options)
+    assert (found.written, found.answered_now) == (6, 5)
+    assert lines(tmp_path / out)[5]["messages"][1]["content"] == "before"
+    assert not parts.exists()
+
+
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("dies_at", range(4))
+def test_killed_while_the_answers_are_put_together(tmp_path, monkeypatch, dies_at, good):
+    """Between any two files: the next one makes the same of them, and asks nothing again."""
+    data = write(tmp_path / "data.jsonl", [chat("a"), chat("b" if good else "never")])
+    for name in ("one", "cut"):
+        (tmp_path / name).mkdir()
+    whole, out = tmp_path / "one" / "new.jsonl", tmp_path / "cut" / "new.jsonl"
+    server = ChatServer(unreliable(random.Random(0)))
+    with server.serving() as url:
+        ask(data, whole, url, HASTY)
+        written = []
+
+        def dying(real):
+            def write_or_die(path, *rest):
+                written.append(path.name)
+                if len(written) > dies_at + 1:  # the first is the record of the job
+                    raise KeyboardInterrupt
+                return real(path, *rest)
+
+            return write_or_die
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in ("atomic_file", "write_json"):
+                patch.setattr(regenerate_files, name, dying(getattr(regenerate_files, name)))
+            ask(data, out, url, HASTY)
+        before = len(server.requests)
+        again = ask(data, out, url, HASTY)
+        assert again.answered_now == 0
+        assert len(server.requests) == before + (not good)  # what has failed is tried again
+    assert len(written) == min(dies_at + 2, 4 + (not good))
+    assert files_of(out) == files_of(whole)
+    names = [sorted(path.name for path in place.parent.rglob("*.*")) for place in (whole, out)]
+    parts = [name for name in names[1] if not name.startswith("part-")]
+    assert parts == [name for name in names[0] if not name.startswith("part-")]
+
+
 def unreliable(rng):
     """Every way to fail at random; rows whose text says so fail for good, or are cut short."""
 
@@ -217,11 +372,6 @@ def test_a_job_is_not_continued_with_other_settings(tmp_path):
             ask(moved, other, url, HASTY)
         assert other.read_text() == "mine"
         assert not (tmp_path / "other.jsonl.parts").exists()
-        with (
-            FileLock(tmp_path / "new.jsonl.parts" / ".lock"),
-            pytest.raises(BadInput, match="another"),
-        ):
-            ask(moved, out, url, HASTY)
 
 
 def test_truncated_answers_end_their_conversation(tmp_path):
@@ -350,6 +500,55 @@ def test_an_empty_answer_is_no_answer():
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
+def test_shards_are_the_rows_in_any_order(tmp_path_factory, data):
+    """Over several files, of which some are empty or hold blank lines."""
+    place = tmp_path_factory.mktemp("sources")
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    rows = iter(range(99))
+    for at, count in enumerate(counts):
+        text = "".join(f"{json.dumps({'id': next(rows)})}\n\n" for _ in range(count))
+        (place / f"{at}.jsonl").write_text(text)
+    limit = data.draw(st.none() | st.integers(0, 20))
+    size = data.draw(st.integers(1, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "make_parts", partial(make_parts, rows_per_part=2))
+        cut = shards.Shards([str(place)], size=size, limit=limit)
+    every = range(sum(counts))[:limit]
+    assert cut.rows == len(every)
+    assert [n for name in cut.names for n in cut.numbers(name)] == list(every)
+    for name in data.draw(st.lists(st.sampled_from(cut.names), max_size=8)) if cut.names else []:
+        found = cut.read(name)
+        assert [number for number, _ in found] == [row["id"] for _, (_, row) in found]
+        assert [number for number, _ in found] == list(cut.numbers(name))
+        assert len(found) <= size
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_all_who_read_a_journal_find_the_same(tmp_path_factory, data):
+    """Several write at once, and look at one another's lines at any moment: in the end they agree
+    with one who reads everything afterwards."""
+    directory = tmp_path_factory.mktemp("journal")
+    team = [Journal(directory) for _ in range(3)]
+    steps = st.tuples(st.sampled_from(team), st.sampled_from(["good", "bad", "look"]))
+    for number, (who, what) in enumerate(data.draw(st.lists(steps, max_size=25))):
+        if what == "look":
+            who.read_new()
+        else:
+            row = data.draw(st.integers(0, 3))
+            who.add(row, {"value": number}, good=what == "good")
+    afterwards = Journal(directory)
+    for journal in team:
+        journal.read_new()
+        assert journal.entries == afterwards.entries
+        assert journal.sizes == afterwards.sizes
+        journal.close()
+    parts = [path.name for path in sorted(directory.iterdir())]
+    assert parts == [f"part-{number:06d}.jsonl" for number in range(len(parts))]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
 def test_a_journal_survives_any_cut(tmp_path_factory, data):
     """Parts cut at any byte: every row that is read is whole, and good lines win."""
     directory = tmp_path_factory.mktemp("journal")
@@ -457,6 +656,9 @@ def test_the_verb_with_a_server(tmp_path, monkeypatch):
         (["--url", "http://h", "--reasoning", "maybe"], "keep or drop"),
         (["--url", "http://h", "--template-option", "x"], "NAME=VALUE"),
         (["--target", "x", "--extra", "{}"], "is for servers"),
+        (["--url", "http://h", "--ray"], "servers compute elsewhere"),
+        (["--target", "x", "--workers", "2"], "add --ray"),
+        (["--target", "x", "--address", "h:6379"], "add --ray"),
     ],
 )
 def test_the_verb_refuses(tmp_path, arguments, complaint):

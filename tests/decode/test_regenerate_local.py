@@ -1,12 +1,14 @@
 """Regeneration by a model in this process: its own greedy words, turn by turn, resumable."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
+from fledge.data import regenerate as regenerate_module
 from fledge.data.regenerate import Sampling, regenerate
 from fledge.decode.regenerate import LocalModel
 from fledge.decode.speculative import SpeculativeDecoder
@@ -87,6 +89,30 @@ def test_interrupted_at_any_answer_it_goes_on_with_the_rest(
         found = regenerate(data, out, model, sampling)
         assert (found.written, found.answered_now) == (whole.written, whole.written - at)
         assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def answer_all(*job):
+    torch.set_num_threads(1)
+    regenerate(*job)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_several_processes_answer_what_one_does(loaded, data, tmp_path, monkeypatch, temperature):
+    """Also with answers that are drawn: rows that are answered together are never parted."""
+    monkeypatch.setattr(regenerate_module, "_SHARD_ROWS", 1)
+    sampling = Sampling(max_new_tokens=6, temperature=temperature)
+    model = LocalModel(loaded, "tiny", sampling, 1)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "shared.jsonl"
+    regenerate(data, whole, model, sampling)
+    context = multiprocessing.get_context("fork")
+    job = (data, out, model, sampling)
+    team = [context.Process(target=answer_all, args=job) for _ in range(3)]
+    for process in team:
+        process.start()
+    for process in team:
+        process.join(60)
+    assert [process.exitcode for process in team] == [0] * 3
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_batches_that_are_done_are_not_answered_again(loaded, data, tmp_path, monkeypatch):

@@ -1,16 +1,20 @@
 """`target.backend=ray` in a recipe, on machines with and without Ray."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fledge.cli.main import app
 from fledge.core.errors import BadInput, MissingPackage
 from fledge.core.install import install_extra
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import engine_section, kind_of
+from fledge.target.ray.spread import gpus_of
 from fledge.target.vllm.kind import VllmTarget
 
 RAY = ("target.backend=ray", "target.model=org/name")
@@ -66,6 +70,37 @@ def test_without_ray_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) 
     section = load_recipe(None, list(RAY)).target
     with pytest.raises(MissingPackage, match=r"ray is not installed; .*install .*\[cluster\]"):
         kind_of(section).open(section, device=torch.device("cpu"), aux_layers=3)
+
+
+def refusal(*words: object) -> str:
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert isinstance(result.exception, BadInput), result.output
+    return str(result.exception)
+
+
+def test_verbs_that_spread_need_ray_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("ray", "ray.exceptions"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    out = ("--out", tmp_path / "new.jsonl", "--ray")
+    for words in (
+        ("regenerate", tmp_path / "chats.jsonl", "--target", "smollm2-135m"),
+        ("precompute", "smollm2_cpu", "target.model=org/name"),
+    ):
+        assert re.search(r"ray is not installed; .*\[cluster\]", refusal(*words, *out))
+    assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
+
+
+def test_only_a_target_that_a_worker_loads_is_spread(tmp_path: Path) -> None:
+    words = ("precompute", "smollm2_cpu", "--out", tmp_path / "cache", "--ray")
+    elsewhere = refusal(*words, "target.backend=remote", "target.urls=http://h:1")
+    assert "target.backend=remote does not run where it is asked" in elsewhere
+    assert "target.backend=ray does not" in refusal(*words, "target.backend=ray")
+    assert "add --ray" in refusal(*words[:-1], "--workers", 2)
+    assert gpus_of(VllmTarget(model="m", tp_size=4)) == 4
+    assert gpus_of(HfTarget()) == 1
 
 
 def test_the_doctor_knows_the_line_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`fledge cache info | verify | convert`: look at an offline cache, check it, shrink it."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,6 +144,7 @@ def convert(
     from fledge.core.distributed import pick_device
     from fledge.target.cache.backend import CachedEagle3TargetModel
     from fledge.target.cache.convert import convert_job
+    from fledge.target.cache.precompute import execute
 
     if layout not in ("fledge", "automodel"):
         hint = nearest(layout, ["fledge", "automodel"])
@@ -171,7 +173,8 @@ def convert(
             trust_remote_code=trust_remote_code, padded=padded, model=model or None,
         )  # fmt: skip
         head_bytes = _head_bytes(target, padded)
-        code = run_job(job, head_bytes, lambda: target, device, update, as_json=as_json)
+        run = partial(execute, job, head_bytes, lambda: target, device=device)
+        code = run_job(job, run, update, as_json=as_json)
     if code:
         raise Exit(code)
 

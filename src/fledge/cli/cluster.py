@@ -9,16 +9,13 @@ from typer import Exit, Option
 from fledge.cli.console import err, out, plain_table, print_json, progress_bar
 from fledge.cli.help import VerbGroup, Verbs
 from fledge.cli.loading import recipe_of_words
-from fledge.cli.options import AsJson, OutcomeAsJson, RecipeWords
+from fledge.cli.options import AsJson, OutcomeAsJson, RayAddress, RecipeWords
 
 app = Verbs(
     cls=VerbGroup,
     epilog="Example: fledge cluster status",
     help="Train on a Ray cluster (train), and see who runs where (status).",
 )
-Address = Annotated[
-    str, Option(help="HOST:PORT of the cluster's head; auto: the one this machine is part of.")
-]
 
 TRAIN_EXAMPLE = (
     "Example: fledge cluster train smollm2_cpu data.train=chats.jsonl target.backend=ray --ranks 2"
@@ -35,7 +32,7 @@ def train(
     rank_gpus: Annotated[
         float | None, Option(min=0.0, help="GPUs of a rank; default: 1 where there are any.")
     ] = None,
-    address: Address = "",
+    address: RayAddress = "",
     wait_s: Annotated[float, Option(min=0.0, help="How long to wait for room.")] = 60.0,
     as_json: OutcomeAsJson = False,
 ) -> None:
@@ -104,7 +101,7 @@ def _last_line(metrics: Path) -> dict[str, Any]:
 
 
 @app.command(name="status", epilog=STATUS_EXAMPLE)
-def status(address: Address = "auto", as_json: AsJson = False) -> None:
+def status(address: RayAddress = "auto", as_json: AsJson = False) -> None:
     """Show the runs on a cluster: who runs where, tokens/s, waiting for the target, restarts."""
     from fledge.target.ray.board import read_boards
     from fledge.target.ray.connection import Connection

@@ -1,6 +1,8 @@
 """`fledge precompute`: run the recipe's target once over its data and store its answers."""
 
 import errno
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ from typer import Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import recipes_of_words
+from fledge.cli.spread import opened_spread
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 from fledge.core.text import counted
@@ -32,40 +35,96 @@ def precompute(
     batch_size: Annotated[int, Option(min=1, help="Rows per forward of the target.")] = 4,
     resume: opt.Resume = False,
     quota_gb: opt.Quota = None,
+    ray: opt.OnRay = False,
+    address: opt.RayAddress = "auto",
+    workers: opt.RayWorkers = None,
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Write the target's answers to disk; train from them with target.backend=cache.
 
-    Bytes are predicted before anything is written. Under torchrun several processes share the
-    work. An interrupted or stopped cache is continued with --resume. Of a recipe of several drafts,
-    the layers of all of them are kept.
+    Bytes are predicted before anything is written. An interrupted or stopped cache is continued
+    with --resume. The same command with --resume may run any number of times at once, on any
+    machines that see the directory: they share the work, as do processes under torchrun, and the
+    workers of --ray. Of a recipe of several drafts, the layers of all of them are kept.
     """
-    from fledge.core.distributed import pick_device
-    from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
+    from fledge.target.cache.precompute import execute
+    from fledge.train.precompute import cache_dtype
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
     recipe, *others = recipes_of_words(words).values()
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
-    device = pick_device(recipe.training.device)
-    quiet_libraries()
-    chosen = cache_options(
-        encoding=encoding, dtype=dtype, natural=lambda: cache_dtype(recipe, device), top_k=top_k,
-        supervised_only=supervised_only, shard_size=shard_size, batch_size=batch_size,
-        resume=resume, quota_gb=quota_gb,
-    )  # fmt: skip
-    with progress_bar("preparing data", "parts") as update:
+    with _opened_spread(recipe, ray, address, workers) as spread:
+        device = _device(recipe, spread)
+        quiet_libraries()
+        chosen = cache_options(
+            encoding=encoding, dtype=dtype, natural=lambda: cache_dtype(recipe, device),
+            top_k=top_k, supervised_only=supervised_only, shard_size=shard_size,
+            batch_size=batch_size, resume=resume, quota_gb=quota_gb,
+        )  # fmt: skip
+        with progress_bar("preparing data", "parts") as update:
 
-        def prepared(at: Any) -> None:
-            update(total=at.parts, completed=at.done)
+            def prepared(at: Any) -> None:
+                update(total=at.parts, completed=at.done)
 
-        job, model = recipe_job(recipe, output_dir, chosen, prepared, others=others)
-        update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
-        load = partial(recipe_target, recipe, device, others)
-        head_bytes = model.head_bytes(cache_dtype(recipe, device))
-        code = run_job(job, head_bytes, load, device, update, as_json=as_json)
+            job, head_bytes, load = _lay_out(recipe, others, output_dir, chosen, device, prepared)
+            update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
+            run = partial(execute, job, head_bytes, load, device=device)
+            if spread is not None:
+                from fledge.target.ray.precompute import execute_on_ray
+
+                work = partial(fill_cache, words, output_dir.absolute(), chosen)
+                run = partial(execute_on_ray, spread, work, job, head_bytes)
+            code = run_job(job, run, update, as_json=as_json)
     if code:
         raise Exit(code)
+
+
+def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
+    """What a worker on a cluster does: what the command does without one, beside others."""
+    from fledge.core.distributed import pick_device
+    from fledge.target.cache.precompute import execute
+
+    recipe, *others = recipes_of_words(words).values()
+    device, chosen = pick_device(recipe.training.device), replace(chosen, resume=True)
+    quiet_libraries()
+    job, head_bytes, load = _lay_out(recipe, others, output_dir, chosen, device)
+    return execute(job, head_bytes, load, device=device, say=lambda _: None)
+
+
+def _lay_out(
+    recipe: Any,
+    others: list[Any],
+    output_dir: Path,
+    chosen: Any,
+    device: Any,
+    prepared: Any = lambda _: None,
+) -> tuple[Any, int, Any]:
+    """The job, the bytes beside its shards, and how its target is opened."""
+    from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
+
+    job, model = recipe_job(recipe, output_dir, chosen, prepared, others=others)
+    head_bytes = model.head_bytes(cache_dtype(recipe, device))
+    return job, head_bytes, partial(recipe_target, recipe, device, others)
+
+
+def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) -> Any:
+    """The workers that fill the cache; None: this process does."""
+    gpus = 0
+    if ray:
+        from fledge.target.ray.spread import gpus_of
+
+        gpus = gpus_of(recipe.target)
+    return opened_spread(ray, address, workers, gpus=gpus, device=recipe.training.device)
+
+
+def _device(recipe: Any, spread: Any) -> Any:
+    """Where the target computes: here, or as all workers do."""
+    import torch
+
+    from fledge.core.distributed import pick_device
+
+    return pick_device(recipe.training.device) if spread is None else torch.device(spread.device)
 
 
 def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen: Any) -> Any:
@@ -90,12 +149,10 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
     )
 
 
-def run_job(
-    job: Any, head_bytes: int, load: Any, device: Any, update: Any, *, as_json: bool
-) -> int:
-    """Run a job with its progress shown; the exit code."""
+def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) -> int:
+    """Run a job (as `execute` does) with its progress shown; the exit code."""
     from fledge.target.cache.job import readable
-    from fledge.target.cache.precompute import STOPPED, execute
+    from fledge.target.cache.precompute import STOPPED
 
     def show(at: Any) -> None:
         update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
@@ -104,7 +161,7 @@ def run_job(
         err.say(line, style="cyan")
 
     try:
-        done = execute(job, head_bytes, load, device=device, say=say, on_progress=show)
+        done = run(say=say, on_progress=show)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -125,4 +182,4 @@ def run_job(
             f"{counted(len(job.rows), 'row')} in {job.directory}; train with target.backend=cache "
             f"target.cached_target_path={job.directory}"
         )
-    return done.code
+    return int(done.code)

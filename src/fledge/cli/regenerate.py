@@ -3,6 +3,10 @@
 import importlib.util
 import json
 import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +14,7 @@ from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.spread import opened_spread
 from fledge.core.errors import BadInput
 from fledge.core.install import install_extra
 from fledge.core.text import counted
@@ -56,16 +61,19 @@ def regenerate(
     dtype: Annotated[str, Option(help="Of a model run here; auto: as stored.")] = "auto",
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
+    ray: opt.OnRay = False,
+    address: opt.RayAddress = "auto",
+    workers: opt.RayWorkers = None,
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Rewrite every answer with the target's own words: what a draft should learn from.
 
     Conversations are answered again, turn by turn. After a kill the same command continues: every
-    row once, none lost. Rows that fail are kept with their reasons, and tried again next time.
-    $OPENAI_API_KEY, when set, is sent to servers.
+    row once, none lost. It may run any number of times at once, on any machines that see --out:
+    they share the rows, as do the workers of --ray. Rows that fail are kept with their reasons, and
+    tried again next time. $OPENAI_API_KEY, when set, is sent to servers.
     """
     from fledge.data.regenerate import Sampling, check_out
-    from fledge.data.regenerate import regenerate as run
 
     if reasoning not in ("keep", "drop"):
         raise BadInput(f"no '{reasoning}'", where="--reasoning", fix="keep or drop")
@@ -81,21 +89,23 @@ def regenerate(
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:
         _only_for_servers(extra, model)
-        answerer = _local(target, sampling, batch, dtype, device, trust_remote_code)
+        opened = partial(_local, target, sampling, batch, dtype, device, trust_remote_code)
+    elif ray:
+        fix = "leave out --ray: --url may be repeated, and --concurrency raised"
+        raise BadInput("servers compute elsewhere already", where="--ray", fix=fix)
     else:
-        answerer = _servers(url or [], model, sampling, concurrency, retries, timeout, extra)
-    with progress_bar("answering", "rows") as update:
-
-        def watch(done: int, so_far: Any) -> None:
-            speed = so_far.tokens_now / so_far.seconds_now if so_far.seconds_now else 0.0
-            failed = f", {so_far.failed_now} failed" if so_far.failed_now else ""
-            note = f"{speed:,.0f} tok/s{failed}"
-            update(completed=done, total=so_far.rows, note=note)
-
-        summary = run(
-            sources, output, answerer, sampling, limit=limit or None, watch=watch,
-            exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
-        )  # fmt: skip
+        given = (url or [], model, sampling, concurrency, retries, timeout, extra)
+        opened = partial(_servers, *given)
+    job = partial(
+        answer_rows, sources, output.absolute(), sampling, limit=limit or None,
+        exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
+    )  # fmt: skip
+    with opened_spread(ray, address, workers, device=device) as spread:
+        if spread is None:
+            summary = _watched(job, opened())
+        else:
+            work = partial(job, opened)
+            summary = _on_ray(spread, work, sources, output.absolute(), limit or None)
     if as_json:
         print_json({"out": str(output), **summary.to_json()})
     else:
@@ -103,6 +113,49 @@ def regenerate(
     if summary.failed.dropped > max_failed_share * summary.rows:
         err.print(f"{summary.failed.share:.1%} of the rows failed", style="red")
         raise Exit(1)
+
+
+def answer_rows(
+    sources: list[str], output: Path, sampling: Any, opened: Callable[[], Any], **more: Any
+) -> Any:
+    """The job, once somebody is there to answer; also what a worker on a cluster does."""
+    from fledge.data.regenerate import regenerate as run
+
+    return run(sources, output, opened(), sampling, **more)
+
+
+def _watched(job: Callable[..., Any], answerer: Any) -> Any:
+    """The job in this process, beside as many others as there are."""
+    with progress_bar("answering", "rows") as update:
+
+        def watch(done: int, so_far: Any) -> None:
+            speed = so_far.tokens_now / so_far.seconds_now if so_far.seconds_now else 0.0
+            note = f"{speed:,.0f} tok/s"
+            note += f", {so_far.failed_now:,} failed" if so_far.failed_now else ""
+            note += f", {so_far.others_now:,} by others" if so_far.others_now else ""
+            update(completed=done, total=so_far.rows, note=note)
+
+        return job(lambda: answerer, watch=watch, say=lambda line: err.say(line, style="cyan"))
+
+
+def _on_ray(
+    spread: Any, work: Callable[[], Any], sources: list[str], output: Path, limit: int | None
+) -> Any:
+    """The job in workers on a cluster; what they did, taken together."""
+    from fledge.data.regenerate_files import Onlooker
+    from fledge.data.shards import Shards
+
+    rows, onlooker = Shards(sources, size=1, limit=limit).rows, Onlooker(output)
+    begin = time.monotonic()
+    with progress_bar("answering", "rows") as update:
+        update(total=rows, note=f"{counted(spread.workers, 'worker')} on the cluster")
+        try:
+            done = spread.run(work, lambda: update(completed=onlooker.rows_over()))
+        finally:
+            onlooker.leave()
+    added = ("answered_now", "failed_now", "tokens_now")
+    both = {name: sum(getattr(summary, name) for summary in done) for name in added}
+    return replace(done[-1], **both, seconds_now=time.monotonic() - begin, others_now=0)
 
 
 def _template_options(pairs: list[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fledge.core.files import removed
 
 BEAT_S = 5.0  # how often a claim is touched
 STALE_S = 60.0  # not touched for so long: its process is dead
-_POLL_S = 0.5  # how often a process without work looks at what the others do
+POLL_S = 0.5  # how often a process without work looks at what the others do
 
 
 class Claims:
@@ -45,8 +45,8 @@ class Claims:
 
     def __enter__(self) -> "Claims":
         while not self._clock.exists():
-            self._directory.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # the last one has just left
+                self._directory.mkdir(parents=True, exist_ok=True)
                 self._clock.write_text(_owner())
         self._thread.start()
         return self
@@ -93,7 +93,7 @@ class Claims:
     def alone(self, name: str) -> Iterator[None]:
         """One process after the other."""
         while not self.take(name):
-            time.sleep(_POLL_S / 10)
+            time.sleep(POLL_S / 10)
         try:
             yield
         finally:
@@ -111,21 +111,27 @@ class Claims:
         What is yielded counts as this process's until `is_done` says that it is there. `waiting`
         is called with their number while only pieces of others are left.
         """
-        left = list(names)
+        left = dict.fromkeys(names)
         while left:
-            for name in list(left):
-                self._release_done(is_done)
-                if is_done(name):
-                    left.remove(name)
-                elif self.take(name):
-                    left.remove(name)
-                    if is_done(name):  # meanwhile, by whoever had it before
-                        self.release(name)
-                    else:
-                        yield name
+            yield from self.free(left, is_done)
             if left:
                 waiting(len(left))
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
+
+    def free(self, left: dict[str, None], is_done: Callable[[str], bool]) -> Iterator[str]:
+        """One look at every piece that is left: what nobody has is claimed and yielded. Of `left`
+        the pieces remain that others have; for workers that must not wait while they have work."""
+        for name in list(left):
+            self._release_done(is_done)
+            if is_done(name):
+                del left[name]
+            elif self.take(name):
+                del left[name]
+                if is_done(name):  # meanwhile, by whoever had it before
+                    self.release(name)
+                else:
+                    yield name
+        self._release_done(is_done)
 
     def has_company(self) -> bool:
         """Whether another process works here, too."""

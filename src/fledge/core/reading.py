@@ -148,11 +148,11 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def json_lines(
-    path: Path, *, line_bytes: int = MAX_BYTES, most_bytes: int = 2**48
+    path: Path, *, line_bytes: int = MAX_BYTES, most_bytes: int = 2**48, start: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of a file of JSON lines, one in memory at a time."""
+    """(offset, line) of a file of JSON lines from a line's offset on, one in memory at a time."""
     with open_regular(path) as handle:
-        offset = 0
+        offset = handle.seek(start)
         while line := handle.readline(line_bytes + 1):
             if len(line) > line_bytes or offset + len(line) > most_bytes:
                 what = f"a line over {line_bytes:,} bytes, or more than {most_bytes:,} in all"

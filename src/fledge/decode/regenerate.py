@@ -6,8 +6,8 @@ from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
-from fledge.data.regenerate import EndedTask, Sampling, Task
 from fledge.data.regenerate_dialogue import Reply
+from fledge.data.regenerate_task import EndedTask, Sampling, Task
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids

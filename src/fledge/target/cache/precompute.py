@@ -83,6 +83,11 @@ def execute(
             else:
                 written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
     leave_world(world)
+    return how_it_ended(job, plan, written, say)
+
+
+def how_it_ended(job: CacheJob, plan: CachePlan, written: int, say: Callable[[str], None]) -> Done:
+    """All that was allowed has been written; was it all?"""
     complete = all(index < plan.allowed for index in plan.missing)
     if not complete:
         say(f"stopped by the quota of {readable(job.quota_bytes or 0)}; --resume continues")

@@ -1,0 +1,41 @@
+"""A cache that workers on a Ray cluster fill, seen from the command that started them."""
+
+from collections.abc import Callable
+
+from fledge.core.claims import Claims
+from fledge.core.text import counted
+from fledge.target.cache.capture import Written
+from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_cache
+from fledge.target.cache.manifest import CLAIMS, existing_shards
+from fledge.target.cache.precompute import Done, how_it_ended
+from fledge.target.ray.spread import Spread
+
+
+def execute_on_ray(
+    spread: Spread[Done],
+    work: Callable[[], Done],
+    job: CacheJob,
+    head_bytes: int,
+    *,
+    say: Callable[[str], None],
+    on_progress: Callable[[Written], None] = lambda _: None,
+) -> Done:
+    """As `execute`, by workers that do `work`: the same job, laid out on their machines."""
+    plan = plan_cache(job, head_bytes=head_bytes)
+    for line in describe_plan(job, plan, check_disk(job, plan)):
+        say(line)
+    say(f"{counted(spread.workers, 'worker')} on the cluster")
+
+    def watch() -> None:
+        there = existing_shards(job.directory) & set(range(len(plan.shard_bytes)))
+        rows = min(len(job.rows), len(there) * job.shard_size)
+        on_progress(Written(rows, sum(plan.shard_bytes[index] for index in there)))
+
+    try:
+        spread.run(work, watch)
+    finally:
+        if (job.directory / CLAIMS).exists():
+            with Claims(job.directory / CLAIMS):
+                pass  # whoever leaves last removes what killed workers left
+    written = len(existing_shards(job.directory) & set(plan.missing))
+    return how_it_ended(job, plan, written, say)
