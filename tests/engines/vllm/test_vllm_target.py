@@ -26,9 +26,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("supervision", get_args(Supervision))
-def test_contract(check: Any, supervision: Supervision, engines: Any) -> None:
+@pytest.mark.parametrize("capture", ["connector", "worker"])
+def test_contract(check: Any, supervision: Supervision, capture: str, engines: Any) -> None:
     def make(supervision: Supervision) -> VLLMEagle3TargetModel:
-        return VLLMEagle3TargetModel(engines.runner("llama"), supervision=supervision)
+        return VLLMEagle3TargetModel(engines.runner("llama", capture), supervision=supervision)
 
     check(Case("vllm", engine_target("llama"), make, supervision, **CLOSE))
 

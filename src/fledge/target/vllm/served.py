@@ -6,6 +6,7 @@ looked for in a directory that this process sees, wherever the server sees it.
 """
 
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,7 @@ class ServedRunner(ConnectorRunner):
         self._timeout_s = timeout_s
         self._facts: dict[str, Any] = {}  # of the model it serves
         self._pool = ThreadPoolExecutor(_AT_ONCE, "fledge-vllm-row")
+        self._ended = threading.Event()  # nobody waits any longer
 
     @classmethod
     def build(
@@ -101,8 +103,9 @@ class ServedRunner(ConnectorRunner):
         return cls(ends, directory, server, shared_dir=Path(shared_dir), **options)
 
     def close(self) -> None:
+        self._ended.set()
         self._server.close()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown()
 
     def _listen(self, vllm_ids: list[int]) -> None:
         found = self._patiently(lambda left: self._server.get_json("/v1/models", timeout_s=left))
@@ -148,13 +151,12 @@ class ServedRunner(ConnectorRunner):
     def _await(self, path: Path, tokens: list[int]) -> Tensor:
         deadline, pause = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while (states_NKD := take_states(path, tokens)) is None:
-            if time.monotonic() > deadline:
+            if self._ended.wait(pause) or time.monotonic() > deadline:
                 raise BadInput(
                     f"no states in {path.name} after {self._timeout_s:g} s",
                     where=f"target.shared_dir {self._shared_dir}",
                     fix="it must be the shared_storage_path of the server's connector",
                 )
-            time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return states_NKD
 
@@ -166,7 +168,6 @@ class ServedRunner(ConnectorRunner):
             try:
                 return ask(max(left_s, 0.01))
             except (ServerBusy, ServerDown, ServerFault) as error:
-                if left_s <= _AGAIN_S:
+                if left_s <= _AGAIN_S or self._ended.wait(_AGAIN_S):
                     told = f"the vLLM server does not answer ({error})"
                     raise BadInput(told, where=self._server.url, fix="see target.url") from error
-            time.sleep(_AGAIN_S)
