@@ -252,7 +252,8 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any)
     set_num_threads = torch.set_num_threads
     engines.close()
     directory = engines.saved("qwen3")
-    with VLLMEagle3TargetModel.from_pretrained(str(directory), dtype=torch.bfloat16) as target:
+    load = VLLMEagle3TargetModel.from_pretrained
+    with load(str(directory), dtype=torch.bfloat16, capture="worker") as target:
         info = target.info()
         assert (info.depth, info.hidden_size, info.vocab_size) == (8, 64, 97)
         assert (info.dtype, info.tokenizer_fingerprint) == (torch.bfloat16, None)

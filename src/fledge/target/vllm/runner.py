@@ -257,9 +257,10 @@ class VLLMEagle3TargetModel(EngineEagle3TargetModel):
         return self._asking.submit(self.answer, rows)
 
     def close(self) -> None:
-        super().close()  # which ends the answer that is under way
-        if self._asking is not None:
+        if self._asking is not None and not self._closed:
+            self.runner.close()  # ends the answer that is under way
             self._asking.shutdown(cancel_futures=True)
+        super().close()
 
     def _describe_weights(self) -> str:
         return self.runner.describe_weights()
