@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 
 import fledge
 from fledge.core.batch import Supervision
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.rows import TokenBatch
 from fledge.target.kinds import kind_of
 from fledge.target.vllm.kind import VllmTarget
@@ -163,7 +163,11 @@ def test_a_fault_is_outlived(vllm: FakeVllm, files: Path, monkeypatch: Any) -> N
         vllm.faults = [(400, {"error": {"message": "no such model", "code": 400}})]
         with pytest.raises(BadInput, match="no such model"):
             target.generate_batch(*padded_rows())
+        monkeypatch.setattr(target.runner, "_timeout_s", 0.1)
         vllm.faults = [(500, {})] * 10**6
+        with pytest.raises(TargetUnreachable, match="does not answer"):  # a run can be continued
+            target.generate_batch(*padded_rows())
+        monkeypatch.setattr(target.runner, "_timeout_s", 120.0)
         waiting = target.answer_async(TokenBatch(*padded_rows()))
     with pytest.raises((BadInput, RuntimeError)):  # closing ends it, begun or not
         waiting.result(10)
@@ -198,7 +202,7 @@ def test_what_is_wrong_with_the_section_is_said(vllm: FakeVllm, files: Path) -> 
     other.mkdir()
     with pytest.raises(BadInput, match=r"no states in cmpl-.*target\.shared_dir|shared_storage"):
         opened(vllm, files, shared_dir=str(other), timeout_s=0.1)
-    with pytest.raises(BadInput, match=r"does not answer.*target\.url"):
+    with pytest.raises(BadInput, match=r"does not answer.*target\.url and"):
         opened(vllm, files, url="http://127.0.0.1:9", timeout_s=0.1)
 
 

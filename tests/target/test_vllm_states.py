@@ -1,6 +1,9 @@
 """Files of hidden states: never half of one, never another question's."""
 
 import fcntl
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fledge.core.errors import BadInput
+from fledge.target.vllm.place import StatesPlace
 from fledge.target.vllm.states import take_states
 
 TOKENS = [5, 6, 7, 8]
@@ -67,3 +71,21 @@ def test_another_answer_is_refused(given: Any, message: str, tmp_path: Path) -> 
     write(tmp_path / "one.safetensors", **given)
     with pytest.raises(BadInput, match=message):
         take_states(tmp_path / "one.safetensors", TOKENS)
+
+
+def test_a_place_goes_with_its_holder_even_if_that_was_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, pathlib; from fledge.target.vllm.place import StatesPlace; "
+        f"(StatesPlace(pathlib.Path({str(tmp_path)!r})).make() / 'one').touch(); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    [left] = tmp_path.iterdir()
+    ours, theirs = StatesPlace(tmp_path), StatesPlace(tmp_path)
+    made = {ours.make(), theirs.make()}
+    assert set(tmp_path.iterdir()) == made
+    assert left not in made
+    ours.remove()
+    theirs.remove()
+    assert list(tmp_path.iterdir()) == []

@@ -271,12 +271,13 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any)
         assert target.info().tokenizer_fingerprint is not None
 
 
-def test_a_target_split_over_two_ranks(engines: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("capture", ["connector", "worker"])
+def test_a_target_split_over_two_ranks(capture: str, engines: Any, monkeypatch: Any) -> None:
     """Workers in processes of their own; 97 rows of embedding and head are split 64 and 33."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model = engine_target("llama")
     local = HFEagle3TargetModel(model, [6, 0, 3], supervision="hidden")
-    runner = engines.runner("llama", tensor_parallel_size=2)
+    runner = engines.runner("llama", capture, tensor_parallel_size=2)
     through = VLLMEagle3TargetModel(runner, [6, 0, 3], supervision="hidden")
     for rows in (padded_rows(), packed_rows(some_documents(), 14)):
         ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)

@@ -17,15 +17,13 @@ is on, finds nothing, and so can neither shorten a capture nor answer with state
 
 import hashlib
 import json
-import shutil
-import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from os import PathLike, statvfs
+from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -39,6 +37,7 @@ from fledge.core.machine import find_device
 from fledge.target.hf.ends import ModelEnds, read_ends
 from fledge.target.layers import FinalNorm, target_depth
 from fledge.target.vllm import engine as engines
+from fledge.target.vllm.place import StatesPlace
 from fledge.target.vllm.states import discard, take_states
 from fledge.target.weights import quantisation_method
 
@@ -46,8 +45,6 @@ _CPU_CONNECTOR = "fledge.target.vllm.cpu_connector"
 _WRITTEN_S = 60.0  # how long states may take to appear after their request has finished
 _PROBES = (8, 3)  # tokens of the rows that are asked about first
 _SLACK = 0.05  # of the way from a mean logit to the largest: rounding, and nothing else
-_SHARED_MEMORY = Path("/dev/shm")
-_ROOMY_BYTES = 4 << 30  # containers have 64 MB there, less than one batch
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,14 @@ def connector_settings(directory: Path, *, on_cpu: bool = False) -> dict[str, An
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(directory)},
     }
+
+
+def serve_flags(vllm_ids: Sequence[int], directory: Path) -> str:
+    """Flags of `vllm serve` for a server that captures these layers."""
+    return (
+        f"--speculative-config '{json.dumps(layer_settings(vllm_ids))}' "
+        f"--kv-transfer-config '{json.dumps(connector_settings(directory))}'"
+    )
 
 
 class ConnectorRunner(ABC):
@@ -235,7 +240,7 @@ class EngineConnectorRunner(ConnectorRunner):
     ) -> None:
         super().__init__(ends, directory, device=device)
         self._engine_args = engine_args
-        self._place = _StatesPlace(shared_dir)
+        self._place = StatesPlace(shared_dir)
         self._engine: Any = None
         self._running: list[int] = []  # vLLM's ids of the layers that the engine captures
         self._numbers = count()
@@ -346,39 +351,3 @@ class EngineConnectorRunner(ConnectorRunner):
             if states_NKD is not None:
                 del written[request_id]
                 yield Captured(asked.pop(request_id), states_NKD, next_token)
-
-
-class _StatesPlace:
-    """A directory for files that live for a moment: in memory where there is room for a batch."""
-
-    def __init__(self, parent: Path | None) -> None:
-        self._parent = parent
-        self._made: Path | None = None
-
-    def make(self) -> Path:
-        if self._made is None:
-            parent = self._parent or (_SHARED_MEMORY if _is_roomy(_SHARED_MEMORY) else None)
-            if parent is not None:
-                parent.mkdir(parents=True, exist_ok=True)
-            self._made = Path(tempfile.mkdtemp(prefix="fledge-vllm-", dir=parent))
-        return self._made
-
-    def remove(self) -> None:
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
-        self._made = None
-
-
-def _is_roomy(directory: Path) -> bool:
-    if not directory.is_dir():
-        return False
-    room = statvfs(directory)
-    return room.f_bavail * room.f_frsize >= _ROOMY_BYTES
-
-
-def serve_flags(vllm_ids: Sequence[int], directory: Path) -> str:
-    """Flags of `vllm serve` for a server that captures these layers."""
-    return (
-        f"--speculative-config '{json.dumps(layer_settings(vllm_ids))}' "
-        f"--kv-transfer-config '{json.dumps(connector_settings(directory))}'"
-    )

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.expected import ListOf, Table, Text, Whole
 from fledge.core.reading import check
 from fledge.target.hf.ends import ModelEnds, read_ends
@@ -170,4 +170,6 @@ class ServedRunner(ConnectorRunner):
             except (ServerBusy, ServerDown, ServerFault) as error:
                 if left_s <= _AGAIN_S or self._ended.wait(_AGAIN_S):
                     told = f"the vLLM server does not answer ({error})"
-                    raise BadInput(told, where=self._server.url, fix="see target.url") from error
+                    raise TargetUnreachable(
+                        told, where=self._server.url, fix="see target.url and target.timeout_s"
+                    ) from error
