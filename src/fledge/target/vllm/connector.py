@@ -192,8 +192,9 @@ class ConnectorRunner(ABC):
                 self._adopt(states_NKD.dtype)
             last_KD = self._checked(states_NKD)[-1].to(self._device)
             logits_V = self._ends.head.logits(self._ends.head_input(last_KD[-1:]))[0].float()
-            slack = _SLACK * float(logits_V.max() - logits_V.mean())
-            if not float(logits_V.max() - logits_V[captured.next_token]) <= slack:
+            missed = float(logits_V.max() - logits_V[captured.next_token])
+            # NaN compares as false: states that are not finite are told from real answers
+            if missed > _SLACK * float(logits_V.max() - logits_V.mean()):
                 raise BadInput(
                     "the last hidden state that vLLM hands out does not lead to the token that "
                     "vLLM says next",
