@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput
+from fledge.models.progress import quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ def train(
 
     asked = as_recipe(recipe, sections).settled()
     check_existing(asked)
-    with _quiet():
+    with quiet_transformers():
         outcome = _outcome(asked, observer or _Silence())
     if outcome.signal:  # it had to wait until the run was saved; now it goes where it was sent
         signal.raise_signal(outcome.signal)
@@ -203,7 +204,7 @@ def evaluate(
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     drafts = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
-    with _quiet():
+    with quiet_transformers():
         return evaluate_drafts(
             [Path(path) for path in drafts], target, prompts, options, draft_tokens=draft_tokens,
             limit=limit, batch=batch, watch=watch, **named,
@@ -341,7 +342,7 @@ def export(
 
     source = Path(draft)
     place = default_out(source, engine) if out is None else Path(out)
-    with _quiet():
+    with quiet_transformers():
         written = export_draft(source, place, engine=engine, check=check, watch=watch, **options)
     record = read_export_record(written)
     return Exported(
@@ -352,19 +353,3 @@ def export(
         checks=SelfCheck.of(record["self_check"]),
         record=record,
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """While open, transformers draws no bars and prints no tables; then as it was."""
-    from transformers.utils import logging
-
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -98,6 +98,8 @@ def test_options_go_through_and_capture_keeps_its_own() -> None:
     assert server_options({"disable_radix_cache": True}, NAMES, device="cpu")
     with pytest.raises(fledge.BadInput, match="disable_radix_cache=False does not go with"):
         server_options({"disable_radix_cache": False}, NAMES, device="cuda")
+    with pytest.raises(fledge.BadInput, match=r"in place of the last hidden state.*leave it out"):
+        server_options({"enable_return_aux_hidden_states": True}, NAMES, device="cuda")
 
 
 def test_a_mistyped_option_names_its_neighbour(pretend_sglang: str, monkeypatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fledge
-from fledge.target.vllm.runner import _real_tokens, check_version, vllm_dtype
+from fledge.target.vllm.engine import check_version, real_tokens, vllm_dtype
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -40,10 +40,10 @@ def test_dtypes_as_vllm_spells_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_rows_lose_their_padding_whatever_the_mask_is_made_of(dtype: torch.dtype) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
-    rows = _real_tokens(torch.arange(9).view(3, 3), mask.to(dtype))
+    rows = real_tokens(torch.arange(9).view(3, 3), mask.to(dtype))
     assert rows == [[0, 1], [3, 4, 5], []]
     with pytest.raises(ValueError, match="attention_mask"):
-        _real_tokens(torch.arange(3)[None], torch.tensor([[0, 1, 1]]).to(dtype))
+        real_tokens(torch.arange(3)[None], torch.tensor([[0, 1, 1]]).to(dtype))
 
 
 def test_importing_the_backend_imports_no_engine() -> None:

@@ -42,3 +42,19 @@ class Percentages(io.StringIO):
         if found:
             self._tell(f"{found[-1]} %")
         return len(text)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """While open, transformers draws no bars and prints no tables; then as it was."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -187,6 +187,10 @@ class EngineKind(LoadedKind[EngineT]):
     argument_names: ClassVar[tuple[str, str]]
     """What the engine calls `tp_size` and `memory_fraction`."""
 
+    def own_arguments(self, section: EngineT, device: "torch.device") -> dict[str, Any]:
+        """What its backend is told beyond what all engines share."""
+        return {}
+
     def open(
         self, section: EngineT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
@@ -205,6 +209,7 @@ class EngineKind(LoadedKind[EngineT]):
                 dtype=section.dtype,
                 supervision=section.supervision,
                 num_aux_layers=aux_layers,
+                **self.own_arguments(section, device),
                 **{**arguments, **section.engine_args},
             )
         except BadInput as error:  # an engine speaks of itself: say which key chose it

@@ -54,9 +54,10 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     return [layers[key] for key in wanted]
 
 
-def describe_final_norm(model: nn.Module) -> FinalNorm | None:
-    """The norm between the last layer and the head; None when there is none beside the layers."""
-    path, _ = _find(model)
+def describe_final_norm(model: nn.Module, *, bare: bool = False) -> FinalNorm | None:
+    """The norm between the last layer and the head; None when there is none beside the layers.
+    A `bare` model was built without any layers."""
+    path, _ = _find(model, bare=bare)
     parent_path = path.rpartition(".")[0]
     parent = model.get_submodule(parent_path)
     for name in NORM_NAMES:
@@ -74,13 +75,13 @@ def describe_final_norm(model: nn.Module) -> FinalNorm | None:
     return None
 
 
-def _find(model: nn.Module) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
+def _find(model: nn.Module, *, bare: bool = False) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
     for path in LAYER_PATHS:
         try:
             layers = model.get_submodule(path)
         except AttributeError:
             continue
-        if isinstance(layers, nn.ModuleList | nn.ModuleDict) and len(layers) > 0:
+        if isinstance(layers, nn.ModuleList | nn.ModuleDict) and (bare or len(layers) > 0):
             return path, layers
     raise BadInput(
         f"no decoder layers in {type(model).__name__}: looked for a ModuleList or ModuleDict under "

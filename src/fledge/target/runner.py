@@ -189,6 +189,11 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
     runner_type: ClassVar[Any]  # its `build` starts the engine
 
     @classmethod
+    def _build(cls, model: str | PathLike[str], **options: Any) -> Any:
+        """The runner of an engine, which is started, or ready to be."""
+        return cls.runner_type.build(model, **options)
+
+    @classmethod
     def from_pretrained(
         cls,
         model: str | PathLike[str],
@@ -201,11 +206,11 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         **engine_kwargs: Any,
     ) -> Self:
         """Load a model by any name that `fledge.local_model` knows; `engine_kwargs` are those of
-        the runner's `build`."""
+        its runner's `build`."""
         from fledge.models.resolve import local_model
 
         options = {"num_aux_layers": num_aux_layers, "trust_remote_code": trust_remote_code}
-        runner = cls.runner_type.build(model, dtype=dtype, **options, **engine_kwargs)
+        runner = cls._build(model, dtype=dtype, **options, **engine_kwargs)
         try:
             tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
             return cls(

@@ -22,7 +22,8 @@ _FREE = (
     "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
     "target.wait_s", "target.shared_memory", "training.shard", "training.context",
     "training.micro_batch", "training.accumulate", "target.address", "target.workers",
-    "target.worker_cpus", "target.worker_gpus", "target.placement",
+    "target.worker_cpus", "target.worker_gpus", "target.placement", "target.url:",
+    "target.shared_dir",
 )  # fmt: skip
 
 

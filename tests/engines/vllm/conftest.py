@@ -14,17 +14,18 @@ import pytest
 import torch
 
 from engines.cases import engine_target, saved
+from fledge.target.vllm.connector import EngineConnectorRunner
 from fledge.target.vllm.runner import VLLMTargetRunner
 
+RUNNERS: dict[str, Any] = {"worker": VLLMTargetRunner, "connector": EngineConnectorRunner}
 
-class Lent(VLLMTargetRunner):
+
+def lent(runner: Any) -> Any:
     """An open runner that its borrower may close: it stays open."""
-
-    def __init__(self, runner: VLLMTargetRunner) -> None:
-        self.__dict__ |= runner.__dict__
-
-    def close(self) -> None:
-        """The owner closes it."""
+    kind = type("Lent", (type(runner),), {"close": lambda self: None})
+    borrowed = kind.__new__(kind)
+    borrowed.__dict__ = runner.__dict__  # the same: what becomes of the engine, its owner knows
+    return borrowed
 
 
 class Engines:
@@ -33,16 +34,17 @@ class Engines:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._key: Any = None
-        self._runner: VLLMTargetRunner | None = None
+        self._runner: Any = None
 
-    def runner(self, target: str | Path, **options: Any) -> Lent:
+    def runner(self, target: str | Path, capture: str = "worker", **options: Any) -> Any:
         """`target`: the name of a tiny model of `cases`, or a directory."""
-        key = (target, sorted(options.items()))
+        key = (target, capture, sorted(options.items()))
         if self._runner is None or self._key != key:
             self.close()
-            self._runner = VLLMTargetRunner.build(self.saved(target), dtype="float32", **options)
+            build = RUNNERS[capture].build
+            self._runner = build(self.saved(target), dtype="float32", **options)
             self._key = key
-        return Lent(self._runner)
+        return lent(self._runner)
 
     def saved(self, target: str | Path) -> Path:
         if isinstance(target, Path):

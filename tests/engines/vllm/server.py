@@ -1,4 +1,4 @@
-"""A real vLLM server, started by `fledge serve --run` as a user would."""
+"""Real vLLM servers, started as users would: by `fledge serve --run`, or without fledge."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,14 +91,30 @@ def _finished(metrics: str) -> int:
     return int(sum(float(value) for value in _FINISHED.findall(metrics)))
 
 
-@contextmanager
-def serving(export: Path, *flags: str) -> Iterator[Server]:
-    """The server, ready; it and its processes are gone afterwards."""
+def serving(export: Path, *flags: str) -> AbstractContextManager[Server]:
+    """An export, as `fledge serve` starts it."""
+    port = _free_port()
+    command = ["-m", "fledge", "serve", str(export), "--run"]
+    return _running([*command, "--host", "127.0.0.1", "--port", str(port), "--", *flags], port)
+
+
+def serving_model(directory: Path, *flags: str) -> AbstractContextManager[Server]:
+    """A model, as somebody starts it who has never heard of fledge."""
+    port = _free_port()
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
+    return _running([*command, "--host", "127.0.0.1", "--port", str(port), *flags], port)
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fledge", "serve", str(export), "--run"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--", *flags]
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def _running(arguments: list[str], port: int) -> Iterator[Server]:
+    """The server, ready; it and its processes are gone afterwards."""
+    command = [sys.executable, *arguments]
     # as a user's shell: without what our other tests tell the vLLM inside their process
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     environment |= {

@@ -26,9 +26,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("supervision", get_args(Supervision))
-def test_contract(check: Any, supervision: Supervision, engines: Any) -> None:
+@pytest.mark.parametrize("capture", ["connector", "worker"])
+def test_contract(check: Any, supervision: Supervision, capture: str, engines: Any) -> None:
     def make(supervision: Supervision) -> VLLMEagle3TargetModel:
-        return VLLMEagle3TargetModel(engines.runner("llama"), supervision=supervision)
+        return VLLMEagle3TargetModel(engines.runner("llama", capture), supervision=supervision)
 
     check(Case("vllm", engine_target("llama"), make, supervision, **CLOSE))
 
@@ -251,7 +252,8 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any)
     set_num_threads = torch.set_num_threads
     engines.close()
     directory = engines.saved("qwen3")
-    with VLLMEagle3TargetModel.from_pretrained(str(directory), dtype=torch.bfloat16) as target:
+    load = VLLMEagle3TargetModel.from_pretrained
+    with load(str(directory), dtype=torch.bfloat16, capture="worker") as target:
         info = target.info()
         assert (info.depth, info.hidden_size, info.vocab_size) == (8, 64, 97)
         assert (info.dtype, info.tokenizer_fingerprint) == (torch.bfloat16, None)
@@ -269,12 +271,13 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any)
         assert target.info().tokenizer_fingerprint is not None
 
 
-def test_a_target_split_over_two_ranks(engines: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("capture", ["connector", "worker"])
+def test_a_target_split_over_two_ranks(capture: str, engines: Any, monkeypatch: Any) -> None:
     """Workers in processes of their own; 97 rows of embedding and head are split 64 and 33."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model = engine_target("llama")
     local = HFEagle3TargetModel(model, [6, 0, 3], supervision="hidden")
-    runner = engines.runner("llama", tensor_parallel_size=2)
+    runner = engines.runner("llama", capture, tensor_parallel_size=2)
     through = VLLMEagle3TargetModel(runner, [6, 0, 3], supervision="hidden")
     for rows in (padded_rows(), packed_rows(some_documents(), 14)):
         ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)

@@ -57,7 +57,7 @@ def load_hf_model(
             directory, trust_remote_code=trust_remote_code
         )
         stored_as = quantisation_method(config)
-        loader = _loader_for(config)
+        loader = loader_for(config)
         if stored_as is not None or quantization_config is not None:
             _refuse_sharding(mesh, stored_as or "this quantization", where=str(name_or_path))
             options["device_map"] = {"": device}  # quantised weights are packed where they will run
@@ -80,7 +80,7 @@ def load_hf_model(
         ) from error
     if "device_map" in options:  # quantised: what is missing is made from what is there
         report["missing_keys"] = ()
-    _check_complete(report, str(name_or_path))
+    check_complete(report, str(name_or_path))
     if "device_map" not in options and mesh is None:
         model = model.to(device)
     tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
@@ -106,7 +106,7 @@ def _class_for(config: Any, auto: Any) -> Any:
     return next((named[n] for n in config.architectures or () if n in named), found[0])
 
 
-def _check_complete(report: dict[str, Any], where: str) -> None:
+def check_complete(report: dict[str, Any], where: str) -> None:
     """Refuse weights that transformers would fill up with random numbers."""
     # names in transformers 4, (name, stored, wanted) in 5
     mismatched = [
@@ -123,7 +123,7 @@ def _check_complete(report: dict[str, Any], where: str) -> None:
             )
 
 
-def _loader_for(config: Any) -> Any:
+def loader_for(config: Any) -> Any:
     """The text-only auto class where the architecture has one, else the image-text one."""
     import transformers
 

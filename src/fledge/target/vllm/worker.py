@@ -39,6 +39,7 @@ from vllm.platforms import current_platform
 from fledge.core.head import TargetHead
 from fledge.target.hf.probe import find_head_module, learn_head
 from fledge.target.layers import FinalNorm, describe_final_norm
+from fledge.target.vllm.cpu_connector import gather
 from fledge.target.weights import describe_weights, weights_fingerprint
 
 
@@ -55,13 +56,9 @@ class InMemoryStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
     def _submit_async_write(self, pending: PendingSave) -> None:
         if not self._is_tp_rank_zero:
             return
-        cache = self._kv_cache  # [blocks, states, block size, D]
+        cache = self._kv_cache
         assert cache is not None
-        block_M = torch.tensor(pending.block_ids, device=cache.device)
-        held = len(block_M) * self._block_size  # an aborted request has fewer than its tokens
-        place_N = torch.arange(min(len(pending.token_ids), held), device=cache.device)
-        block_N = block_M[place_N // self._block_size]
-        self.gathered[pending.req_id] = cache[block_N, :, place_N % self._block_size]
+        self.gathered[pending.req_id] = gather(cache, pending)
         # in place of the event of an asynchronous copy: the gather is ordered by its stream
         self._req_copy_events[pending.req_id] = SimpleNamespace(query=lambda: True)
 

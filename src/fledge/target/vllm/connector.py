@@ -1,0 +1,354 @@
+"""The target inside vLLM through vLLM's own doors: its `extract_hidden_states` method keeps the
+states of some layers, and a connector writes those of each request to a file.
+
+Nothing of vLLM is replaced, and no private function is called, so this works with any version that
+has the two. vLLM shows what its layers put out; final norm, head and embedding come from the
+model's files (`hf.ends`), and the first answer is compared with the token that vLLM itself says.
+
+Layers: vLLM's id i is the residual stream after i layers, so our layer i is its i + 1, and its id n
+(of n layers) is what the final norm reads. States come in ascending order, each once.
+
+    ours, of 8 layers      vLLM captures      places of [6, 0, 7] in a file
+    [6, 0, 7]              1, 7, 8            1, 0, 2; the last hidden state is norm(place 2)
+
+Every row or packed document is one request with a cache salt of its own: prefix caching, where it
+is on, finds nothing, and so can neither shorten a capture nor answer with states of other layers.
+"""
+
+import hashlib
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from os import PathLike
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from fledge.core.errors import BadInput, in_words
+from fledge.core.head import TargetHead
+from fledge.core.machine import find_device
+from fledge.target.hf.ends import ModelEnds, read_ends
+from fledge.target.layers import FinalNorm, target_depth
+from fledge.target.vllm import engine as engines
+from fledge.target.vllm.place import StatesPlace
+from fledge.target.vllm.states import discard, take_states
+from fledge.target.weights import quantisation_method
+
+_CPU_CONNECTOR = "fledge.target.vllm.cpu_connector"
+_WRITTEN_S = 60.0  # how long states may take to appear after their request has finished
+_PROBES = (8, 3)  # tokens of the rows that are asked about first
+_SLACK = 0.05  # of the way from a mean logit to the largest: rounding, and nothing else
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What vLLM says about one row."""
+
+    row: int
+    states_NKD: Tensor  # K layers, ascending
+    next_token: int  # its own greedy choice after the row
+
+
+def layer_settings(vllm_ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's `speculative_config` that keeps the states of these layers, by vLLM's ids."""
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(vllm_ids)}},
+    }
+
+
+def connector_settings(directory: Path, *, on_cpu: bool = False) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` that writes them to files in this directory."""
+    own = {"kv_connector": "ExampleHiddenStatesConnector"}
+    ours = {"kv_connector": "CpuHiddenStates", "kv_connector_module_path": _CPU_CONNECTOR}
+    return {
+        **(ours if on_cpu else own),
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+    }
+
+
+def serve_flags(vllm_ids: Sequence[int], directory: Path) -> str:
+    """Flags of `vllm serve` for a server that captures these layers."""
+    return (
+        f"--speculative-config '{json.dumps(layer_settings(vllm_ids))}' "
+        f"--kv-transfer-config '{json.dumps(connector_settings(directory))}'"
+    )
+
+
+class ConnectorRunner(ABC):
+    """A `HiddenTargetRunner` on states that vLLM writes; a subclass asks, and says where they are.
+
+    Layers are chosen when vLLM starts: `set_aux_layers` starts it, or finds that it runs already.
+    """
+
+    def __init__(
+        self,
+        ends: ModelEnds,
+        directory: Path,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._ends = ends  # as stored; as vLLM computes, after the first answer
+        self._device = find_device(device)
+        self.directory = directory
+        self._ids: list[int] = []  # vLLM's
+        self._order: list[int] = []  # where our layers stand among them
+        self._asked_dtype = engines.vllm_dtype(dtype)
+        self._dtype: torch.dtype | None = None  # known after the first answer
+
+    @property
+    def model(self) -> Any:
+        """The module is vLLM's; this is what can be said of it."""
+        return SimpleNamespace(
+            config=self._ends.config, parameters=lambda: [self._ends.embedding_VD]
+        )
+
+    @abstractmethod
+    def _listen(self, vllm_ids: list[int]) -> None:
+        """Make sure that vLLM runs, and captures these layers."""
+
+    @abstractmethod
+    def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
+        """The states of every row that is not empty, as they come."""
+
+    @abstractmethod
+    def _longest(self) -> int:
+        """Tokens that a request may have, its answer included."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        depth = target_depth(self._ends.config)
+        self._ids = sorted({layer_id + 1 for layer_id in aux_layer_ids} | {depth})
+        self._order = [self._ids.index(layer_id + 1) for layer_id in aux_layer_ids]
+        self._listen(self._ids)
+        self._compare_with_vllm()
+
+    def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        states_BTD, aux_BTD = self.forward_eagle3_hidden(input_ids, attention_mask)
+        return self._ends.head.logits(states_BTD), aux_BTD
+
+    def forward_eagle3_hidden(
+        self, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = engines.real_tokens(input_ids, attention_mask)
+        if not any(rows):
+            raise ValueError("attention_mask marks no token at all")
+        engines.check_longest(rows, self._longest())
+        width = self._ends.head.weight_VD.shape[1]
+        new = self._ends.embedding_VD.new_zeros
+        hidden_BTD = new((*input_ids.shape, width))
+        aux_BTD = new((*input_ids.shape, width * len(self._order)))
+        for captured in self._capture(rows):
+            states_NKD = self._checked(captured.states_NKD).to(self._device)
+            row, length = captured.row, len(states_NKD)
+            hidden_BTD[row, :length] = self._ends.head_input(states_NKD[:, -1])
+            aux_BTD[row, :length] = states_NKD[:, self._order].flatten(1)
+        return hidden_BTD, aux_BTD
+
+    def input_embedding_weight(self) -> Tensor:
+        return self._ends.embedding_VD
+
+    def target_head(self) -> TargetHead:
+        return self._ends.head
+
+    def final_norm(self) -> FinalNorm | None:
+        return self._ends.final_norm
+
+    def describe_weights(self) -> str:
+        """What is known of the weights inside vLLM: the precision, or how they are quantized."""
+        name = str(self._dtype).removeprefix("torch.")
+        method = self._quantised_by()
+        return f"{name} 100.0%" if method is None else f"{name} ({method})"
+
+    def weights_fingerprint(self) -> str:
+        """Of the files, and of what vLLM makes of them."""
+        from fledge.target.cache.job import files_fingerprint
+
+        parts = ["vllm", files_fingerprint(self.directory), self.describe_weights()]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+    def _quantised_by(self) -> str | None:
+        return quantisation_method(self._ends.config)
+
+    def _compare_with_vllm(self) -> None:
+        """Ask about a few tokens: what we make of the last state must be what vLLM goes on with."""
+        words = len(self._ends.embedding_VD)
+        rows = [[(7 * place + 3) % words for place in range(length)] for length in _PROBES]
+        for captured in self._capture(rows):
+            states_NKD = captured.states_NKD
+            if self._dtype is None:
+                self._adopt(states_NKD.dtype)
+            last_KD = self._checked(states_NKD)[-1].to(self._device)
+            logits_V = self._ends.head.logits(self._ends.head_input(last_KD[-1:]))[0].float()
+            missed = float(logits_V.max() - logits_V[captured.next_token])
+            # NaN compares as false: states that are not finite are told from real answers
+            if missed > _SLACK * float(logits_V.max() - logits_V.mean()):
+                raise BadInput(
+                    "the last hidden state that vLLM hands out does not lead to the token that "
+                    "vLLM says next",
+                    where=str(self.directory),
+                    fix=self._how_to_match(),
+                )
+
+    def _adopt(self, dtype: torch.dtype) -> None:
+        """Compute in vLLM's precision, which must be the one that was asked for."""
+        if self._asked_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+            what = f"vLLM computes in {dtype}, and {self._asked_dtype} was asked for"
+            raise BadInput(what, where="target.dtype", fix="auto takes what vLLM has")
+        self._dtype = dtype
+        self._ends = self._ends.to(self._device, dtype)
+
+    def _checked(self, states_NKD: Tensor) -> Tensor:
+        wanted = (len(self._ids), self._ends.head.weight_VD.shape[1])
+        if states_NKD.shape[1:] != wanted or states_NKD.dtype != self._dtype:
+            found = "x".join(map(str, states_NKD.shape[1:]))
+            raise BadInput(
+                f"vLLM hands out {found} {states_NKD.dtype} for each token, expected "
+                f"{in_words(wanted[0])} layers of {wanted[1]}",
+                where=str(self.directory),
+                fix=self._how_to_match(),
+            )
+        return states_NKD
+
+    def _how_to_match(self) -> str:
+        """What vLLM would have to be told."""
+        return f"vLLM must capture its layers {self._ids} of this model"
+
+
+class EngineConnectorRunner(ConnectorRunner):
+    """vLLM in this process, one engine at a time."""
+
+    def __init__(
+        self,
+        ends: ModelEnds,
+        directory: Path,
+        engine_args: dict[str, Any],
+        *,
+        shared_dir: Path | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(ends, directory, device=device)
+        self._engine_args = engine_args
+        self._place = StatesPlace(shared_dir)
+        self._engine: Any = None
+        self._running: list[int] = []  # vLLM's ids of the layers that the engine captures
+        self._numbers = count()
+
+    @classmethod
+    def build(
+        cls,
+        model: str | PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        num_aux_layers: int = 0,
+        trust_remote_code: bool = False,
+        shared_dir: str | PathLike[str] | None = None,
+        device: torch.device | str | None = None,
+        **engine_kwargs: Any,
+    ) -> Self:
+        """Read a target's ends; vLLM starts when it is told which layers, whatever their number."""
+        engines.installed_version()
+        engines.check_alone()
+        if not engines.can_extract():
+            version = engines.installed_version()
+            raise BadInput(
+                f"vLLM {version} hands out no hidden states", fix="target.capture=worker"
+            )
+        from fledge.models.resolve import local_model
+
+        fixed = {"skip_tokenizer_init": True, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+        arguments = engines.with_fixed(engine_kwargs, fixed)
+        arguments.setdefault("enforce_eager", True)  # prompts of any length, each seen once
+        arguments.setdefault("enable_prefix_caching", False)
+        arguments |= {"dtype": engines.vllm_dtype(dtype), "trust_remote_code": trust_remote_code}
+        directory = local_model(str(model))
+        ends = read_ends(directory, trust_remote_code=trust_remote_code)
+        place = None if shared_dir is None else Path(shared_dir)
+        return cls(ends, directory, arguments, shared_dir=place, device=device)
+
+    def close(self) -> None:
+        self._stop()
+        self._place.remove()
+
+    def _stop(self) -> None:
+        if self._engine is not None:
+            self._engine, self._running = None, []
+            engines.stop()
+
+    def _listen(self, vllm_ids: list[int]) -> None:
+        if self._running == vllm_ids:
+            return
+        self._stop()
+        from vllm.platforms import current_platform
+
+        capture = {
+            "speculative_config": layer_settings(vllm_ids),
+            "kv_transfer_config": connector_settings(
+                self._place.make(), on_cpu=current_platform.is_cpu()
+            ),
+        }
+        arguments = engines.with_fixed(self._engine_args, capture)
+        self._engine = engines.start(self.directory, **arguments)
+        self._running = vllm_ids
+
+    def _longest(self) -> int:
+        return cast(int, self._engine.model_config.max_model_len)
+
+    def _quantised_by(self) -> str | None:
+        given = self._engine_args.get("quantization")
+        return super()._quantised_by() if given is None else str(given)
+
+    def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
+        asked: dict[str, int] = {}
+        written: dict[str, tuple[Path, int]] = {}  # the file, and the next token
+        try:
+            for row, tokens in enumerate(rows):
+                if tokens:
+                    request_id = str(next(self._numbers))
+                    prompt = tokens_input(tokens, cache_salt=uuid.uuid4().hex)
+                    self._engine.add_request(request_id, prompt, params)
+                    asked[request_id] = row
+            deadline = time.monotonic() + _WRITTEN_S
+            while asked:
+                for output in self._engine.step():
+                    if output.finished and output.request_id in asked:
+                        path = Path(output.kv_transfer_params["hidden_states_path"])
+                        written[output.request_id] = path, output.outputs[0].token_ids[0]
+                came = list(self._take(rows, asked, written))
+                yield from came
+                # a request's states are written in a step after the one that finished it
+                if came or self._engine.has_unfinished_requests():
+                    deadline = time.monotonic() + _WRITTEN_S
+                elif time.monotonic() > deadline:
+                    raise RuntimeError(f"vLLM wrote no states for {len(asked)} rows")
+        finally:
+            if asked:
+                self._engine.abort_request(list(asked))
+                for path, _ in written.values():
+                    discard(path)
+
+    @staticmethod
+    def _take(
+        rows: Sequence[list[int]], asked: dict[str, int], written: dict[str, tuple[Path, int]]
+    ) -> Iterator[Captured]:
+        for request_id, (path, next_token) in list(written.items()):
+            states_NKD = take_states(path, rows[asked[request_id]])
+            if states_NKD is not None:
+                del written[request_id]
+                yield Captured(asked.pop(request_id), states_NKD, next_token)

@@ -1,0 +1,175 @@
+"""A `vllm serve` that somebody else started, with vLLM's hidden-state connector, as the target.
+
+Rows go there as prompts of token ids over its OpenAI interface, each with one token to be said; the
+reply names the file that holds the states. Of that name only the last part counts: the file is
+looked for in a directory that this process sees, wherever the server sees it.
+"""
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from fledge.core.errors import BadInput, TargetUnreachable
+from fledge.core.expected import ListOf, Table, Text, Whole
+from fledge.core.reading import check
+from fledge.target.hf.ends import ModelEnds, read_ends
+from fledge.target.remote.http import Server, ServerBusy, ServerDown, ServerFault
+from fledge.target.vllm.connector import Captured, ConnectorRunner, serve_flags
+from fledge.target.vllm.states import take_states
+
+T = TypeVar("T")
+_AT_ONCE = 64  # requests under way: vLLM runs them together
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks for a file
+_AGAIN_S = 1.0  # between two attempts to reach the server
+_PLAIN: dict[str, Any] = {  # whatever the model's files or the server's flags suggest
+    "max_tokens": 1,
+    "temperature": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+_MODELS = Table({"data": ListOf(Table({"id": Text(), "max_model_len": Whole(1)}), least=1)})
+_ANSWER = Table(
+    {
+        "choices": ListOf(Table({"token_ids": ListOf(Whole(0), least=1)}), least=1),
+        "kv_transfer_params": Table({"hidden_states_path": Text()}),
+    }
+)
+
+
+class ServedRunner(ConnectorRunner):
+    """A running `vllm serve`; several clients may use it at the same time."""
+
+    def __init__(
+        self,
+        ends: ModelEnds,
+        directory: Path,
+        server: Server,
+        *,
+        shared_dir: Path,
+        timeout_s: float,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(ends, directory, dtype=dtype, device=device)
+        self._server = server
+        self._shared_dir = shared_dir
+        self._timeout_s = timeout_s
+        self._facts: dict[str, Any] = {}  # of the model it serves
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "fledge-vllm-row")
+        self._ended = threading.Event()  # nobody waits any longer
+
+    @classmethod
+    def build(
+        cls,
+        model: str | PathLike[str],
+        *,
+        url: str,
+        shared_dir: str | PathLike[str] | None = None,
+        token: str | None = None,
+        ca_file: str | None = None,
+        timeout_s: float = 120.0,
+        dtype: torch.dtype | str | None = None,
+        num_aux_layers: int = 0,
+        trust_remote_code: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """`model` names the files of the model that the server runs. Precision (`dtype`) and layers
+        are what it was started with, and are compared."""
+        from fledge.models.resolve import local_model
+
+        if shared_dir is None or not Path(shared_dir).is_dir():
+            raise BadInput(
+                f"{shared_dir} is not a directory",
+                where="target.shared_dir",
+                fix="name the shared_storage_path of the server's connector, as seen from here",
+            )
+        directory = local_model(str(model))
+        ends = read_ends(directory, trust_remote_code=trust_remote_code)
+        address = url.rstrip("/").removesuffix("/v1")
+        server = Server(address, token=token, ca_file=ca_file, content_type="application/json")
+        options: dict[str, Any] = {"timeout_s": timeout_s, "dtype": dtype, "device": device}
+        return cls(ends, directory, server, shared_dir=Path(shared_dir), **options)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._server.close()
+        self._pool.shutdown()
+
+    def _listen(self, vllm_ids: list[int]) -> None:
+        found = self._patiently(lambda left: self._server.get_json("/v1/models", timeout_s=left))
+        check(found, _MODELS, where=self._server.url, what="the list of models")
+        self._facts = found["data"][0]
+
+    def _longest(self) -> int:
+        return int(self._facts["max_model_len"])
+
+    def _how_to_match(self) -> str:
+        flags = serve_flags(self._ids, self._shared_dir)
+        return f"is target.model what it serves? Started with: vllm serve MODEL {flags}"
+
+    def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
+        asked = [
+            self._pool.submit(self._ask, row, tokens) for row, tokens in enumerate(rows) if tokens
+        ]
+        try:
+            for future in as_completed(asked):
+                yield future.result()
+        finally:
+            for future in asked:
+                future.cancel()
+
+    def _ask(self, row: int, tokens: list[int]) -> Captured:
+        question = {"model": self._facts["id"], "prompt": tokens, **_PLAIN}
+        body = json.dumps({**question, "cache_salt": uuid.uuid4().hex}).encode()
+
+        def post(left_s: float) -> dict[str, Any]:
+            return self._server.get_json("/v1/completions", body, timeout_s=left_s)
+
+        answer = self._patiently(post)
+        url = self._server.url
+        if not answer.get("kv_transfer_params"):
+            raise BadInput(
+                "this vLLM hands out no hidden states", where=url, fix=self._how_to_match()
+            )
+        check(answer, _ANSWER, where=url, what="the answer")
+        path = PurePosixPath(answer["kv_transfer_params"]["hidden_states_path"])
+        states_NKD = self._await(self._shared_dir / path.name, tokens)
+        return Captured(row, states_NKD, answer["choices"][0]["token_ids"][0])
+
+    def _await(self, path: Path, tokens: list[int]) -> Tensor:
+        deadline, pause = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while (states_NKD := take_states(path, tokens)) is None:
+            if self._ended.wait(pause) or time.monotonic() > deadline:
+                raise BadInput(
+                    f"no states in {path.name} after {self._timeout_s:g} s",
+                    where=f"target.shared_dir {self._shared_dir}",
+                    fix="it must be the shared_storage_path of the server's connector",
+                )
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return states_NKD
+
+    def _patiently(self, ask: Callable[[float], T]) -> T:
+        """What the server answers, asked again while it is busy or away."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return ask(max(left_s, 0.01))
+            except (ServerBusy, ServerDown, ServerFault) as error:
+                if left_s <= _AGAIN_S or self._ended.wait(_AGAIN_S):
+                    told = f"the vLLM server does not answer ({error})"
+                    raise TargetUnreachable(
+                        told, where=self._server.url, fix="see target.url and target.timeout_s"
+                    ) from error

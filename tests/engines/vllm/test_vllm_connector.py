@@ -1,0 +1,210 @@
+"""vLLM's own hidden-state connector as the target: in this process, and behind a `vllm serve`."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fledge
+from engines.cases import engine_target
+from engines.vllm.server import Server, serving_model
+from fledge.core.batch import Supervision
+from fledge.core.rows import TokenBatch
+from fledge.target.hf.ends import UnknownEnds
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.kinds import kind_of
+from fledge.target.vllm.connector import (
+    EngineConnectorRunner,
+    connector_settings,
+    layer_settings,
+)
+from fledge.target.vllm.kind import VllmTarget
+from fledge.target.vllm.runner import VLLMEagle3TargetModel, VLLMTargetRunner
+from target.contract import CHECKS, Case, packed_rows, padded_rows, some_documents
+
+pytestmark = pytest.mark.engine
+CLOSE = {"rtol": 1e-3, "atol": 1e-3}
+AUX = [6, 0, 7]  # any order, the first layer and the last
+
+
+def assert_equal(through: Any, local: Any, *rows: Any) -> None:
+    """Aux states, last hidden states and logits, wherever there is a token."""
+    for given in rows:
+        ours, theirs = through.generate_batch(*given), local.generate_batch(*given)
+        real, known = given[1].bool(), ours.loss_mask.bool()
+        torch.testing.assert_close(
+            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+        )
+        torch.testing.assert_close(
+            ours.last_hidden_states[known], theirs.last_hidden_states[known], **CLOSE
+        )
+        torch.testing.assert_close(
+            ours.with_logits(through.info().head).logits[known],
+            theirs.with_logits(local.info().head).logits[known],
+            **CLOSE,
+        )
+
+
+ROWS = (padded_rows(), packed_rows(some_documents(), 14))
+
+
+def long_rows() -> Any:
+    """Three equal prompts, and two that share all but their last tokens with them."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (1, 200), generator=generator).repeat(5, 1)
+    ids[3, 150:] = 7
+    ids[4, 199] = 7
+    return ids, torch.ones_like(ids), torch.ones_like(ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "aux"),
+    [("llama", AUX), ("llama", [5, 2, 4, 1, 0]), ("llama", [8]), ("granite", AUX)],
+    ids=str,
+)
+def test_states_equal_transformers(name: str, aux: list[int], engines: Any) -> None:
+    """Three layers, five, none but the last hidden state (EAGLE-1); divided and normed heads."""
+    count = {"num_aux_layers": len(aux), "supervision": "hidden"}
+    local = HFEagle3TargetModel(engine_target(name), aux, **count)
+    runner = engines.runner(name, "connector")
+    through = VLLMEagle3TargetModel(runner, aux, **count)
+    assert_equal(through, local, *ROWS)
+    if aux == AUX:  # the control: a layer too early is noticed
+        early = HFEagle3TargetModel(engine_target(name), [5, 1, 6], supervision="hidden")
+        with pytest.raises(AssertionError):
+            assert_equal(through, early, *ROWS)
+    ids, mask, _ = padded_rows()
+    logits, _ = runner.forward_eagle3(ids, mask)
+    expected = engine_target(name)(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
+    assert list(runner._place.make().glob("*.safetensors*")) == []  # every file was taken
+
+
+PREFIXES = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 2}
+
+
+def test_prefix_caching_shortens_nothing(engines: Any) -> None:
+    """Repeated and shared prompts, in pieces of 64 tokens, on an engine that caches prefixes."""
+    runner = engines.runner("llama", "connector", **PREFIXES)
+    through = VLLMEagle3TargetModel(runner, supervision="hidden")
+    local = HFEagle3TargetModel(engine_target("llama"), supervision="hidden")
+    assert_equal(through, local, long_rows(), *ROWS, long_rows())
+    rows = TokenBatch(*long_rows())
+    first, again = through.answer(rows), through.answer(rows)
+    assert torch.equal(first.aux_hidden_states, again.aux_hidden_states)
+    assert cached_tokens(runner, salted=True) == [0, 0, 0]
+    assert max(cached_tokens(runner, salted=False)) >= 128  # the control: the cache is on
+
+
+def cached_tokens(runner: EngineConnectorRunner, *, salted: bool) -> list[int]:
+    """How many tokens of a prompt, asked three times, vLLM finds in its cache."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    found = []
+    for number in range(3):
+        salt = f"another {number}" if salted else None
+        prompt = tokens_input(long_rows()[0][0].tolist(), cache_salt=salt)
+        runner._engine.add_request(f"{salted} {number}", prompt, SamplingParams(max_tokens=1))
+        outputs: list[Any] = []
+        while runner._engine.has_unfinished_requests():
+            outputs += runner._engine.step()
+        found.append(outputs[-1].num_cached_tokens)
+    return found
+
+
+def test_an_interrupted_batch_disturbs_nobody(engines: Any) -> None:
+    runner = engines.runner("llama", "connector", **PREFIXES)
+    target = VLLMEagle3TargetModel(runner, supervision="hidden")
+    before = target.generate_batch(*padded_rows())
+    capture = runner._capture([[5, 6, 7], [8] * 200, [9] * 20])
+    next(capture)
+    capture.close()  # while a longer row is not done
+    assert not runner._engine.has_unfinished_requests()
+    after = target.generate_batch(*padded_rows())
+    assert torch.equal(before.aux_hidden_states, after.aux_hidden_states)
+    assert torch.equal(before.last_hidden_states, after.last_hidden_states)
+
+
+def test_auto_takes_the_connector_and_the_worker_where_that_cannot(
+    engines: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    engines.close()
+    section = VllmTarget(model=str(engines.saved("llama")), dtype="float32")
+    cpu = torch.device("cpu")
+    with kind_of(section).open(section, device=cpu, aux_layers=3) as target:
+        assert isinstance(target.runner, EngineConnectorRunner)
+        place = target.runner._place.make()
+        with pytest.raises(fledge.BadInput, match=r"open in this process already"):
+            VLLMEagle3TargetModel.from_pretrained(section.model, capture="connector")
+    assert not place.exists()
+
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise UnknownEnds("more than a norm", where="here")
+
+    monkeypatch.setattr("fledge.target.vllm.connector.read_ends", unknown)
+    with pytest.raises(fledge.BadInput, match="more than a norm"):
+        VLLMEagle3TargetModel.from_pretrained(section.model, capture="connector")
+    with (
+        caplog.at_level(logging.WARNING),
+        kind_of(section).open(section, device=cpu, aux_layers=3) as target,
+    ):
+        assert isinstance(target.runner, VLLMTargetRunner)
+    assert "target.capture=worker is used" in caplog.text
+
+
+def test_smollm2(smollm2: Any, engines: Any) -> None:
+    """A real model; a few channels of its states reach 27,000, hence the relative tolerance."""
+    local = HFEagle3TargetModel(
+        fledge.load_model(str(smollm2), dtype=torch.float32), supervision="hidden"
+    )
+    runner = engines.runner(smollm2, "connector", max_model_len=512)
+    assert_equal(VLLMEagle3TargetModel(runner, supervision="hidden"), local, *ROWS)
+
+
+@pytest.fixture(scope="module")
+def server(
+    engines: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Path, Path]]:
+    """A `vllm serve` with prefix caching, as it is by default, that writes states of our layers 1,
+    3, 4 and of the last."""
+    engines.close()
+    model, shared = engines.saved("llama"), tmp_path_factory.mktemp("states")
+    with serving_model(
+        model, "--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init",
+        "--kv-cache-memory-bytes", str(2**26),
+        "--speculative-config", json.dumps(layer_settings([2, 4, 5, 8])),
+        "--kv-transfer-config", json.dumps(connector_settings(shared, on_cpu=True)),
+    ) as running:  # fmt: skip
+        yield running, model, shared
+
+
+def opened(server: tuple[Server, Path, Path], aux: list[int], **more: Any) -> Any:
+    running, model, shared = server
+    given = {"model": str(model), "url": f"{running.url}/v1", "shared_dir": str(shared), **more}
+    section = VllmTarget.model_validate({"aux_layer_ids": aux, **given})
+    return kind_of(section).open(section, device=torch.device("cpu"), aux_layers=3)
+
+
+def test_a_server_that_somebody_else_started(server: Any) -> None:
+    local = HFEagle3TargetModel(engine_target("llama"), [4, 1, 3], supervision="hidden")
+    with opened(server, [4, 1, 3]) as target:
+        assert_equal(target, local, long_rows(), *ROWS, long_rows())
+        long = torch.ones((1, 256), dtype=torch.long)
+        with pytest.raises(fledge.BadInput, match=r"256 tokens is longer.*\(255\)"):
+            target.generate_batch(long, long, long)
+    assert list(server[2].iterdir()) == []
+    with pytest.raises(fledge.BadInput, match=r"4x64.*expected three layers.*\[1, 7, 8\]"):
+        opened(server, AUX)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_server_keeps_the_contract(check: Any, server: Any) -> None:
+    def make(supervision: Supervision) -> Any:
+        return opened(server, [1, 3, 4], supervision=supervision)
+
+    check(Case("vllm serve", engine_target("llama"), make, "hidden", rtol=1e-4, atol=1e-4))
