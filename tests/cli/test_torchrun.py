@@ -66,3 +66,17 @@ def test_every_rank_leaves_its_reason_and_one_says_it(monkeypatch, capsys, tmp_p
     with pytest.raises(SystemExit):
         run(["train", "training.lrr=1"])
     assert len(capsys.readouterr().err.splitlines()) == 1  # nobody else will say it
+
+
+def test_a_rank_that_is_stopped_while_it_waits_ends_with_its_own_code(tmp_path):
+    """torchrun ends all when one has ended, and may show any of them as the root cause."""
+    script = "import os, signal, time; from fledge.cli.main import run\n"
+    script += "real = time.sleep\n"
+    script += "time.sleep = lambda s: (os.kill(os.getpid(), signal.SIGTERM), real(s))\n"
+    script += "run(['train', 'training.lrr=1'])"
+    environment = {"LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "training.lr" in (tmp_path / "error.json").read_text()

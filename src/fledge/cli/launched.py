@@ -5,6 +5,7 @@ it on the terminal. All write it where torchrun looks for the reason, which it s
 failure of one rank alone is not lost.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -33,6 +34,21 @@ def said_by_another(line: str, *, stopped: bool) -> bool:
     except OSError:
         return False
     if not first:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_FIRST_SPEAKS_S)
+        _wait_for_the_first()
     return not first
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _wait_for_the_first() -> None:
+    """Until torchrun stops this process, because the first one has ended. It then ends by itself,
+    with its own exit code: torchrun may show it as the root cause."""
+
+    def stop(*_: object) -> None:
+        raise _StoppedError
+
+    signal.signal(signal.SIGTERM, stop)
+    with contextlib.suppress(_StoppedError):
+        time.sleep(_FIRST_SPEAKS_S)

@@ -42,6 +42,7 @@ class Share:
         self._patience = self._left = patience
         self._again = dict(self.journal.failed())  # rows that failed before, not yet tried again
         self._own: set[str] = set()  # shards that were answered here
+        self._before = self._over
         self._begin = self._looked = time.perf_counter()
         self._show()
 
@@ -64,6 +65,9 @@ class Share:
                 time.sleep(POLL_S)
                 self._look()
                 self._show()
+        # who sees last that all is over finds no parts to count in
+        here = self.summary.answered_now + self.summary.failed_now
+        self.summary.others_now = max(0, self.summary.rows - self._before - here)
 
     def _is_done(self, name: str) -> bool:
         """What another process has done is seen in its part, until the job is over."""
