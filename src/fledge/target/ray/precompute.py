@@ -1,6 +1,8 @@
 """A cache that workers on a Ray cluster fill, seen from the command that started them."""
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from fledge.core.claims import Claims
 from fledge.core.text import counted
@@ -9,6 +11,8 @@ from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_ca
 from fledge.target.cache.manifest import CLAIMS, existing_shards
 from fledge.target.cache.precompute import Done, how_it_ended
 from fledge.target.ray.spread import Spread
+
+_DEAD_S = 5.0  # a worker that is killed may be there for a moment yet
 
 
 def execute_on_ray(
@@ -34,8 +38,15 @@ def execute_on_ray(
     try:
         spread.run(work, watch)
     finally:
-        if (job.directory / CLAIMS).exists():
-            with Claims(job.directory / CLAIMS):
-                pass  # whoever leaves last removes what killed workers left
+        _give_back(job.directory / CLAIMS)
     written = len(existing_shards(job.directory) & set(plan.missing))
     return how_it_ended(job, plan, written, say)
+
+
+def _give_back(claims: Path) -> None:
+    """Whoever leaves last removes what killed workers left, once they are known to be dead."""
+    until = time.monotonic() + _DEAD_S
+    while claims.exists() and time.monotonic() < until:
+        with Claims(claims):
+            pass
+        time.sleep(0.1)

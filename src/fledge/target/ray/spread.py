@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 _LOOK_EVERY_S = 0.5
 _RESTARTS = 10  # of a worker: one that dies over and over has a reason
 _END_S = 10.0  # when a worker has found everything done: how long the others may take to see it
-_STOP_S = 5.0  # for a worker to give its claims back
+_STOP_S = 15.0  # for a worker to give its claims back
 
 
 def gpus_of(section: TargetSection) -> int:
