@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 _LOOK_EVERY_S = 0.5
 _RESTARTS = 10  # of a worker: one that dies over and over has a reason
 _END_S = 10.0  # when a worker has found everything done: how long the others may take to see it
-_STOP_S = 15.0  # for a worker to give its claims back
+_STOP_S = 10.0  # in which a worker that is killed should be gone
 
 
 def gpus_of(section: TargetSection) -> int:
@@ -106,11 +106,10 @@ def _cause(error: Any) -> BaseException:
 
 
 def _stop(pending: list[Any]) -> None:
-    """First as an interrupt, at which a worker gives back what it has claimed."""
+    """By force: an interrupt reaches a worker late or never, and nothing is lost by a kill."""
     ray = import_ray()
-    for force in (False, True):
-        for reference in pending:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.cancel(reference, force=force)
-        if pending:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
+    for reference in pending:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.cancel(reference, force=True)
+    if pending:
+        ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
