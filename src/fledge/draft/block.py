@@ -250,7 +250,7 @@ class BlockDraftModel(DraftModel):
         compute_dtype: torch.dtype | None = None,
         attention: AttentionKind = "fast",
     ) -> Tensor:
-        """Head inputs [P, E] of the wanted slots, after the final norm."""
+        """Head inputs, after the final norm: [N, J, E] of all slots, or [P, E] of those wanted."""
         dtype = compute_dtype or self.dtype
         context_TE = self.project_hidden_states(aux_TD, dtype)
         turn_T = self.rotary(position_T, dtype)
@@ -264,7 +264,8 @@ class BlockDraftModel(DraftModel):
             state = self._run_draft_layer(
                 self._layer, layer, sight, state, context_TE, turn_T, turn, rows, attention, wanted
             )
-        return rms_norm(state, self.norm_weight(dtype), self.config.rms_norm_eps)
+        state = rms_norm(state, self.norm_weight(dtype), self.config.rms_norm_eps)
+        return state if wanted_P is not None else state.view(len(rows), rows.size, state.shape[1])
 
     def _layer(
         self,

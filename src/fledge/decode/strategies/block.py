@@ -68,7 +68,7 @@ class BlockRollouts(Rollouts):
             )
             for begin in range(0, max(1, len(rows)), step)
         ]
-        return torch.cat(parts).index_select(0, plan.element_P)
+        return torch.cat(parts).flatten(0, 1).index_select(0, plan.element_P)
 
 
 class MarkovRollouts(BlockRollouts):
