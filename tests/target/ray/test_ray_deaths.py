@@ -50,6 +50,7 @@ def test_two_hundred_batches_while_workers_and_machines_die(model):
                 answers.append(batch)
             again = target._fleet.asked_again
             until(lambda: told()["target-1"]["restarts"] == 1)
+            assert told()["target-0"]["restarts"] == 1  # the board was not on the lost machine
         until(everything_is_free)
         traces = Traces()
     assert again >= 2  # the kill and the lost machine met questions in flight

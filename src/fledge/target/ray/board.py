@@ -51,11 +51,14 @@ class Board:
 
 
 def make_board(run: str) -> Any:
-    """A run's board, on this machine while there is room; there is one, whoever comes first."""
+    """A run's board, on this machine; there is one, whoever comes first.
+
+    Not where Ray likes (`soft`): it would lie on any machine, and be lost with that one.
+    """
     ray = import_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Board)
     return actor.options(
         name=run + _SUFFIX, namespace=NAMESPACE, get_if_exists=True, scheduling_strategy=here
