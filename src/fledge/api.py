@@ -227,7 +227,7 @@ def evaluate_drafts(
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
     from fledge.train import loading
-    from fledge.train.runs import draft_directory, trained_tokens
+    from fledge.train.runs import draft_directory, trained_length, trained_tokens
 
     watch = watch or (lambda what, done, total: None)
     paths, labels = [draft_directory(path) for path in drafts], _labels(drafts)
@@ -251,8 +251,10 @@ def evaluate_drafts(
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         reports = [
-            DraftEvaluation(heard, answers.turns, options, watch).evaluate(label, draft, count)
-            for (label, heard, draft), count in zip(loaded, counts, strict=True)
+            DraftEvaluation(heard, answers.turns, options, watch).evaluate(
+                label, draft, count, trained_length=trained_length(path)
+            )
+            for path, (label, heard, draft), count in zip(paths, loaded, counts, strict=True)
         ]
         return Evaluation(tuple(reports), answers, tuple(names), _facts(backend))
 
