@@ -82,21 +82,22 @@ class _Training:
 
 
 def _table(done: "Retargeted") -> Table:
-    shown = plain_table("", "length", "of what was lost", no_wrap=True)
-
-    def share(length: float) -> str:
-        lost = done.old_length - done.length_before
-        return f"{(length - done.length_before) / lost:.0%}" if lost > 0 else "-"
-
-    shown.add_row("old target", f"{done.old_length:.3f}", "")
-    shown.add_row("new target, as it was", f"{done.length_before:.3f}", "")
-    shown.add_row("refitted", f"{done.length:.3f}", share(done.length))
+    shown = plain_table("", "length", "back", no_wrap=True)
+    rows = {
+        "old target": (done.old_length, False),
+        "new target, before": (done.length_before, False),
+        "  with the old states": (done.length_with_old_states, False),
+        "refitted": (done.length, True),
+    }
     if done.trained_length is not None:
-        length = done.trained_length
-        shown.add_row(f"and {counted(done.steps, 'step')}", f"{length:.3f}", share(length))
+        rows[f"and {counted(done.steps, 'step')}"] = (done.trained_length, True)
+    for name, (length, counts) in rows.items():
+        share = done.share(length) if counts else None
+        shown.add_row(name, f"{length:.3f}", "" if share is None else f"{share:.0%}")
     shown.caption = (
         f"tokens per round, k = {done.num_draft_tokens}, replayed on "
-        f"{counted(done.held_out_rows, 'held-out row')}"
+        f"{counted(done.held_out_rows, 'held-out row')};\nback: of what other states cost, which "
+        "a refit can win; other words cost the rest"
     )
     shown.caption_justify = "left"
     return shown

@@ -13,7 +13,7 @@ they were: their map is fitted to both, and gains less. Tables that a draft has 
 (embedding, head) become the new one's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -136,21 +136,44 @@ def _same(own: Tensor, theirs: Tensor) -> bool:
     return own.shape == theirs.shape and torch.equal(own, theirs.to(own.device, own.dtype))
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Rounds through the same held-out rows, replayed.
+
+    A changed target costs a draft two things. It has other states: a refit wins that back, as far
+    as one map can. And it says other things, which the draft has not learnt, and which the rows, if
+    others wrote them, do not say: training does. `with_old_states` lies between the two.
+    """
+
+    old: Acceptance  # the draft with the old target
+    before: Acceptance  # with the new one
+    with_old_states: Acceptance  # judged by the new one, having heard the old one
+    refitted: Acceptance  # the refitted draft with the new one
+
+
 @torch.no_grad()
-def lengths(
-    target: Eagle3TargetBackend,
-    drafts: Sequence[DraftModel],
-    held_out: Sequence[TokenBatch],
+def measure(
+    targets: Targets,
+    drafts: tuple[DraftModel, DraftModel, DraftModel],  # beside the old; beside the new; refitted
+    held_out: Iterable[TokenBatch],
     *,
     num_draft_tokens: int,
-) -> list[Acceptance]:
-    """Rounds of each draft through the held-out rows, replayed, with one pass of the target."""
-    rollouts = [rollouts_of(draft.eval(), num_draft_tokens) for draft in drafts]
-    found = [Acceptance.none(one.depths) for one in rollouts]
-    head = target.info().head
+) -> Lengths:
+    with_old, with_new, refitted = (rollouts_of(draft, num_draft_tokens) for draft in drafts)
+    found = [Acceptance.none(with_old.depths)] * 4
+    heads = targets.old.info().head, targets.new.info().head
+    ids_W = with_old.selected_token_ids
     for tokens in held_out:
-        answer = checked_answer(target, tokens)
-        for i, one in enumerate(rollouts):
-            picks_S = target_picks(answer, tokens, head, one.selected_token_ids)
-            found[i] += replay_held_out(answer, tokens, one, picks_S)
-    return found
+        old, new = (checked_answer(target, tokens) for target in (targets.old, targets.new))
+        said, says = (
+            target_picks(answer, tokens, head, ids_W)
+            for answer, head in zip((old, new), heads, strict=True)
+        )
+        replayed = (
+            replay_held_out(old, tokens, with_old, said),
+            replay_held_out(new, tokens, with_new, says),
+            replay_held_out(old, tokens, with_new, says),
+            replay_held_out(new, tokens, refitted, says),
+        )
+        found = [total + more for total, more in zip(found, replayed, strict=True)]
+    return Lengths(*found)

@@ -32,7 +32,7 @@ from fledge.recipe.schema import Recipe, as_recipe
 from fledge.train import loading
 from fledge.train.checkpoint import mark_best
 from fledge.train.fit import fit_recipe
-from fledge.train.refit import Targets, lengths, reading_of, refit, take_tables
+from fledge.train.refit import Targets, measure, reading_of, refit, take_tables
 from fledge.train.runs import draft_directory, recipe_of, run_directory, trained_tokens
 from fledge.train.session import Observer
 from fledge.train.setup import held_out_batches, prepare_data
@@ -84,15 +84,20 @@ class Retargeted:
     held_out_rows: int
     old_length: float  # with the old target
     length_before: float  # with the new one, as the draft was
+    length_with_old_states: float  # if the new one had the old one's: see `refit.Lengths`
     length: float  # refitted
     steps: int = 0
     trained_length: float | None = None  # after the steps
 
     @property
     def recovered(self) -> float | None:
-        """Share of the lost length that the refit brought back; None: nothing was lost."""
-        lost = self.old_length - self.length_before
-        return (self.length - self.length_before) / lost if lost > 0 else None
+        """Share of what the new states cost that the refit brought back; None: nothing."""
+        return self.share(self.length)
+
+    def share(self, length: float) -> float | None:
+        """How much of what the new states cost a length has back."""
+        lost = self.length_with_old_states - self.length_before
+        return (length - self.length_before) / lost if lost > 0 else None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "directory": str(self.directory), "recovered": self.recovered}
@@ -197,15 +202,16 @@ def _refitted(
         mark_best(out, out / "refit")
         watch("measuring", 0, 1)
         tokens, batches = trained_tokens(path), held_out_batches(held_out, recipe, pad_id)
-        measured = [_lengths(old, [path], batches, tokens)]
-        measured.append(_lengths(new, [path, out / "refit"], batches, tokens))
-    [[old_length], [length_before, length]] = measured
+        beside = ((old, path), (new, path), (new, out / "refit"))
+        on_old, on_new, moved = (loading.load_draft_beside(*pair) for pair in beside)
+        lengths = measure(targets, (on_old, on_new, moved), batches, num_draft_tokens=tokens)
     return Retargeted(
         directory=out, old=name, target=asked.target, method=method_of(draft.config).title,
         rows=len(work.rows), tokens=int(work.rows.lengths.sum()), penalty=found.penalty,
         error_before=found.error_before, error=found.error, taken=tuple(taken),
         num_draft_tokens=tokens, held_out_rows=min(len(held_out), recipe.evaluation.rows),
-        old_length=old_length, length_before=length_before, length=length,
+        old_length=lengths.old.length, length_before=lengths.before.length,
+        length_with_old_states=lengths.with_old_states.length, length=lengths.refitted.length,
     )  # fmt: skip
 
 
@@ -252,14 +258,6 @@ def _check_alike(path: Path, old: "HFEagle3TargetModel", new: "HFEagle3TargetMod
             differ = "that differ" if what == "a tokenizer" else f"{values[0]} and {values[1]}"
             complaint = f"the old and the new target have {what} {differ}"
             raise BadInput(complaint, where="--target", fix="train a new draft for it")
-
-
-def _lengths(
-    target: "HFEagle3TargetModel", paths: Sequence[Path], batches: "list[TokenBatch]", tokens: int
-) -> list[float]:
-    drafts = [loading.load_draft_beside(target, path) for path in paths]
-    found = lengths(target, drafts, batches, num_draft_tokens=tokens)
-    return [one.length for one in found]
 
 
 def _spread(rows: RowView, most: int) -> RowView:
