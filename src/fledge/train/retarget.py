@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fledge.target.hf.model import HFEagle3TargetModel
 
 RECORD_NAME = "retarget.json"
+_TRAIN = "train on: fledge train target.model=NEW draft.init_from=DRAFT data.train=ROWS"
 _JUDGED = 5  # one row in so many chooses the penalty before it is fitted too
 Watch = Callable[[str, float, int], None]
 
@@ -108,8 +109,9 @@ def retarget(asked: Asked, observer: Observer, watch: Watch = lambda *_: None) -
     path = draft_directory(asked.draft)
     out = asked.out or _beside(path)
     _check_new(out)
+    asked = replace(asked, old=_old_name(asked, path))
     recipe = recipe_for(asked, path, out)
-    reading_of(load_draft(path), where=str(path))  # before hours go by
+    reading_of(load_draft(path), where=str(path))  # refused here, before the rows are read
     train, held_out, _ = prepare_data(recipe)
     done = _refitted(asked, path, recipe, train, held_out, watch)
     if asked.steps:
@@ -181,16 +183,16 @@ def _refitted(
     if len(train) < 2 or not len(held_out):
         what = f"{len(train) + len(held_out)} rows are too few to fit, to choose and to measure on"
         raise BadInput(what, where="--data", fix="give at least 20; some hundreds are better")
-    out, name = Path(recipe.run.output_dir), _old_name(asked, path)
+    out = Path(recipe.run.output_dir)
     with ExitStack() as stack:
         watch("loading the targets", 0, 1)
         old, new = (
             stack.enter_context(_opened(asked, path, one, flag))
-            for one, flag in ((name, "--old"), (asked.target, "--target"))
+            for one, flag in ((asked.old, "--old"), (asked.target, "--target"))
         )
         _check_alike(path, old, new)
         draft = load_draft(path).to(new.get_input_embeddings().weight.device)
-        targets, pad_id = Targets(old, new), new.tokenizer.pad_token_id or 0
+        targets, pad_id = Targets(old, new), getattr(new.tokenizer, "pad_token_id", None) or 0
         work = _Packs(_spread(train, asked.rows), recipe.packing.tokens, pad_id, watch)
         found = refit(
             draft, targets, fitted=work.of(judged=False), judged=work.of(judged=True),
@@ -206,7 +208,7 @@ def _refitted(
         on_old, on_new, moved = (loading.load_draft_beside(*pair) for pair in beside)
         lengths = measure(targets, (on_old, on_new, moved), batches, num_draft_tokens=tokens)
     return Retargeted(
-        directory=out, old=name, target=asked.target, method=method_of(draft.config).title,
+        directory=out, old=asked.old, target=asked.target, method=method_of(draft.config).title,
         rows=len(work.rows), tokens=int(work.rows.lengths.sum()), penalty=found.penalty,
         error_before=found.error_before, error=found.error, taken=tuple(taken),
         num_draft_tokens=tokens, held_out_rows=min(len(held_out), recipe.evaluation.rows),
@@ -222,9 +224,6 @@ def _old_name(asked: Asked, path: Path) -> str:
         what = "which target was it trained for? Its states are what the refit goes by"
         raise BadInput(what, where=str(path), fix=f"give --old MODEL; without it, {_TRAIN}")
     return name
-
-
-_TRAIN = "train on: fledge train target.model=NEW draft.init_from=DRAFT data.train=ROWS"
 
 
 def _opened(asked: Asked, path: Path, name: str, flag: str) -> "HFEagle3TargetModel":
@@ -248,16 +247,19 @@ def _check_alike(path: Path, old: "HFEagle3TargetModel", new: "HFEagle3TargetMod
     """Refuse two models of which one is not the other, changed."""
     for target, flag in ((old, "--old"), (new, "--target")):
         check_fits(target, load_draft(path), flag)
-    infos = old.info(), new.info()
-    for what, values in (
+    infos, fix = (old.info(), new.info()), "it needs a draft of its own: fledge train"
+    for what, sizes in (
         ("layers", [info.depth for info in infos]),
         ("tokens", [info.vocab_size for info in infos]),
-        ("a tokenizer", [target.tokenizer.get_vocab() for target in (old, new)]),
     ):
-        if values[0] != values[1]:
-            differ = "that differ" if what == "a tokenizer" else f"{values[0]} and {values[1]}"
-            complaint = f"the old and the new target have {what} {differ}"
-            raise BadInput(complaint, where="--target", fix="train a new draft for it")
+        if sizes[0] != sizes[1]:
+            complaint = f"the old and the new target have {what} {sizes[0]} and {sizes[1]}"
+            raise BadInput(complaint, where="--target", fix=fix)
+    # a directory without a tokenizer of its own takes the other's word for it
+    known = [one.tokenizer.get_vocab() for one in (old, new) if one.tokenizer is not None]
+    if len(known) == 2 and known[0] != known[1]:
+        complaint = "the old and the new target have other tokens"
+        raise BadInput(complaint, where="--target", fix=fix)
 
 
 def _spread(rows: RowView, most: int) -> RowView:
