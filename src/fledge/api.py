@@ -73,29 +73,15 @@ def train(
     """
     from fledge.recipe.schema import as_recipe
     from fledge.train.continuation import check_existing
+    from fledge.train.fit import fit_recipe
 
     asked = as_recipe(recipe, sections).settled()
     check_existing(asked)
     with quiet_transformers():
-        outcome = _outcome(asked, observer or _Silence())
+        outcome = fit_recipe(asked, observer or _Silence())
     if outcome.signal:  # it had to wait until the run was saved; now it goes where it was sent
         signal.raise_signal(outcome.signal)
     return _trained(Path(asked.run.output_dir), outcome)
-
-
-def _outcome(recipe: "Recipe", observer: "Observer") -> "Outcome":
-    from fledge.core.distributed import leave_world
-    from fledge.train.fit import finished_before, fit
-    from fledge.train.setup import set_up
-
-    before = finished_before(recipe)
-    if before is not None:
-        return before
-    training = set_up(recipe)
-    with training.parts.target:
-        outcome = fit(training, observer)
-    leave_world(training.parts.world)
-    return outcome
 
 
 def _trained(directory: Path, outcome: "Outcome") -> Trained:
@@ -227,7 +213,7 @@ def evaluate_drafts(
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
     from fledge.train import loading
-    from fledge.train.runs import draft_directory, trained_tokens
+    from fledge.train.runs import draft_directory, trained_length, trained_tokens
 
     watch = watch or (lambda what, done, total: None)
     paths, labels = [draft_directory(path) for path in drafts], _labels(drafts)
@@ -251,8 +237,10 @@ def evaluate_drafts(
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         reports = [
-            DraftEvaluation(heard, answers.turns, options, watch).evaluate(label, draft, count)
-            for (label, heard, draft), count in zip(loaded, counts, strict=True)
+            DraftEvaluation(heard, answers.turns, options, watch).evaluate(
+                label, draft, count, trained_length=trained_length(path)
+            )
+            for path, (label, heard, draft), count in zip(paths, loaded, counts, strict=True)
         ]
         return Evaluation(tuple(reports), answers, tuple(names), _facts(backend))
 

@@ -117,6 +117,10 @@ def test_drafts_side_by_side_as_json(place, own_cache, monkeypatch):
         assert set(one["by_category"]) == {"one", "two", "asked"}
         assert one["by_set"]["asked"]["rounds"] == one["rounds"]
         assert sum(part["rounds"] for part in one["by_context"].values()) == one["rounds"]
+        lost = one["where_it_fails"]
+        assert lost["lost_length"] == pytest.approx(3 + 1 - one["acceptance_length"])
+        misses = one["draft_vocabulary_misses"]["ended_round_share"] * one["rounds"]
+        assert lost["causes"]["vocabulary"]["rejected"] == pytest.approx(misses)
         speed = one["speed"]
         assert speed["predicted_speedup"] == pytest.approx(
             one["acceptance_length"] / speed["break_even_acceptance_length"]
@@ -148,6 +152,8 @@ def test_answers_are_generated_once(place, own_cache, monkeypatch):
     again = run(place, str(place / "trained"), "--live", "0")
     assert "from the cache" in again.output
     assert "acceptance length = tokens per round" in " ".join(again.output.split())
+    assert "where trained loses length" in again.output
+    assert "largest cause: " in " ".join(again.output.split())
     run(place, str(place / "trained"), "--limit", "2", "--live", "0")
     assert len(kept(own_cache)) == 2
 

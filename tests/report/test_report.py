@@ -44,7 +44,10 @@ def test_it_says_what_the_files_say(run, page):
     for name, part in found["by_category"].items():
         assert name in bars
         assert f"{part['acceptance_length']:.2f}" in bars
+    for one in found["where_it_fails"]["causes"].values():
+        assert f"{one['rejected']:,} of {one['judged']:,} rejected" in bars
     text = page.run("document.querySelector('main').innerText")
+    assert found["where_it_fails"]["remedy"][1:] in text
     assert found["definition"][1:] in text
     assert len(found["joint"]) == 3  # as many as the run trained
     assert "ttt_steps" in text

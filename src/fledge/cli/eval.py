@@ -161,6 +161,7 @@ def show_tables(reports: Any, answers: Any) -> None:
     if len(reports[0].groups) == 1:
         del tables["by set of prompts"]
     for report in reports:
+        tables[f"where {report.name} loses length"] = _failures(report.failures)
         if report.calibration is not None:
             tables[f"how sure {report.name} is, and how right"] = _calibration(report.calibration)
     for title, shown in tables.items():
@@ -228,6 +229,23 @@ def _speeds(reports: Any) -> Table:
         spread = speed["measured_speedup_quartiles"]
         gain = "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
         shown.add_row("  middle half", "", plain, rounds, "", "", gain, style="dim")
+    return shown
+
+
+def _failures(found: Any) -> Table:
+    """A line a cause; what to do about the largest stands below."""
+    from fledge.measure.causes import CAUSES
+
+    shown = plain_table("first rejected token", "lost a round", "share", "rejected", "of")
+    for name, blame in found.blames.items():
+        lost = f"{blame.lost / max(1, found.rounds):.3f}"
+        counts = (f"{blame.rejected:,}", f"{blame.judged:,}")
+        shown.add_row(CAUSES[name].title, lost, f"{found.share(blame.lost):.1%}", *counts)
+    ended = f"{found.ended / max(1, found.rounds):.3f}"
+    shown.add_row("none: the text ends", ended, f"{found.share(found.ended):.1%}", "", "")
+    shown.add_row("k + 1 - length", f"{found.lost_length:.3f}", "", "", "", style="bold")
+    shown.caption = f"a line takes what those above it leave; {found.remedy}"
+    shown.caption_justify = "left"
     return shown
 
 

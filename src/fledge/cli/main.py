@@ -52,7 +52,7 @@ _ORDER = (
         "cluster",
     ),
     *("eval", "report", "chat", "export", "serve", "bench"),
-    *("diagnose", "import"),
+    *("diagnose", "import", "retarget"),
 )
 
 app = Verbs(
@@ -99,6 +99,7 @@ def _attach_verbs() -> None:
         recipe,
         regenerate,
         report,
+        retarget,
         serve,
         serve_target,
         train,
@@ -120,6 +121,7 @@ def _attach_verbs() -> None:
     app.add_typer(recipe.app, name="recipe")
     app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
     app.command(name="report", epilog=report.EXAMPLE)(report.report)
+    app.command(name="retarget", epilog=retarget.EXAMPLE)(retarget.retarget)
     app.command(name="serve-target", epilog=serve_target.EXAMPLE)(serve_target.serve_target)
     app.command(name="serve", epilog=serve.EXAMPLE)(serve.serve)
     app.command(name="train", epilog=train.EXAMPLE)(train.train)
@@ -136,6 +138,7 @@ _KEPT = {
     "eval": "; the target's answers stay, the same command goes on",
     "precompute": "; what is written stays, --resume continues",
     "regenerate": "; the answers stay, the same command goes on",
+    "retarget": "; a refitted draft stays, `fledge train` on the recipe.yaml beside it goes on",
 }
 
 

@@ -53,19 +53,22 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
     # --- the pieces ----------------------------------------------------------------------------
 
     def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[..., 3 * D] aux states of the target -> [..., E], normed chunk by chunk if `fc_norm`."""
+        """[..., 3 * D] aux states of the target -> [..., E]."""
         dtype = dtype or self.fc.weight.dtype
-        aux = aux.to(dtype)
-        if self.config.fc_norm:
-            chunks = aux.chunk(self.config.num_aux_hidden_states, dim=-1)
-            aux = torch.cat(
-                [
-                    rms_norm(chunk, weight.to(dtype), self.config.rms_norm_eps)
-                    for chunk, weight in zip(chunks, self.fc_norm.parameters(), strict=True)
-                ],
-                dim=-1,
-            )
-        return F.linear(aux, self.fc.weight.to(dtype))
+        return F.linear(self.fc_inputs(aux.to(dtype)), self.fc.weight.to(dtype))
+
+    def fc_inputs(self, aux: Tensor) -> Tensor:
+        """[..., 3 * D] aux states as fc takes them: normed chunk by chunk if `fc_norm`."""
+        if not self.config.fc_norm:
+            return aux
+        chunks = aux.chunk(self.config.num_aux_hidden_states, dim=-1)
+        return torch.cat(
+            [
+                rms_norm(chunk, weight.to(aux.dtype), self.config.rms_norm_eps)
+                for chunk, weight in zip(chunks, self.fc_norm.parameters(), strict=True)
+            ],
+            dim=-1,
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., E] as carried from depth to depth -> [..., W]; normed here unless carried so."""

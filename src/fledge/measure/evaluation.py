@@ -20,6 +20,7 @@ from fledge.draft.base import DraftModel
 from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
 from fledge.measure.calibration import Calibration, calibrate, foretells
+from fledge.measure.causes import LONG_CONTEXT, Failures, failures, kinds_of
 from fledge.measure.figures import Acceptance, Sample, VocabularyMisses
 from fledge.measure.replay import Replay, Text, replay
 from fledge.measure.speed import Speed, Stopwatch
@@ -98,6 +99,7 @@ class DraftReport:
     categories: dict[str, Acceptance]
     contexts: dict[str, Acceptance]
     misses: VocabularyMisses
+    failures: Failures
     other_picks: int | None  # answer tokens the target would not pick again (ties), if replayed
     live: LiveCheck | None
     speed: Speed | None
@@ -116,6 +118,7 @@ class DraftReport:
             "by_category": _to_json(self.categories),
             "by_context": _to_json(self.contexts),
             "draft_vocabulary_misses": self.misses.to_json(),
+            "where_it_fails": self.failures.to_json(),
             "target_picks_that_differ": self.other_picks,
             "replay_s": self.replay_s,
             "live": None if self.live is None else self.live.to_json(),
@@ -148,9 +151,15 @@ class DraftEvaluation:
         self._stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
 
     def evaluate(
-        self, name: str, draft: DraftModel, num_draft_tokens: int | None = None
+        self,
+        name: str,
+        draft: DraftModel,
+        num_draft_tokens: int | None = None,
+        *,
+        trained_length: int | None = None,
     ) -> DraftReport:
-        """`num_draft_tokens`: this draft's own, instead of the options' for all."""
+        """`num_draft_tokens`: this draft's own, instead of the options' for all. `trained_length`:
+        of the longest rows that it learnt from, if anybody knows."""
         check_fits(self.target, draft, name)
         count = num_draft_tokens or self.options.num_draft_tokens
         shape = DraftShape(count, self.options.tree)
@@ -180,6 +189,13 @@ class DraftEvaluation:
             categories=figures.by_label(samples, depth, lambda sample: sample.category),
             contexts=figures.by_context(samples, depth),
             misses=figures.vocabulary_misses(samples, depth, sayable.__contains__),
+            failures=failures(
+                samples,
+                depth,
+                sayable.__contains__,
+                self._kinds,
+                long_context=trained_length or LONG_CONTEXT,
+            ),
             other_picks=None if replays is None else sum(text.other_picks for text in replays),
             live=self._check(live, replays, depth) if live else None,
             speed=speed,
@@ -187,6 +203,12 @@ class DraftEvaluation:
             samples=[self._show(strategy, i, samples[i]) for i in self._shown],
             calibration=self._calibrate(strategy),
         )
+
+    def _kinds(self, answer_ids: Sequence[int]) -> list[str]:
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:  # nobody can read the tokens
+            return [""] * len(answer_ids)
+        return kinds_of(answer_ids, tokenizer)
 
     def _calibrate(self, strategy: Strategy) -> Calibration | None:
         draft = strategy.draft

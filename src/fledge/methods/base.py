@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fledge.core.head import HeadLike
     from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
+    from fledge.draft.reading import Reading
     from fledge.methods.section import ObjectiveSection
     from fledge.objective.base import Objective
     from fledge.objective.work import Work
@@ -122,6 +123,11 @@ class Method(ABC):
 
     def grow(self, draft: "DraftModel", config: Any) -> "DraftModel | None":
         """A draft of `config` that starts from another method's; None: it cannot."""
+        return None
+
+    def reading(self, draft: "DraftModel") -> "Reading | None":
+        """How its drafts read the target's states, for a refit to another target; None: not by one
+        linear map."""
         return None
 
     # --- training -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
     from fledge.draft.block import BlockDraftModel
+    from fledge.draft.reading import Reading
     from fledge.methods.block_section import BlockSection
     from fledge.objective.base import Objective
     from fledge.objective.work import Work
@@ -60,6 +61,11 @@ class BlockMethod(Method):
         from fledge.draft.block import grown
 
         return grown(draft, config) if isinstance(draft, self.draft_type()) else None
+
+    def reading(self, draft: Any) -> "Reading":
+        from fledge.draft.reading import Reading, wide
+
+        return Reading(draft.fc.weight, wide)
 
     def work(self, draft: Any, said: Any) -> "Work":
         from fledge.objective.work import BlockWork

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
     from fledge.draft.eagle1 import LlamaEagle1DraftModel
+    from fledge.draft.reading import Reading
     from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
 
@@ -60,6 +61,12 @@ class Eagle1(Method):
             return None
         draft.config.eagle_version = self.config_version  # the weights mean the same in both
         return draft
+
+    def reading(self, draft: Any) -> "Reading":
+        from fledge.draft.reading import Reading, wide
+
+        _, state_EE = draft.fc.weight.chunk(2, dim=1)  # the other half reads the token
+        return Reading(state_EE, wide, feeds_back=True)
 
     def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
         from fledge.objective.eagle1 import Eagle1TrainerModule

@@ -9,6 +9,7 @@ from fledge.methods.base import Method, TrainerInputs
 if TYPE_CHECKING:
     from fledge.decode.strategies.base import Strategy
     from fledge.draft.eagle3 import LlamaEagle3DraftModel
+    from fledge.draft.reading import Reading
     from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
 
@@ -44,6 +45,11 @@ class Eagle3(Method):
 
     def aux_layers(self, section: Any = None) -> int:
         return 3  # low, middle, high
+
+    def reading(self, draft: Any) -> "Reading":
+        from fledge.draft.reading import Reading, wide
+
+        return Reading(draft.fc.weight, lambda aux: draft.fc_inputs(wide(aux)))
 
     def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
         from fledge.objective.eagle3 import Eagle3TrainerModule

@@ -4,6 +4,7 @@ Its draft is EAGLE-3's with a placeholder; what is not here is as there.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
@@ -13,6 +14,7 @@ from fledge.methods.eagle3 import CHAIN, TREE, Eagle3
 if TYPE_CHECKING:
     from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
+    from fledge.draft.reading import Reading
     from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
 
@@ -54,6 +56,13 @@ class Peagle(Eagle3):
         if not isinstance(draft, self.draft_type()):
             return None  # nothing of it means the same here
         return peagle_from_eagle3(draft, config)
+
+    def reading(self, draft: Any) -> "Reading":
+        usual = super().reading(draft)
+        own_1X = draft.mask_hidden.view(1, -1)  # goes the way of the target's states
+        if draft.config.fc_norm:  # of which a norm leaves no more than the direction
+            return replace(usual, fixed_MX=usual.inputs(own_1X))
+        return replace(usual, own_MX=own_1X)
 
     def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
         from fledge.objective.peagle import PEagleTrainerModule

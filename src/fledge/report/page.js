@@ -221,6 +221,21 @@ function positions() {
     legend(drafts.map((draft) => draft.draft)), bars(rows, { most: 1, format: percent }));
 }
 
+// Which first rejections cost how much; figures from before this was kept say nothing.
+function losses() {
+  const found = first.where_it_fails;
+  if (!found) return null;
+  const of = (draft, name) => draft.where_it_fails?.causes?.[name];
+  const rows = Object.keys(found.causes).map((name) => ({ name: found.causes[name].title,
+    values: drafts.map((draft) => of(draft, name)?.share ?? null),
+    notes: drafts.map((draft) => (of(draft, name) ? `${of(draft, name).rejected.toLocaleString("en")} of ${of(draft, name).judged.toLocaleString("en")} rejected` : "")) }));
+  rows.push({ name: "none: the text ends", values: drafts.map((draft) => draft.where_it_fails?.end_of_text?.share ?? null) });
+  const most = Math.max(...rows.flatMap((row) => row.values.map((v) => v ?? 0)), 0.01);
+  return panel("Where it fails", `share of the ${found.lost_length.toFixed(2)} tokens a round that are lost, by the first rejected token; a line takes what those above it leave`,
+    legend(drafts.map((draft) => draft.draft)), bars(rows, { most, format: percent }),
+    make("p", { class: "note", id: "remedy", style: "margin-top:10px" }, `${found.remedy[0].toUpperCase()}${found.remedy.slice(1)}.`));
+}
+
 function pays() {
   const speed = first.speed;
   if (!speed) return null;
@@ -253,7 +268,7 @@ function acceptance() {
   const asked = data.evaluation;
   section("Acceptance", `On ${asked.answers} answers of the target, ${asked.answer_tokens.toLocaleString("en")} tokens, in ${first.rounds.toLocaleString("en")} rounds.`,
     make("div", { class: "columns" }, positions(), lengthBars("By category", "tokens per round; a bar begins at 1, where a draft gains nothing", "by_category"),
-      lengthBars("By context", "tokens known when the round begins", "by_context"), pays()),
+      lengthBars("By context", "tokens known when the round begins", "by_context"), losses(), pays()),
     make("p", { class: "note definition" }, `${first.definition[0].toUpperCase()}${first.definition.slice(1)}.`));
 }
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from fledge.core.distributed import leave_world
 from fledge.core.errors import TargetUnreachable
 from fledge.core.files import alone_in
 from fledge.core.machine import is_main_rank
@@ -20,7 +21,7 @@ from fledge.train import lengthening, together
 from fledge.train.ahead import ask_ahead
 from fledge.train.evaluate import evaluate
 from fledge.train.session import Observer, Outcome, Session, State, in_vain
-from fledge.train.setup import Training
+from fledge.train.setup import Training, set_up
 from fledge.train.signals import StopSignal
 from fledge.train.step import train_step
 
@@ -99,6 +100,18 @@ def _evaluate(sessions: Sequence[Session]) -> list[Session]:
         measured = together.evaluate(sessions)
     pairs = zip(sessions, measured, strict=True)
     return [session for session, evaluation in pairs if session.evaluated(evaluation)]
+
+
+def fit_recipe(recipe: Recipe, observer: Observer) -> Outcome:
+    """All of a run, from its recipe to its end, unless it has been there before."""
+    before = finished_before(recipe)
+    if before is not None:
+        return before
+    training = set_up(recipe)
+    with training.parts.target:
+        outcome = fit(training, observer)
+    leave_world(training.parts.world)
+    return outcome
 
 
 def finished_before(recipe: Recipe) -> Outcome | None:

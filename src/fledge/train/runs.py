@@ -52,6 +52,12 @@ def trained_tokens(draft: Path, config: Any = None) -> int:
     return trained_depths(config or read_draft_config(draft)) or _DRAFT_TOKENS
 
 
+def trained_length(draft: Path) -> int | None:
+    """The longest row that a draft may have learnt from, if its run says."""
+    recipe = recipe_of(draft)
+    return None if recipe is None else recipe.data.max_length
+
+
 def as_begun(recipe: Recipe) -> Recipe:
     """The recipe, with the number of held-out rows that the run in its place was begun with: before
     it could be left out, it was written down as 512."""

@@ -285,7 +285,7 @@ def _open(recipe: Recipe, ground: _Ground, *, alone: bool = True) -> OpenRun:
         directory=Path(recipe.run.output_dir),
         parts=Models(target, objective, device, world),
         train=train,
-        held_out=_held_out_batches(held_out, recipe, pad_id),
+        held_out=held_out_batches(held_out, recipe, pad_id),
         warnings=few,
         data_s=ground.data_s,
         pad_id=pad_id,
@@ -338,7 +338,8 @@ def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
     )
 
 
-def _held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
+def held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
+    """The packs on which a recipe's drafts are measured."""
     count = min(len(rows), recipe.evaluation.rows)
     packing = pack_rows(rows.lengths[:count], recipe.packing.tokens)
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]

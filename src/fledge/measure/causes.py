@@ -1,0 +1,196 @@
+"""Where a draft fails: every first rejection is charged to one cause, what it cost to that cause.
+
+A round that drafts K tokens adds K + 1 to the text at best. What it adds less is its loss; over all
+rounds, per round, that is the lost length: K + 1 - acceptance length. It falls into two parts:
+
+    K + 1 - added  =  (room - added)    +  (K + 1 - room)       room = min(K + 1, tokens left)
+                      its rejection's      the end of the text's
+
+A round without a rejection adds all that there is room for, and charges nothing. A rejection is
+charged to the first of `CAUSES` that holds of it, so the shares of all causes and of the end of the
+text sum to 1. A share is an upper bound of what a remedy wins: the next token may be rejected too.
+"""
+
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fledge.decode.pieces import Pieces
+from fledge.measure.figures import Sample
+
+LONG_CONTEXT = 2048  # tokens; where nobody knows how long the rows were that a draft learnt from
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is said of the rejections that are charged to it."""
+
+    title: str
+    remedy: str
+
+
+# The order is the rule. What no training can mend comes first, then what stands before the token,
+# then where the round is, then where the token is in its round.
+CAUSES = {
+    "vocabulary": Cause(
+        "outside the draft vocabulary",
+        "a larger draft.draft_vocab_size, or one chosen on rows like these prompts",
+    ),
+    "code": Cause("after code", "more training rows with code, answered by the target"),
+    "scripts": Cause("after another script", "more training rows in these languages and signs"),
+    "digits": Cause("after digits", "more training rows with numbers: sums, dates, tables"),
+    "punctuation": Cause(
+        "after punctuation",
+        "more rows and steps: where a sentence begins, the target itself has the widest choice",
+    ),
+    "context": Cause("long context", "training rows as long as these texts: data.max_length"),
+    "depth": Cause(
+        "deep positions", "fewer --draft-tokens, or training that looks so many tokens ahead"
+    ),
+    "rest": Cause("rest", "more rows and steps, or a larger draft (draft.layers)"),
+}
+_CODE_SIGNS = frozenset("{}[]<>=_\\|^~`")  # that prose seldom has
+_FENCE = "```"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """One cause over all rounds."""
+
+    judged: int = 0  # drafted tokens in such a place that were compared with the text's
+    rejected: int = 0  # of these, those that ended their round
+    lost: int = 0  # tokens that these rounds did not add
+
+    def __add__(self, other: "Blame") -> "Blame":
+        rejected = self.rejected + other.rejected
+        return Blame(self.judged + other.judged, rejected, self.lost + other.lost)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Where some rounds lost their length."""
+
+    rounds: int
+    depth: int  # K
+    blames: dict[str, Blame]  # every cause, in the order in which they are asked
+    ended: int  # tokens for which the text had no room left
+
+    @property
+    def lost(self) -> int:
+        return self.ended + sum(blame.lost for blame in self.blames.values())
+
+    @property
+    def lost_length(self) -> float:
+        """K + 1 - acceptance length."""
+        return self.lost / max(1, self.rounds)
+
+    def share(self, tokens: int) -> float:
+        """Of the lost length."""
+        return tokens / self.lost if self.lost else 0.0
+
+    @property
+    def largest(self) -> str | None:
+        """The cause that is charged with the most; None: nothing was rejected."""
+        name = max(self.blames, key=lambda name: self.blames[name].lost)
+        return name if self.blames[name].lost else None
+
+    @property
+    def remedy(self) -> str:
+        """What to change, in a line."""
+        if self.largest is None:
+            return "nothing was lost to a rejection"
+        cause, share = CAUSES[self.largest], self.share(self.blames[self.largest].lost)
+        return f"largest cause: {cause.title} ({share:.0%}); what helps: {cause.remedy}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "lost_length": self.lost_length,
+            "causes": {
+                name: {
+                    "title": CAUSES[name].title,
+                    "lost_length": blame.lost / max(1, self.rounds),
+                    "share": self.share(blame.lost),
+                    "judged": blame.judged,
+                    "rejected": blame.rejected,
+                }
+                for name, blame in self.blames.items()
+            },
+            "end_of_text": {
+                "lost_length": self.ended / max(1, self.rounds),
+                "share": self.share(self.ended),
+            },
+            "largest": self.largest,
+            "remedy": self.remedy,
+        }
+
+
+def failures(
+    samples: Iterable[Sample],
+    depth: int,
+    can_say: Callable[[int], bool],
+    kinds: Callable[[Sequence[int]], Sequence[str]],
+    *,
+    long_context: int = LONG_CONTEXT,
+) -> Failures:
+    """Charge every rejection. `kinds` says of an answer what each token is to the one behind it
+    (`kinds_of`); a round that begins behind `long_context` tokens has a long one."""
+    blames = dict.fromkeys(CAUSES, Blame())
+    rounds = ended = 0
+    for sample in samples:
+        prompt, before = len(sample.prompt_ids), kinds(sample.answer_ids)
+        for round_ in sample.rounds:
+            rounds += 1
+            left = sample.total - round_.context
+            room, reach = min(depth + 1, left), min(depth, left)
+            ended += depth + 1 - room
+            for place in range(min(round_.accepted + 1, reach)):
+                at = round_.context + place - prompt  # in the answer; its first token is no round's
+                if not can_say(sample.answer_ids[at]):
+                    cause = "vocabulary"
+                elif before[at - 1]:
+                    cause = before[at - 1]
+                elif round_.context > long_context:
+                    cause = "context"
+                else:  # deep: behind the first half
+                    cause = "depth" if 2 * place > depth else "rest"
+                missed = place == round_.accepted
+                lost = room - round_.emitted if missed else 0
+                blames[cause] += Blame(1, int(missed), lost)
+    return Failures(rounds, depth, blames, ended)
+
+
+def kinds_of(answer_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Of each token, what it is to the one behind it: one of code, scripts, digits, punctuation, or
+    "" where it is an ordinary word.
+
+    The last sign of the token decides; inside a fence (```) everything is code. A token that is but
+    a part of a character belongs to a script that the tokenizer spells in bytes.
+    """
+    special = set(tokenizer.all_special_ids)
+    text, kinds = "", [""]
+    for token, piece in zip(
+        answer_ids, Pieces(tokenizer, skip_special_tokens=False).add(answer_ids), strict=True
+    ):
+        text += piece
+        if token in special:
+            kinds.append("")
+        elif text.count(_FENCE) % 2:
+            kinds.append("code")
+        elif piece.strip(" "):
+            kinds.append(_kind(piece))
+        else:  # spaces say nothing themselves
+            kinds.append(kinds[-1] if piece else "scripts")
+    return kinds[1:]
+
+
+def _kind(piece: str) -> str:
+    sign = piece.strip()[-1:]
+    if not sign:
+        return "punctuation"  # a line break
+    if sign in _CODE_SIGNS:
+        return "code"
+    category = unicodedata.category(sign)[0]
+    if category in "LM":
+        return "" if unicodedata.name(sign, "").startswith("LATIN") else "scripts"
+    return {"N": "digits", "P": "punctuation", "S": "punctuation"}.get(category, "")

@@ -1,0 +1,205 @@
+"""A draft after its target changed: a linear change costs it nothing, whatever its method."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from decode.tiny_decode import AUX, make_draft, make_target
+from fledge.core.errors import BadInput
+from fledge.draft.block import BlockDraftModel
+from fledge.draft.eagle1 import LlamaEagle1DraftModel
+from fledge.measure.replay import Text, as_pack
+from fledge.methods.eagle3 import EAGLE3
+from fledge.methods.registry import METHODS
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.train.refit import Targets, measure, reading_of, refit, take_tables
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def drafts(target):
+    return {
+        "trained": make_draft(target, width=32, fit=12),
+        "normed": make_draft(target, norm_output=True, fc_norm=True, fit=12),
+        "parallel": make_draft(target, layers=2, width=36, parallel=True, fit=12),
+    }
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    """The target's own greedy answers to anything."""
+    prompts = torch.randint(0, 39, (90, 5), generator=torch.Generator().manual_seed(0))
+    rows = target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=12, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    ).tolist()  # fmt: skip
+    return [Text(row[:5], row[5:]) for row in rows]
+
+
+class Changed(HFEagle3TargetModel):
+    """The same target, whose states are a linear function of what they were."""
+
+    change_DD: torch.Tensor
+
+    def answer(self, rows):
+        batch = super().answer(rows)
+        return replace(batch, aux_hidden_states=batch.aux_hidden_states @ self.change_DD.t())
+
+
+def pair(model, aux_layer_ids, change_DD):
+    options = {"supervision": "hidden", "num_aux_layers": len(aux_layer_ids)}
+    new = Changed(model, aux_layer_ids, **options)
+    new.change_DD = change_DD
+    return Targets(HFEagle3TargetModel(model, aux_layer_ids, **options), new)
+
+
+def any_change(size):
+    return torch.eye(size).double() + 0.3 * torch.randn(size, size).double()
+
+
+def turned(layers, size=16):
+    """Each layer's states turned in themselves, which a norm leaves as long as they are."""
+    return torch.block_diag(
+        *(torch.linalg.qr(torch.randn(size, size).double()).Q for _ in range(layers))
+    )
+
+
+@pytest.fixture(scope="module")
+def packs(texts):
+    """(fitted, judged, held out)."""
+    return [as_pack(texts[:40])], [as_pack(texts[40:55])], [as_pack(texts[55:])]
+
+
+def config_of(model, **options):
+    return LlamaConfig(
+        vocab_size=model.config.vocab_size, hidden_size=16, intermediate_size=24,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, target_hidden_size=16, **options,
+    )  # fmt: skip
+
+
+def block_draft(model, known):
+    torch.manual_seed(5)
+    draft = BlockDraftModel(
+        config_of(model, block_size=4, num_aux_hidden_states=3, mask_token_id=39)
+    ).double()
+    draft.borrow_from(known)
+    return draft
+
+
+@pytest.mark.parametrize("name", ["trained", "normed", "parallel", "block"])
+def test_a_linear_change_is_undone(target, drafts, packs, name):
+    """`normed` norms each layer's states, `parallel` has a placeholder of its own."""
+    torch.manual_seed(0)
+    fitted, judged, held_out = packs
+    change_DD = turned(3) if name == "normed" else any_change(48)
+    targets = pair(target, AUX, change_DD)
+    draft = block_draft(target, targets.old) if name == "block" else copy.deepcopy(drafts[name])
+    with torch.no_grad():
+        told = draft.project_hidden_states(targets.old.answer(held_out[0]).aux_hidden_states)
+    placeholder = draft.masked_projected_hidden() if name == "parallel" else None
+    lost = copy.deepcopy(draft)
+    found = refit(draft, targets, fitted=fitted, judged=judged)
+    with torch.no_grad():
+        tells = draft.project_hidden_states(targets.new.answer(held_out[0]).aux_hidden_states)
+    assert float((tells - told).norm()) < 1e-5 * float(told.norm())
+    if placeholder is not None:
+        torch.testing.assert_close(draft.masked_projected_hidden(), placeholder)
+    lengths = measure(targets, (lost, lost, draft), held_out, num_draft_tokens=3)
+    assert lengths.refitted == lengths.with_old_states == lengths.old  # round for round
+    # the block is random, and accepts next to nothing
+    assert lengths.before != lengths.old or name == "block"
+    assert found.error < 1e-5 < 0.1 < found.error_before
+
+
+def test_a_normed_placeholder_is_left_alone(target, packs):
+    torch.manual_seed(0)
+    draft = make_draft(target, parallel=True, fc_norm=True)
+    before = draft.masked_projected_hidden()
+    found = refit(draft, pair(target, AUX, turned(3)), fitted=packs[0], judged=packs[1])
+    torch.testing.assert_close(draft.masked_projected_hidden(), before)
+    assert found.error < 0.5 * found.error_before  # all but what looks like the placeholder
+
+
+def test_a_draft_that_reads_its_own_states_meets_them_half_way(target, packs):
+    """EAGLE-1: only the state's half of fc moves, and it reads the old states better than a map
+    that was fitted to the new ones alone."""
+    torch.manual_seed(0)
+    draft = LlamaEagle1DraftModel(
+        config_of(target, eagle_version=1, num_aux_hidden_states=1, draft_vocab_size=40)
+    ).double()
+    targets, alone = pair(target, [3], any_change(16)), copy.deepcopy(draft)
+    token_EE, state_EE = draft.fc.weight.detach().clone().chunk(2, dim=1)
+    old_ND = targets.old.answer(packs[2][0]).aux_hidden_states[0]
+    new_ND = old_ND @ targets.new.change_DD.t()
+
+    def off(one, states_ND):
+        read_EE = one.fc.weight.chunk(2, dim=1)[1]
+        return float((states_ND @ read_EE.t() - old_ND @ state_EE.t()).norm())
+
+    before = off(draft, new_ND)
+    refit(draft, targets, fitted=packs[0], judged=packs[1])
+    assert torch.equal(draft.fc.weight.chunk(2, dim=1)[0], token_EE)
+    assert off(draft, new_ND) < 0.8 * before
+    with pytest.MonkeyPatch.context() as patch:
+        forward = replace(METHODS["eagle1"].reading(alone), feeds_back=False)
+        patch.setattr(METHODS["eagle1"], "reading", lambda _: forward, raising=False)
+        refit(alone, targets, fitted=packs[0], judged=packs[1])
+    assert off(alone, new_ND) < off(draft, new_ND)
+    assert off(draft, old_ND) < off(alone, old_ND)
+
+
+def test_an_unchanged_target_changes_nothing(target, drafts, packs):
+    draft = copy.deepcopy(drafts["trained"])
+    targets = pair(target, AUX, torch.eye(48).double())
+    found = refit(draft, targets, fitted=packs[0], judged=packs[1])
+    assert found.error_before == 0.0
+    assert torch.equal(draft.fc.weight, drafts["trained"].fc.weight)
+
+
+def test_the_pieces_do_not_matter(target, drafts, texts):
+    """Streamed, text by text, it is the same refit."""
+    torch.manual_seed(0)
+    targets, judged = pair(target, AUX, any_change(48)), [as_pack(texts[50:])]
+    whole, streamed = copy.deepcopy(drafts["trained"]), copy.deepcopy(drafts["trained"])
+    refit(whole, targets, fitted=[as_pack(texts[:50])], judged=judged)
+    one_by_one = (as_pack([text]) for text in texts[:50])
+    refit(streamed, targets, fitted=one_by_one, judged=judged)
+    aux_BTD = targets.new.answer(judged[0]).aux_hidden_states
+    made, streams = (one.project_hidden_states(aux_BTD).detach() for one in (whole, streamed))
+    assert float((made - streams).norm()) < 1e-6 * float(made.norm())
+
+
+def test_tables_of_the_target_follow_it(target, drafts):
+    """The embedding was never trained; the head was, and stays."""
+    tuned = copy.deepcopy(target)
+    with torch.no_grad():
+        tuned.model.embed_tokens.weight.add_(1.0)
+    options = {"supervision": "hidden"}
+    targets = Targets(
+        HFEagle3TargetModel(target, AUX, **options), HFEagle3TargetModel(tuned, AUX, **options)
+    )
+    draft = make_draft(target, width=25)
+    head = draft.lm_head.weight.detach().clone()
+    assert take_tables(draft, targets) == ["embedding"]
+    assert torch.equal(draft.embed_tokens.weight, tuned.model.embed_tokens.weight)
+    assert torch.equal(draft.lm_head.weight, head)
+    trained = copy.deepcopy(drafts["trained"])  # embeddings and all
+    assert take_tables(trained, targets) == []
+    borrowed = block_draft(target, targets.old)
+    assert take_tables(borrowed, targets) == ["embedding", "head"]
+    assert borrowed.embed_tokens.weight.data_ptr() == tuned.model.embed_tokens.weight.data_ptr()
+    assert take_tables(BlockDraftModel(borrowed.config), targets) == []  # as its files have it
+
+
+def test_a_method_without_such_a_map_is_refused_in_a_line(drafts, monkeypatch):
+    monkeypatch.setattr(type(EAGLE3), "reading", lambda *_: None)
+    with pytest.raises(BadInput, match=r"EAGLE-3 does not read its target by one linear map.*init"):
+        reading_of(drafts["trained"], where="d")

@@ -1,0 +1,90 @@
+"""The closed form is least squares, however the rows come."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fledge.train.ridge import PENALTIES, Moments, fit_change
+
+
+def problem(seed, rows, inputs, outputs):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    return draw(rows, inputs) * draw(inputs).exp(), draw(rows, outputs)
+
+
+def moments(x_NX, r_NE, pieces=1):
+    sums = Moments.like(torch.empty(r_NE.shape[1], x_NX.shape[1]))
+    for x, r in zip(x_NX.tensor_split(pieces), r_NE.tensor_split(pieces), strict=True):
+        sums.add(x, r)
+    return sums
+
+
+sizes = {
+    "seed": st.integers(0, 10**6), "rows": st.integers(1, 23), "inputs": st.integers(1, 13),
+    "outputs": st.integers(1, 5),
+}  # fmt: skip
+
+
+@given(**sizes, penalty=st.sampled_from([1e-6, 1e-3, 0.3, 10.0]), pieces=st.integers(1, 5))
+def test_it_is_least_squares_with_the_penalty_as_rows(seed, rows, inputs, outputs, penalty, pieces):
+    """Fewer rows than inputs, more, one: streamed or whole."""
+    x_NX, r_NE = problem(seed, rows, inputs, outputs)
+    weight_X = (penalty * x_NX.square().sum(0)).sqrt()
+    more = torch.cat([x_NX, torch.diag(weight_X)]), torch.cat([r_NE, torch.zeros(inputs, outputs)])
+    [wanted_XE, *_] = torch.linalg.lstsq(*(part.double() for part in more))
+    found = moments(x_NX, r_NE, pieces)
+    change_EX = found.solve(penalty)
+    torch.testing.assert_close(change_EX.t(), wanted_XE, rtol=1e-6, atol=1e-6)
+    off = (x_NX @ change_EX.t() - r_NE).square().mean().sqrt()
+    assert found.error(change_EX) == pytest.approx(float(off), rel=1e-6, abs=1e-7)
+
+
+@given(**sizes, kept=st.integers(1, 3))
+def test_kept_inputs_are_read_as_before(seed, rows, inputs, outputs, kept):
+    """And what is left free is the best that is left: no step along them improves it."""
+    inputs += kept
+    x_NX, r_NE = problem(seed, rows, inputs, outputs)
+    z_MX, _ = problem(seed + 1, kept, inputs, 1)
+    sums = moments(x_NX, r_NE)
+    change_EX = sums.solve(0.1, z_MX)
+    size = float(z_MX.norm() * change_EX.norm()) + 1e-30
+    assert float((change_EX @ z_MX.t()).abs().max()) < 1e-8 * max(1.0, size)
+    penalty_X = 0.1 * x_NX.square().sum(0)
+    gradient_EX = change_EX @ sums.xx_XX - sums.rx_EX + change_EX * penalty_X
+    free_XX = torch.eye(inputs).double() - torch.linalg.pinv(z_MX) @ z_MX
+    assert float((gradient_EX @ free_XX).abs().max()) < 1e-6 * max(1.0, float(sums.rx_EX.norm()))
+
+
+def test_parts_add_up_to_the_whole():
+    x_NX, r_NE = problem(0, 30, 7, 3)
+    whole, both = moments(x_NX, r_NE), moments(x_NX[:11], r_NE[:11]) + moments(x_NX[11:], r_NE[11:])
+    for ours, theirs in zip(vars(both).values(), vars(whole).values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_penalty_is_chosen_on_other_rows():
+    """A linear relation: the smallest that is solved. None at all: no change, or next to none."""
+    x_NX, noise_NE = problem(0, 200, 20, 3)
+    map_EX, _ = problem(1, 3, 20, 1)
+    exact_NE = x_NX @ map_EX.t()
+    found = fit_change(moments(x_NX[:150], exact_NE[:150]), moments(x_NX[150:], exact_NE[150:]))
+    assert found.penalty == PENALTIES[0]
+    torch.testing.assert_close(found.change_EX, map_EX, rtol=1e-6, atol=1e-6)
+    assert found.error < 1e-6 * found.error_before
+    few = fit_change(moments(x_NX[:25], noise_NE[:25]), moments(x_NX[150:], noise_NE[150:]))
+    assert few.penalty is None or few.penalty >= 1.0
+    assert few.error <= few.error_before
+
+
+def test_inputs_that_are_silent_stay_where_they_were():
+    x_NX, r_NE = problem(0, 30, 6, 2)
+    x_NX[:, 2] = 0.0
+    change_EX = moments(x_NX, r_NE).solve(1e-6)
+    assert bool(change_EX.isfinite().all())
+    assert float(change_EX[:, 2].abs().max()) == 0.0
+    assert moments(torch.zeros(4, 3), torch.zeros(4, 2)).solve(1e-6) is None
