@@ -12,17 +12,17 @@ from fledge.draft.block import KEPT_MLP_GIB
 from fledge.objective.work import ChainWork
 from fledge.recipe.schema import load_recipe
 from fledge.recipe.shipped import shipped_recipe
-from fledge.train.forecast import Forecast
 from fledge.train.memory import StepMemory, context_needed, draft_bytes
 from fledge.train.predict import predict, step_memory
 from fledge.train.setup import set_up
+from fledge.train.shape_plan import ShapePlan
 
 GIB = 2**30
 NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu": 8}
 
 
-def forecast(name, *overrides):
-    return Forecast.of(load_recipe(name, overrides), NOT_RUN[name])
+def planned(name, *overrides):
+    return ShapePlan.of(load_recipe(name, overrides), NOT_RUN[name])
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
@@ -33,7 +33,7 @@ def test_headers_say_what_plan_says(name):
         r"(\d+\.\d)", text,
     )  # fmt: skip
     hours, tokens = re.search(r"time +([\d.]+) h for (\d+) million tokens", text).groups()
-    predicted = forecast(name).predict()
+    predicted = planned(name).predict()
     held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
     assert [float(n) for n in said.groups()] == pytest.approx(
         [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
@@ -46,18 +46,18 @@ def test_headers_say_what_plan_says(name):
 
 def test_weights_are_counted_as_the_models_have_them():
     """Published sizes: 70.55, 235.09 (22.2 active, embedding and head in) and 8.03 billion."""
-    big, moe, small = (forecast(name).target for name in NOT_RUN)
+    big, moe, small = (planned(name).target for name in NOT_RUN)
     assert [round(x.weights / 1e9, 2) for x in (big, moe, small)] == [70.55, 235.09, 8.03]
     assert (moe.active + 2 * moe.head) / 1e9 == pytest.approx(22.2, abs=0.1)
 
 
 def test_cutting_a_target_cuts_its_bytes():
-    whole = forecast("llama33_70b_8gpu", "target.parallel={fsdp: 1}").target_bytes()
+    whole = planned("llama33_70b_8gpu", "target.parallel={fsdp: 1}").target_bytes()
     for cut in ("{tp: 8}", "{fsdp: 8}", "{fsdp: 4, tp: 2}"):
-        part = forecast("llama33_70b_8gpu", f"target.parallel={cut}").target_bytes()
+        part = planned("llama33_70b_8gpu", f"target.parallel={cut}").target_bytes()
         assert whole / 8 < part < whole / 4
     rows = [
-        forecast("llama31_8b_128k_8gpu", f"target.parallel={{cp: {n}}}").target_bytes()
+        planned("llama31_8b_128k_8gpu", f"target.parallel={{cp: {n}}}").target_bytes()
         for n in (1, 2, 4, 8)
     ]
     assert rows == sorted(rows, reverse=True)
@@ -65,7 +65,7 @@ def test_cutting_a_target_cuts_its_bytes():
 
 
 def test_sharing_rows_cuts_a_step_down_to_what_all_ranks_need():
-    step = forecast("llama31_8b_128k_8gpu").step
+    step = planned("llama31_8b_128k_8gpu").step
     sizes = [step.bytes(n) for n in (1, 2, 4, 8, 16)]
     assert sizes == sorted(sizes, reverse=True)
     answer = 2 * step.tokens * 4 * 4096 * 2  # whole on every rank, for a moment
@@ -83,11 +83,11 @@ def test_sharing_weights_leaves_the_whole_ones_of_a_step():
 
 
 def test_ranks_and_rows_cost_time():
-    one = forecast("llama31_8b_128k_8gpu", "training.context=1", "target.parallel={cp: 1}")
-    four = forecast("llama31_8b_128k_8gpu")
+    one = planned("llama31_8b_128k_8gpu", "training.context=1", "target.parallel={cp: 1}")
+    four = planned("llama31_8b_128k_8gpu")
     fewer = four.predict().seconds_by_part["steps"] / one.predict().seconds_by_part["steps"]
     assert fewer == pytest.approx(1 / 4, rel=0.1)  # a quarter of the rows a step
-    redundant = forecast("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8}").predict()
+    redundant = planned("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8}").predict()
     assert redundant.seconds > 2 * four.predict().seconds  # every rank asks about the whole row
 
 
@@ -117,7 +117,7 @@ def test_plan_from_shapes(capsys, monkeypatch):
 def test_what_cannot_be_predicted_says_why(overrides, ranks, line):
     recipe = load_recipe("llama31_8b_128k_8gpu", overrides)
     with pytest.raises(BadInput, match=line):
-        Forecast.of(recipe, ranks)
+        ShapePlan.of(recipe, ranks)
 
 
 def test_a_run_that_is_set_up_is_counted_alike(recipe):
@@ -148,7 +148,7 @@ def test_blocks_are_not_counted_as_chains():
         "objective.block_size=8", "draft.draft_vocab_size=null", "draft.layers=5",
     )  # fmt: skip
     recipe = "llama31_8b_128k_8gpu"
-    block = Forecast.of(load_recipe(recipe, shape), 8)
+    block = ShapePlan.of(load_recipe(recipe, shape), 8)
     assert block.draft.config.block_size == 8
     work = block.step.work
     rows, keys, width = 4 * 512 * 8, 2 * 8 * 128, 32 * 128
@@ -162,7 +162,7 @@ def test_blocks_are_not_counted_as_chains():
     weights = 5 * (2 * state * width + state * keys) + 5 * state * state  # MLPs' are cast twice
     assert work.kept_bytes(8192, 2) == 2 * (kept + weights)
     assert block.step.bytes(1) < 9 * GIB
-    larger = Forecast.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
+    larger = ShapePlan.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
     assert 1.9 < larger.step.work.step() / work.step() < 2.1
 
 
@@ -174,7 +174,7 @@ def test_headers_of_block_recipes_say_what_plan_says(kind, gpus):
         r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
         r"(\d+\.\d)", path.read_text(),
     )  # fmt: skip
-    predicted = Forecast.of(load_recipe(path, ["training.steps=10"]), gpus).predict()
+    predicted = ShapePlan.of(load_recipe(path, ["training.steps=10"]), gpus).predict()
     held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
     assert [float(n) for n in said] == pytest.approx(
         [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051

@@ -77,7 +77,7 @@ class TargetShape:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class ShapePlan:
     """A recipe on so many ranks, a GPU each."""
 
     recipe: Recipe
@@ -87,7 +87,7 @@ class Forecast:
     cut: Cut
 
     @classmethod
-    def of(cls, recipe: Recipe, ranks: int) -> "Forecast":
+    def of(cls, recipe: Recipe, ranks: int) -> "ShapePlan":
         section = recipe.target
         cut = kind_of(section).cut(section)
         if cut is None:
