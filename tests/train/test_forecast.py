@@ -5,7 +5,6 @@ import math
 import statistics
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,12 +20,8 @@ from fledge.train.fit import fit
 from fledge.train.forecast import Estimate, Forecast, forecast, length_of, rate_of
 from fledge.train.limits import limits_of
 from fledge.train.setup import set_up
+from train.curve_files import real_curves
 from train.tiny import Notes, recipe_for
-
-REAL = {
-    path.stem: Curve.from_json(json.loads(path.read_text()))
-    for path in sorted((Path(__file__).parent / "curves").glob("*.json"))
-}
 
 
 def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, depths=6):
@@ -157,10 +152,11 @@ def test_when_to_stop():
 
 def test_forecasts_of_real_runs():
     """What benchmarks/results/forecast.md says of the runs in tests/train/curves."""
-    assert len(REAL) >= 12
+    curves = real_curves()
+    assert len(curves) >= 12
     for share, allowed in ((0.2, 6.0), (0.4, 3.5), (0.6, 2.0), (0.8, 1.0)):
         errors, inside = [], []
-        for curve in REAL.values():
+        for curve in curves.values():
             try:
                 end = forecast(curve.upto(share)).end
             except BadInput:
