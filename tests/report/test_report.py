@@ -11,6 +11,8 @@ from fledge.core.errors import BadInput
 from fledge.report.gather import MOST_POINTS, gather
 from fledge.report.page import render
 from report.test_report_looks import TOUCHING
+from train.curve_files import real_curve
+from train.tiny import recipe_for
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -243,3 +245,40 @@ def test_lines_of_different_depths_leave_gaps(tmp_path):
     lines = [{"step": 1, "loss": 1.0, "prefix_acceptance": [0.5, 0.2]}, {"step": 2, "loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert gather(tmp_path)["training"]["joint"] == [[0.5, None], [0.2, None]]
+
+
+def test_what_is_to_come(run, page, tmp_path):
+    """A run in its middle has a panel with the forecast's numbers; one of which nothing can be said
+    has none."""
+    assert gather(run)["forecast"] is None  # the tiny draft hardly learns
+    place = tmp_path / "half"
+    place.mkdir()
+    recipe_for("target", "chats.jsonl", place, "training.steps=1000").write_resolved(place)
+    curve = real_curve("h200_smollm2_eagle1").upto(0.4)
+    lines = [
+        {"step": 5 * i + 5, "loss": 1.0, "tau": tau, "seconds": 1.0 * i}
+        for i, (_, tau) in enumerate(curve.windows[:60])
+    ]
+    joint = [0.5, 0.3, 0.2, 0.1, 0.1, 0.05, 0.02]
+    for i, (_, length, rounds) in enumerate(curve.measured):
+        found = {
+            "acceptance_length": length,
+            "rounds": rounds,
+            "joint": joint,
+            "conditional": joint,
+        }
+        lines.append({"step": 75 * i + 75, "evaluation": found})
+    lines.sort(key=lambda line: line["step"])
+    (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = gather(place)
+    (place / "x.html").write_text(render(data))
+    page.complaints.clear()
+    page.open(place / "x.html")
+    assert page.complaints == []
+    text = page.run("document.getElementById('forecast').innerText")
+    ahead = data["forecast"]
+    for one in (ahead["end"], ahead["twice_data"], ahead["twice_time"]):
+        assert f"{one['length']:.2f} ({one['low']:.2f} to {one['high']:.2f})" in text
+    assert ahead["limits"]
+    assert all(limit["says"] in text for limit in ahead["limits"])
+    assert page.run("document.querySelectorAll('#forecast path.curve').length") == 4

@@ -1,181 +1,314 @@
-"""What a recipe would cost on GPUs that are not here: from shapes alone, and as its header says."""
+"""Forecasts: right where the truth is known, sane on anything, and as good on real runs as said."""
 
 import json
-import re
+import math
+import statistics
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from fledge.cli.console import out
-from fledge.cli.plan import plan
+from fledge.cli.main import app
 from fledge.core.errors import BadInput
-from fledge.draft.block import KEPT_MLP_GIB
-from fledge.objective.work import ChainWork
-from fledge.recipe.schema import load_recipe
-from fledge.recipe.shipped import shipped_recipe
-from fledge.train.forecast import Forecast
-from fledge.train.memory import StepMemory, context_needed, draft_bytes
-from fledge.train.predict import predict, step_memory
+from fledge.train import forecast as forecasting
+from fledge.train.curves import Course, Curve, read_curve
+from fledge.train.fit import fit
+from fledge.train.forecast import Estimate, Forecast, forecast, length_of, rate_of
+from fledge.train.limits import limits_of
 from fledge.train.setup import set_up
-
-GIB = 2**30
-NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu": 8}
-
-
-def forecast(name, *overrides):
-    return Forecast.of(load_recipe(name, overrides), NOT_RUN[name])
+from train.curve_files import real_curves
+from train.tiny import Notes, recipe_for
 
 
-@pytest.mark.parametrize("name", NOT_RUN)
-def test_headers_say_what_plan_says(name):
-    text = shipped_recipe(name).read_text()
-    said = re.search(
-        r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
-        r"(\d+\.\d)", text,
-    )  # fmt: skip
-    hours, tokens = re.search(r"time +([\d.]+) h for (\d+) million tokens", text).groups()
-    predicted = forecast(name).predict()
-    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
-    assert [float(n) for n in said.groups()] == pytest.approx(
-        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, depths=6):
+    """A run whose held-out log-odds follow a law of ours: straight in ln S until it is tired."""
+    course = Course(steps, warmup=20, schedule=schedule)
+    at, rates = course.rates()
+    summed = np.concatenate([[1e-3], np.cumsum((rates[1:] + rates[:-1]) / 2 * np.diff(at))])
+    ahead = np.log(np.maximum(summed, 1e-3) / np.interp(steps / 5, at, summed))
+    # by hand, not by the code that is tested: bent after the first fifth, straight before it
+    bent = np.where(ahead > 0, -np.expm1(-0.6 * np.maximum(ahead, 0)) / 0.6, ahead)
+    odds = level + slope * bent + 0.25 * (np.maximum.accumulate(rates) - rates)
+    random = np.random.default_rng(seed)
+
+    def lengths(where, link):
+        x = np.interp(where, at, odds) * (1.35 if link else 1.0) + (0.3 if link else 0.0)
+        x = x + noise * random.standard_normal(len(x))
+        return length_of(1 / (1 + np.exp(-x)), depths)
+
+    middles = np.arange(0, steps, every) + every / 2
+    measured = np.arange(50, steps + 1, 50)
+    return Curve(
+        course=course,
+        depths=depths,
+        trained_depths=depths,
+        windows=tuple(zip(middles.tolist(), lengths(middles, True).tolist(), strict=True)),
+        measured=tuple(
+            (int(step), float(one), 20_000)
+            for step, one in zip(measured, lengths(measured, False), strict=True)
+        ),
+        seconds=3600.0,
+        step=steps,
     )
-    assert float(hours) == pytest.approx(predicted.seconds / 3600, abs=0.051)
-    assert float(tokens) == pytest.approx(predicted.tokens / 1e6, abs=0.51)
-    assert predicted.peak_bytes < 0.92 * 80 * GIB
-    assert "NOT RUN" in text
 
 
-def test_weights_are_counted_as_the_models_have_them():
-    """Published sizes: 70.55, 235.09 (22.2 active, embedding and head in) and 8.03 billion."""
-    big, moe, small = (forecast(name).target for name in NOT_RUN)
-    assert [round(x.weights / 1e9, 2) for x in (big, moe, small)] == [70.55, 235.09, 8.03]
-    assert (moe.active + 2 * moe.head) / 1e9 == pytest.approx(22.2, abs=0.1)
-
-
-def test_cutting_a_target_cuts_its_bytes():
-    whole = forecast("llama33_70b_8gpu", "target.parallel={fsdp: 1}").target_bytes()
-    for cut in ("{tp: 8}", "{fsdp: 8}", "{fsdp: 4, tp: 2}"):
-        part = forecast("llama33_70b_8gpu", f"target.parallel={cut}").target_bytes()
-        assert whole / 8 < part < whole / 4
-    rows = [
-        forecast("llama31_8b_128k_8gpu", f"target.parallel={{cp: {n}}}").target_bytes()
-        for n in (1, 2, 4, 8)
-    ]
-    assert rows == sorted(rows, reverse=True)
-    assert rows[-1] > 8.03e9 * 2  # its ranks share rows, not weights
-
-
-def test_sharing_rows_cuts_a_step_down_to_what_all_ranks_need():
-    step = forecast("llama31_8b_128k_8gpu").step
-    sizes = [step.bytes(n) for n in (1, 2, 4, 8, 16)]
-    assert sizes == sorted(sizes, reverse=True)
-    answer = 2 * step.tokens * 4 * 4096 * 2  # whole on every rank, for a moment
-    for n in (2, 4, 8):
-        assert step.bytes(n) - answer < 1.25 * (sizes[0] - answer) / n + 2 * GIB
-    assert context_needed(step, sizes[0]) == 1
-    assert context_needed(step, sizes[2]) == 4
-    assert context_needed(step, sizes[2] - 1) == 8
-    assert context_needed(step, 1e9) is None
-
-
-def test_sharing_weights_leaves_the_whole_ones_of_a_step():
-    assert draft_bytes(1000, 10) == 16_040
-    assert draft_bytes(1000, 10, shard=4, width=2) == 3000 + 6000 + 40
-
-
-def test_ranks_and_rows_cost_time():
-    one = forecast("llama31_8b_128k_8gpu", "training.context=1", "target.parallel={cp: 1}")
-    four = forecast("llama31_8b_128k_8gpu")
-    fewer = four.predict().seconds_by_part["steps"] / one.predict().seconds_by_part["steps"]
-    assert fewer == pytest.approx(1 / 4, rel=0.1)  # a quarter of the rows a step
-    redundant = forecast("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8}").predict()
-    assert redundant.seconds > 2 * four.predict().seconds  # every rank asks about the whole row
-
-
-def test_plan_from_shapes(capsys, monkeypatch):
-    monkeypatch.setattr(out, "_width", 200)
-    long = "llama31_8b_128k_8gpu"
-    plan([long, "training.context=1", "target.parallel={cp: 1}"], ranks=8, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["context_needed"] == 4
-    assert found["tokens"] == 1200 * 8 * 131_072
-    plan([long], ranks=8, gpu_gib=20)
-    shown = capsys.readouterr().out
-    assert "1,200 steps on 8 ranks" in shown
-    assert "fits no number of ranks beside target and draft; see target.parallel" in shown
-
-
-@pytest.mark.parametrize(
-    ("overrides", "ranks", "line"),
-    [
-        (["training.steps=null"], 8, "the number of steps must be said"),
-        ([], 6, "6 ranks cannot be cut into 4"),
-        (["target.parallel={cp: 1}", "training.context=3"], 8, "cannot be cut into 3"),
-        (["target.backend=remote", "target.urls=[http://x:1]"], 8, "the target runs elsewhere"),
-        (["target.model=nobody/nothing"], 8, "the config of 'nobody/nothing' is not here"),
-    ],
+@settings(max_examples=25)
+@given(
+    slope=st.floats(0.45, 1.0),
+    level=st.floats(-0.8, 0.3),
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    seed=st.integers(0, 9),
 )
-def test_what_cannot_be_predicted_says_why(overrides, ranks, line):
-    recipe = load_recipe("llama31_8b_128k_8gpu", overrides)
-    with pytest.raises(BadInput, match=line):
-        Forecast.of(recipe, ranks)
+def test_where_a_run_goes_that_follows_the_law(slope, level, schedule, seed):
+    curve = made(slope, level, schedule, noise=0.01, seed=seed)
+    truth = curve.measured[-1][1]
+    ahead = forecast(curve.upto(0.2))
+    assert ahead.end.low < truth < ahead.end.high
+    assert abs(ahead.end.length / truth - 1) < 0.06
+    # the further, the surer
+    later = forecast(curve.upto(0.7))
+    assert abs(later.end.length / truth - 1) < 0.06
+    assert later.end.high - later.end.low < ahead.end.high - ahead.end.low
 
 
-def test_a_run_that_is_set_up_is_counted_alike(recipe):
-    """The same bytes from the same shapes, whichever way they were found."""
-    training = set_up(recipe())
-    predicted, step = predict(training), step_memory(training)
-    assert predicted.step_bytes == step.bytes(1)
-    trained = sum(p.numel() for p in training.parts.parameters)
-    frozen = sum(p.numel() for p in training.draft.parameters()) - trained
-    assert predicted.draft_bytes == 16 * trained + 4 * frozen
-    config = training.draft.config
-    by_hand = StepMemory(ChainWork(training.draft, 3), 2 * 96, 1, 4)
-    assert step == by_hand
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
-    layers = 2 * 96 * 3 * per_depth * 4
-    states = 2 * (2 * 96 * 4 * 32 * 4)
-    chunk, head = 2**30, 128 * 32 * 4
-    assert step.bytes(1) == layers + states + chunk + head
+@settings(max_examples=25)
+@given(
+    slope=st.floats(-0.2, 1.5),
+    level=st.floats(-1.2, 1.5),
+    noise=st.floats(0.0, 0.05),
+    share=st.floats(0.15, 1.0),
+    seed=st.integers(0, 9),
+)
+def test_forecasts_are_sane(slope, level, noise, share, seed):
+    """Finite, in order, never more than can be drafted, and nothing is unlearnt by training on."""
+    curve = made(slope, level, "cosine", noise=noise, seed=seed).upto(share)
+    assume(rate_of(np.array([curve.measured[-1][1]]), curve.depths)[0] >= 0.2)
+    ahead = forecast(curve)
+    everything = [ahead.end, ahead.twice_data, ahead.twice_time, *(one for _, one in ahead.path)]
+    for one in everything:
+        assert all(map(math.isfinite, (one.low, one.length, one.high)))
+        assert 1 <= one.low <= one.length <= one.high <= curve.depths + 1
+    along = [one.length for _, one in ahead.path]
+    assert all(after >= before - 1e-9 for before, after in pairwise(along))
+    assert ahead.twice_data.length >= ahead.twice_time.length - 1e-9 >= 0
+    assert ahead.end.length > (1 - 0.02 - 2 * noise) * min(m[1] for m in curve.measured[-3:])
+    assert forecast(curve) == ahead  # and always the same
 
 
-def test_blocks_are_not_counted_as_chains():
-    """The 8B shape: four rows of 2,048, 512 blocks of 8 in each, 5 layers, a frozen
-    head of 128,256. A chain of 7 would keep seven rows a token; this keeps two."""
-    shape = (
-        "packing.tokens=2048", "data.max_length=2048", "training.context=1", "training.shard=1",
-        "target.parallel={cp: 1}", "training.micro_batch=4", "objective.kind=dflash",
-        "objective.block_size=8", "draft.draft_vocab_size=null", "draft.layers=5",
-    )  # fmt: skip
-    recipe = "llama31_8b_128k_8gpu"
-    block = Forecast.of(load_recipe(recipe, shape), 8)
-    assert block.draft.config.block_size == 8
-    work = block.step.work
-    rows, keys, width = 4 * 512 * 8, 2 * 8 * 128, 32 * 128
-    state, mlp = 4096, 14_336
-    picked = rows * 7 // 8
-    kept = 5 * rows * (state + 2 * width + keys) + 4 * rows * state + picked * (state + width)
-    kept += 5 * 8192 * keys + 8192 * 2 * state + 2 * picked * state
-    kept += (rows + 8192) * 2 * 128
-    kept += (2 * rows + picked) * 2 * mlp  # of three layers: two MLPs are computed again
-    assert 3 < KEPT_MLP_GIB * GIB / (rows * 2 * mlp * 2) < 4
-    weights = 5 * (2 * state * width + state * keys) + 5 * state * state  # MLPs' are cast twice
-    assert work.kept_bytes(8192, 2) == 2 * (kept + weights)
-    assert block.step.bytes(1) < 9 * GIB
-    larger = Forecast.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
-    assert 1.9 < larger.step.work.step() / work.step() < 2.1
-
-
-@pytest.mark.parametrize("gpus", [1, 8])
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_headers_of_block_recipes_say_what_plan_says(kind, gpus):
-    path = shipped_recipe(f"qwen3_8b_{kind}_{gpus}gpu")
-    [said] = re.findall(
-        r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
-        r"(\d+\.\d)", path.read_text(),
-    )  # fmt: skip
-    predicted = Forecast.of(load_recipe(path, ["training.steps=10"]), gpus).predict()
-    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
-    assert [float(n) for n in said] == pytest.approx(
-        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+@settings(max_examples=25)
+@given(st.integers(2, 5), st.sampled_from(["cosine", "constant"]), st.integers(0, 9))
+def test_how_often_a_run_is_logged_does_not_matter(times, schedule, seed):
+    curve = made(0.7, -0.3, schedule, noise=0.02, seed=seed, every=4).upto(0.4)
+    groups = [curve.windows[at : at + times] for at in range(0, len(curve.windows), times)]
+    rarely = replace(
+        curve, windows=tuple(tuple(np.mean(group, axis=0).tolist()) for group in groups)
     )
+    often, rare = forecast(curve).end.length, forecast(rarely).end.length
+    assert abs(rare / often - 1) < 0.012
+
+
+def test_lengths_and_rates_are_inverse():
+    rates = np.linspace(0.01, 0.99, 50)
+    for depths in (1, 3, 7, 16):
+        assert np.allclose(rate_of(length_of(rates, depths), depths), rates, atol=1e-9)
+
+
+def test_a_lengthened_run_has_two_schedules():
+    course = Course(30, warmup=2, schedule="linear", begun_at=10)
+    steps, rates = course.rates()
+    assert len(steps) == 31
+    assert rates[9] < 0.2  # the end of the first
+    assert rates[12] == 1.0
+    assert course.doubled(data=True).steps == 60
+
+
+def test_repeated_rows_are_worth_less_than_new_ones():
+    curve = made(0.8, 0.0, "cosine")
+    curve = replace(curve, course=replace(curve.course, epoch_steps=100.0)).upto(0.6)
+    ahead = forecast(curve)
+    assert ahead.twice_data.length > ahead.twice_time.length > ahead.end.length
+
+
+def test_when_to_stop():
+    curve = made(0.6, 0.3, "constant").upto(0.5)
+    short = replace(curve, seconds=60.0)
+    assert forecast(short).stop_at is None  # minutes: nothing is gained by less
+    long = replace(curve, seconds=1e7)
+    assert forecast(long).stop_at == curve.step  # months: stop here
+    hours = replace(curve, seconds=36_000.0)
+    rates = {
+        begin: 100 * (there.length / here.length - 1) / (10.0 / 500 * (end - begin))
+        for (begin, here), (end, there) in pairwise(forecast(hours).path)
+    }
+    enough = (max(rates.values()) + min(rates.values())) / 2
+    between = forecast(hours, stop_below=enough)
+    assert curve.step < between.stop_at < 1000
+    assert all((rate < enough) == (step >= between.stop_at) for step, rate in rates.items())
+
+
+def test_forecasts_of_real_runs():
+    """What benchmarks/results/forecast.md says of the runs in tests/train/curves."""
+    curves = real_curves()
+    assert len(curves) >= 12
+    for share, allowed in ((0.2, 6.0), (0.4, 3.5), (0.6, 2.0), (0.8, 1.0)):
+        errors, inside = [], []
+        for curve in curves.values():
+            try:
+                end = forecast(curve.upto(share)).end
+            except BadInput:
+                continue
+            truth = curve.measured[-1][1]
+            errors.append(100 * abs(end.length / truth - 1))
+            inside.append(end.low <= truth <= end.high)
+        assert len(errors) >= (7 if share == 0.2 else 10)
+        assert statistics.median(errors) < allowed, (share, errors)
+        assert statistics.mean(inside) > 0.65, share
+
+
+# --- runs in directories --------------------------------------------------------------------------
+
+
+def written(run, curve, recipe, *, joint=(0.6, 0.35, 0.2), epochs=1):
+    """A directory with what a run of this curve would have written."""
+    recipe.write_resolved(run)
+    lines = []
+    for index, (middle, tau) in enumerate(curve.windows):
+        step = round(2 * middle - (lines[-1]["step"] if lines else 0))
+        lines.append(
+            {
+                "step": step, "loss": 1.0, "tau": tau, "seconds": step * 1.0,
+                "epoch": index * epochs // len(curve.windows), "depth_loss": [1.0] * curve.depths,
+            }
+        )  # fmt: skip
+    for step, length, rounds in curve.measured:
+        conditional = [after / before for before, after in pairwise((1.0, *joint))]
+        found = {
+            "acceptance_length": length, "rounds": rounds, "tau": 2.0, "joint": list(joint),
+            "conditional": conditional,
+        }  # fmt: skip
+        lines.append({"step": step, "evaluation": found})
+    lines.sort(key=lambda line: line["step"])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    words = ("training.steps=1000", "training.warmup_steps=20")
+    recipe = recipe_for("target", "chats.jsonl", tmp_path / "run", *words)
+    (tmp_path / "run").mkdir()
+    curve = made(0.8, -0.3, "cosine", depths=3).upto(0.4)
+    return written(tmp_path / "run", curve, recipe)
+
+
+def fledge(*words):
+    return CliRunner().invoke(app, ["forecast", *map(str, words)])
+
+
+def test_files_say_what_the_curve_said(run):
+    curve = made(0.8, -0.3, "cosine", depths=3).upto(0.4)
+    read = read_curve(run)
+    assert read.course == replace(curve.course, final_share=0.0)
+    assert read.measured == curve.measured
+    assert np.allclose(read.windows, curve.windows)
+    assert read.step == 400
+    assert Curve.from_json(json.loads(json.dumps(read.to_json()))) == read
+
+
+def test_the_verb(run):
+    result = fledge(run, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.output)
+    ahead = forecast(read_curve(run))
+    assert told["end"] == vars(ahead.end)
+    assert {limit["name"] for limit in told["limits"]} >= {"training", "depth"}
+    shown = fledge(run).output
+    for text in (f"{ahead.end.length:.2f}", "twice the data", "step 400 of 1,000", "o measured"):
+        assert text in shown
+    assert "worth it to the end" in shown
+    assert "stop here" in fledge(run, "--stop-below", "1e9").output
+
+
+def test_what_cannot_be_forecast_is_one_line(run, tmp_path):
+    def refused(place, *words):
+        result = CliRunner().invoke(app, ["forecast", str(place), *words])
+        assert isinstance(result.exception, BadInput)
+        return str(result.exception)
+
+    assert "no such run" in refused(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "no metrics.jsonl" in refused(tmp_path / "empty")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    early = [line for line in lines if json.loads(line)["step"] < 50]
+    (run / "metrics.jsonl").write_text("\n".join(early))
+    assert "too early for a forecast: no held-out evaluation" in refused(run)
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("steps: 1000", "steps: null"))
+    assert "no checkpoint says how many steps" in refused(run)
+    assert fledge(run, "--steps", "1000").exit_code == 0
+
+
+def test_limits(run, tmp_path):
+    """Each names what the files show, with the length it costs."""
+    curve = made(0.8, -0.3, "cosine", depths=3).upto(0.4)
+    recipe = recipe_for("target", "chats.jsonl", run, "training.steps=1000")
+    written(run, curve, recipe, joint=(0.6, 0.18, 0.018), epochs=3)
+    half = {"rounds": 500, "acceptance_length": 2.4}
+    parts = {"code": {"rounds": 500, "acceptance_length": 1.2}, "chat": half}
+    figures = {"drafts": [{"acceptance_length": 1.8, "by_category": parts, "by_context": {}}]}
+    (run / "eval.json").write_text(json.dumps(figures))
+    ahead = forecast(read_curve(run))
+    found = {limit.name: limit for limit in limits_of(run, ahead, evaluation=run / "eval.json")}
+    # 0.6, 0.3, 0.1 given those before: all at 0.6 would be 1 + 0.6 + 0.36 + 0.216
+    assert found["deep tokens"].gain == pytest.approx(100 * (2.176 / 1.798 - 1))
+    assert "token 3" in found["deep tokens"].says
+    # 500 rounds of 1.2 tokens would be 333 of 1.8
+    assert found["kind of prompt"].gain == pytest.approx(100 * (1000 / (500 + 1000 / 3) - 1))
+    assert "'code'" in found["kind of prompt"].says
+    taus = [tau for _, tau in curve.windows[-10:]]
+    assert found["data"].gain == pytest.approx(100 * (np.mean(taus) / 2.0 - 1))
+    assert "context" not in found
+    assert [*found.values()] == sorted(found.values(), key=lambda limit: -limit.gain)
+
+
+def test_a_vocabulary_limits(run, tmp_path):
+    from fledge.data.vocab import DraftVocabulary
+
+    ids = np.arange(64, dtype=np.int64)
+    DraftVocabulary(ids, 128, 0.9, "rows").save(run / "vocabulary.safetensors")
+    ahead = forecast(read_curve(run))
+    [limit] = [one for one in limits_of(run, ahead) if one.name == "vocabulary"]
+    rate = rate_of(np.array([ahead.measured]), 3)
+    assert limit.gain == pytest.approx(100 * (length_of(rate / 0.9, 3)[0] / ahead.measured - 1))
+    assert "10.00%" in limit.says
+
+
+def test_training_says_it_beside_evaluations(tiny_target, tiny_chats, tmp_path, monkeypatch):
+    monkeypatch.setattr(forecasting, "_LEAST_RATE", 0.0)  # the tiny target's drafts hardly learn
+    notes = Notes()
+    recipe = recipe_for(tiny_target, tiny_chats, tmp_path / "run", "tracking.every_steps=1")
+    fit(set_up(recipe), notes)
+    told = [line["forecast"] for line in notes.evaluations]
+    assert told[0] is None  # nothing is known before the first step
+    assert told[-2].startswith("forecast: ")
+    assert f"at step {notes.evaluations[-1]['step']}" in told[-2]
+    assert "the run is over" in told[-1]
+    assert told[-1] == forecast(read_curve(tmp_path / "run")).line()
+    kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert not any("forecast" in line for line in kept)  # what is measured, not what is guessed
+
+
+def test_a_finished_run():
+    curve = made(0.6, 0.0, "cosine")
+    ahead = forecast(curve)
+    assert isinstance(ahead, Forecast)
+    assert ahead.finished
+    last = curve.measured[-1][1]
+    assert ahead.end == Estimate(last, last, last)
+    assert ahead.path == ()
+    assert ahead.twice_data.length > last

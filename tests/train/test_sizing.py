@@ -14,7 +14,7 @@ from fledge.models.shapes import SIZES
 from fledge.recipe.drafts import load_recipes
 from fledge.recipe.schema import load_recipe
 from fledge.train import sizing
-from fledge.train.forecast import TargetShape, draft_without_memory
+from fledge.train.shape_plan import TargetShape, draft_without_memory
 from fledge.train.sizing import Given, Load, gpu_of, seconds_for, size_cluster
 
 ROOT = Path(__file__).parents[2]

@@ -51,7 +51,7 @@ _ORDER = (
         "train",
         "cluster",
     ),
-    *("eval", "report", "chat", "export", "serve", "bench"),
+    *("eval", "forecast", "report", "chat", "export", "serve", "bench"),
     *("diagnose", "import", "retarget"),
 )
 
@@ -93,6 +93,7 @@ def _attach_verbs() -> None:
         doctor,
         eval,
         export,
+        forecast,
         import_draft,
         plan,
         precompute,
@@ -115,6 +116,7 @@ def _attach_verbs() -> None:
     app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
     app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
     app.command(name="export", epilog=export.EXAMPLE)(export.export)
+    app.command(name="forecast", epilog=forecast.EXAMPLE)(forecast.forecast)
     app.command(name="import", epilog=import_draft.EXAMPLE)(import_draft.import_draft)
     app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
     app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)

@@ -86,7 +86,7 @@ def plan(
         raise BadInput(what, where="--target-shape", fix="add --cluster")
     gpu_gib = gpu_gib or _GPU_GIB
     if ranks:
-        predicted, step, title = _forecast(recipes, ranks)
+        predicted, step, title = _by_shape(recipes, ranks)
         warnings: list[str] = []
     else:
         predicted, step, title, warnings = _tried_out(recipes, begin)
@@ -107,15 +107,15 @@ def plan(
         out.say(f"warning: {line}", style="yellow")
 
 
-def _forecast(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, str]:
+def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, str]:
     """The prediction for GPUs that need not be here."""
-    from fledge.train.forecast import Forecast
     from fledge.train.predict import Prediction
+    from fledge.train.shape_plan import ShapePlan
 
-    forecasts = [Forecast.of(recipe, ranks) for recipe in recipes]
-    predicted = [one.predict(asks=one is forecasts[0]) for one in forecasts]
+    plans = [ShapePlan.of(recipe, ranks) for recipe in recipes]
+    predicted = [one.predict(asks=one is plans[0]) for one in plans]
     steps = counted(recipes[0].training.steps, "step")
-    step = max((one.step for one in forecasts), key=lambda step: step.bytes())
+    step = max((one.step for one in plans), key=lambda step: step.bytes())
     return Prediction.of_all(predicted), step, f"{steps} on {counted(ranks, 'rank')}"
 
 

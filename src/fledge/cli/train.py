@@ -163,6 +163,8 @@ class _Observer:
         rates = " ".join(f"{rate:.3f}" for rate in evaluation["joint"])
         step, length = f"step {values['step']:>6}", evaluation["acceptance_length"]
         err.say(f"{_of(self._name)}{step}  held-out acceptance length {length:.3f}  ({rates})")
+        if values.get("forecast"):
+            err.say(f"{_of(self._name)}{values['forecast']}", style="cyan")
 
 
 def _report(

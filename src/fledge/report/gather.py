@@ -15,48 +15,25 @@ from typing import Any
 
 from fledge import __version__
 from fledge.core.errors import BadInput
-from fledge.core.expected import Fault, ListOf, MapOf, Maybe, Table, Whole
+from fledge.core.expected import ListOf, MapOf, Maybe, Table
 from fledge.core.machine import MACHINE_NAME
-from fledge.core.reading import check, json_lines, parse_json, read_bytes, read_json
+from fledge.core.reading import check, read_bytes, read_json
 from fledge.measure.on_gpus import gain_on_a_gpu
 from fledge.methods.registry import METHODS
 from fledge.recipe.yaml_text import parse_yaml
+from fledge.train.curves import CURVES, read_curve, read_metrics
+from fledge.train.forecast import forecast
+from fledge.train.limits import limits_of
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show
-_CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
-
-
-class _Figure:
-    """A number, NaN and infinity among them: a diverged run has gaps in its curves."""
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        return None if type(value) in (int, float) else Fault(at, value, "a number")
-
-
-_FIGURES = ListOf(_Figure(), most=4096)  # one a depth
-_MEASURED = Table(
-    optional={
-        "acceptance_length": _Figure(), "tau": _Figure(), "joint": _FIGURES,
-        "prefix_acceptance": _FIGURES,
-    },
-)  # fmt: skip
-_LINE = Table(
-    {"step": Whole()},
-    optional={
-        **dict.fromkeys(_CURVES, Maybe(_Figure())),
-        "prefix_acceptance": _FIGURES,
-        "seconds": Maybe(_Figure()),
-        "evaluation": _MEASURED,
-    },
-)
 _EVALUATION = Table({"drafts": ListOf(Table(), most=4096)}, optional={"target": Maybe(Table())})
 _MOST_BYTES = 1 << 28  # of measured answers, token by token
 
 
 def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
     """The page's data; `evaluation` None takes the run's own, if there is one."""
-    steps, held_out = _metrics(run / "metrics.jsonl")
+    steps, held_out = read_metrics(run)
     recipe = _recipe(run / "recipe.yaml")
     named = {name: recipe.get(name) or {} for name in ("objective", "run", "target")}
     if evaluation is None and (run / EVALUATION_NAME).is_file():
@@ -71,27 +48,12 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
         "method": METHODS[kind].title if kind in METHODS else kind,
         "training": _curves(steps),
         "held_out": _held_out(held_out),
+        "forecast": _forecast(run, evaluation),
         "evaluation": measured,
         "on_gpu": _on_gpu(target, measured),
         "recipe": recipe,
         "machine": read_json(machine) if machine.is_file() else None,
     }
-
-
-def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(lines about training steps, lines about evaluations)."""
-    if not path.is_file():
-        raise BadInput("not a run of fledge: no metrics.jsonl", where=str(path.parent))
-    lines: list[dict[str, Any]] = []
-    for _, line in json_lines(path, most_bytes=_MOST_BYTES):
-        try:
-            value = parse_json(line, Table(), where=str(path), finite=False)
-        except BadInput:
-            break  # the run is being written to, or was killed
-        check(value, _LINE, where=f"{path}, line {len(lines) + 1}", what="the line")
-        lines.append(value)
-    steps = [line for line in lines if "loss" in line]
-    return steps, [line for line in lines if "evaluation" in line]
 
 
 def _recipe(path: Path) -> dict[str, Any]:
@@ -109,6 +71,16 @@ def _evaluation(path: Path) -> Any:
     return read_json(path, _EVALUATION, what=what, fix=fix, max_bytes=_MOST_BYTES, finite=False)
 
 
+def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:
+    """What is to come; None: too little is known, or the run's recipe cannot be read."""
+    try:
+        ahead = forecast(read_curve(run))
+        limits = limits_of(run, ahead, evaluation=evaluation)
+    except BadInput:
+        return None
+    return {**ahead.to_json(), "limits": [limit.to_json() for limit in limits]}
+
+
 def _on_gpu(target: str, measured: Any) -> dict[str, Any] | None:
     """What is known of a GPU, for figures that were taken on a CPU."""
     about = (measured or {}).get("target")  # somebody else's figures may say anything there
@@ -122,7 +94,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Columns over steps, thinned evenly; per depth where a value is a list."""
     kept = _thinned(lines)
     columns: dict[str, Any] = {"step": [line["step"] for line in kept]}
-    columns |= {name: [line.get(name) for line in kept] for name in _CURVES}
+    columns |= {name: [line.get(name) for line in kept] for name in CURVES}
     depths = max((len(line.get("prefix_acceptance", [])) for line in kept), default=0)
     columns["joint"] = _by_depth([line.get("prefix_acceptance", []) for line in kept], depths)
     columns["seconds"] = lines[-1].get("seconds") if lines else None

@@ -299,6 +299,39 @@ function heldOut() {
         lineChart(held.step, byDepth(held.joint), { format: percents(0), mark }))));
 }
 
+// Evaluations, then what is to come with its interval; a finished run has only the longer ones to show.
+function ahead() {
+  const f = data.forecast;
+  if (!f) return;
+  const between = (one) => `${one.length.toFixed(2)} (${one.low.toFixed(2)} to ${one.high.toFixed(2)})`;
+  const rows = [["measured last", f.measured.toFixed(2)], ["twice the data", between(f.twice_data)], ["twice the time", between(f.twice_time)]];
+  if (!f.finished) rows.splice(1, 0, [`at step ${f.steps.toLocaleString("en")}`, between(f.end)]);
+  const limits = f.limits.map((one) => [one.name, `+${one.gain.toFixed(1)} %: ${one.says}`]);
+  section("What is to come", "Forecast from the run's own curve, in tokens per round on its held-out rows; eight in ten should lie in the interval.",
+    make("div", { class: "grid two", id: "forecast" },
+      f.finished ? null : panel("Acceptance length", "measured, forecast, and its interval", aheadChart(f)),
+      panel("How far it can go", stopping(f), table(rows)),
+      limits.length ? panel("What limits it", "what the length would gain if this alone were gone", table(limits)) : null));
+}
+
+function aheadChart(f) {
+  const held = data.held_out, kept = held.step.map((step, i) => [step, held.length[i]]).filter(([step]) => step < f.path[0][0]);
+  const x = [...kept.map(([step]) => step), ...f.path.map(([step]) => step)];
+  const before = kept.map(() => null), after = f.path.map(() => null);
+  const series = (name, of, colour, dash) => ({ name, y: [...before, ...f.path.map(([, one]) => of(one))], colour, dash });
+  return lineChart(x, [{ name: "measured", y: [...kept.map(([, length]) => length), ...after], colour: COLOURS[0] },
+    series("forecast", (one) => one.length, COLOURS[1]), series("low", (one) => one.low, COLOURS[1], "4 3"),
+    series("high", (one) => one.high, COLOURS[1], "4 3")], { zero: false, from: 1.2, format: fixed(2) });
+}
+
+function stopping(f) {
+  if (f.gain_per_hour == null) return null;
+  const gain = `${f.gain.toFixed(1)} % in ${duration(3600 * f.hours).join(" ")}`;
+  if (f.finished) return `as long again would gain ${gain}`;
+  if (f.stop_at == null) return `the rest gains ${gain}: worth it to the end`;
+  return `the rest gains ${gain}; less than ${f.stop_below} % an hour from step ${f.stop_at.toLocaleString("en")} on: stop there`;
+}
+
 function training() {
   const t = data.training;
   if (!t.step.length) return;
@@ -344,6 +377,7 @@ tokens();
 acceptance();
 confidence();
 heldOut();
+ahead();
 training();
 recipe();
 machine();

@@ -1,229 +1,257 @@
-"""A run predicted from its recipe alone: no weights, no data, no GPU. For machines that one does
-not have yet, and targets that fit no single GPU of them.
+"""The length that a run will reach, from its own curve.
 
-Bytes are counted from the target's config (`memory.py`). Times rest on the rate that whole steps
-reached on one H200 (`pace.py`) and on rates of links that were not measured here: an order of
-magnitude, and a way to compare recipes. Steps are those of `training.steps`: the data is not read.
+**What is extrapolated.** A length of `1 + c + c^2 + ... + c^K` is that of a draft whose K tokens
+each stand with probability c. Its log-odds `x = ln(c / (1 - c))` go on evenly where lengths and
+losses bend:
+
+    x = level + slope * bent(ln S - ln S_now) + anneal * A,     bent(r) = (1 - e^(-BEND r)) / BEND
+
+`S` is the sum of the learning rates so far as shares of the peak, so that warm-up and decay count
+for what they do; a step on rows that were seen in e earlier passes counts e^(-e / REPEATS) of a
+fresh one. `A` is how far the rate has come down from its peak: what annealing adds at once.
+
+**What is fitted.** Level and slope, locally: an observation counts less the more e-folds of S lie
+between it and now (SPAN), because early curves are S-shaped and say little about late ones.
+Held-out evaluations say where the run is. Training windows, of which there are many, say how steep
+it is: their log-odds are over every slot instead of rounds, are LINK times as steep and lie higher
+by an offset that is fitted, too. It is a linear regression with priors, in closed form.
+
+**What is not fitted** is the future: BEND, ANNEAL, LINK and REPEATS. One run's beginning cannot
+tell them; they are what real runs had in common (benchmarks/results/forecast.md, which also says
+how far off forecasts were). The interval is meant to hold 80 %; it is made of the regression's own
+uncertainty and of MISFIT, the share of a forecast gain by which runs part from the formula.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import nn
+import numpy as np
 
 from fledge.core.errors import BadInput
-from fledge.draft.base import DraftModel
-from fledge.models.shapes import shape_of
-from fledge.objective.work import Work
-from fledge.recipe.schema import Recipe
-from fledge.target.kinds import Cut, kind_of, model_name
-from fledge.target.layers import text_config
-from fledge.train.drafts import config_of_draft
-from fledge.train.memory import StepMemory, draft_bytes
-from fledge.train.pace import RATES
-from fledge.train.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
+from fledge.core.text import counted
+from fledge.train.curves import Course, Curve, Floats
 
-GPUS_OF_A_MACHINE = 8
-LINK_BYTES = (300e9, 40e9)  # a second and GPU: inside a machine (NVLink), between machines
+BEND = 0.6  # the slope falls by e^-BEND with every e-fold of S: what is to come has an end
+ANNEAL = (0.25, 0.08)  # log-odds that a rate of zero adds to a constant one: mean, spread
+LINK = 1.35  # slope over training slots, for a slope of 1 over held-out rounds
+REPEATS = 15.0  # passes after which rows are worth 1/e: Muennighoff et al., arXiv 2305.16264
+SPAN = 0.3  # e-folds
+MISFIT = 0.3
+STOP_BELOW = 1.0  # percent an hour
+_SLOPE, _OFFSET = (0.75, 0.3), (0.3, 0.3)  # priors, in log-odds
+_NOISE, _TRAINING_NOISE = 0.04, 0.05  # of an evaluation beside that of its rounds; of a bin
+_INDEPENDENT = 6.0  # training bins count as so many at most: neighbors err together
+_BIN = 0.1  # e-folds
+_INSIDE = 1.2816  # spreads to either side of the middle that hold 80 %
+_FEWEST_WINDOWS, _LEAST_SHARE, _LEAST_RATE = 6, 0.1, 0.2  # to forecast anything from
+_PIECES = 40  # of the way to the end
 
 
 @dataclass(frozen=True)
-class TargetShape:
-    """What a target costs, from a model without memory."""
-
-    weights: int  # all parameters
-    active: int  # of its matrices, those that a token goes through; not the embedding
-    layer: int  # parameters of a decoder layer
-    head: int  # of the head
-    config: Any
-
-    @classmethod
-    def of(cls, config: Any) -> "TargetShape":
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
-        text = text_config(config)
-        chosen = getattr(text, "num_experts_per_tok", None) or 1
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((n for n in (getattr(text, name, None) for name in names) if n), None)
-        share = chosen / experts if experts else 1.0
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
-        matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
-        return cls(
-            weights=sum(sizes.values()),
-            active=int(
-                sum(
-                    size * (share if ".experts." in name else 1)
-                    for name, size in matrices.items()
-                    if ".layers." in name
-                )
-            ),
-            layer=sum(sizes.values()) // (text.num_hidden_layers + 1),
-            head=text.vocab_size * text.hidden_size,
-            config=text,
-        )
-
-    @property
-    def widest(self) -> int:
-        """Numbers a token that a layer holds while it runs: states, and the MLP's."""
-        text = self.config
-        experts = getattr(text, "moe_intermediate_size", None)
-        chosen = getattr(text, "num_experts_per_tok", None) or 1
-        wide = chosen * experts if experts else text.intermediate_size
-        return 4 * int(text.hidden_size) + 3 * int(wide)
+class Estimate:
+    length: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A recipe on so many ranks, a GPU each."""
+    """Lengths in tokens per round on the run's held-out rows."""
 
-    recipe: Recipe
-    ranks: int
-    target: TargetShape
-    draft: DraftModel  # without memory
-    cut: Cut
-
-    @classmethod
-    def of(cls, recipe: Recipe, ranks: int) -> "Forecast":
-        section = recipe.target
-        cut = kind_of(section).cut(section)
-        if cut is None:
-            what = "the target runs elsewhere: --ranks is for targets beside the draft"
-            raise BadInput(what, where="target.backend", fix="leave --ranks out")
-        if recipe.training.steps is None:
-            what = "the data is not read, so the number of steps must be said"
-            raise BadInput(what, where="training.steps", fix="training.steps=10000, for example")
-        training = recipe.training
-        for key, size in (
-            ("target.parallel", cut.ranks),
-            ("training.shard x training.context", training.shard * training.context),
-        ):
-            if ranks % size:
-                what = f"{ranks} ranks cannot be cut into {size} ({key})"
-                raise BadInput(what, where="--ranks", fix=f"a multiple of {size}")
-        trusted = section.trust_remote_code
-        config = shape_of(model_name(section), trust_remote_code=trusted)
-        return cls(recipe, ranks, TargetShape.of(config), draft_without_memory(recipe, config), cut)
-
-    # --- memory ---------------------------------------------------------------------------------
+    step: int
+    steps: int
+    measured: float  # the latest evaluation
+    end: Estimate
+    twice_data: Estimate  # twice the rows for as many passes
+    twice_time: Estimate  # twice the steps over the same rows
+    path: tuple[tuple[int, Estimate], ...]  # from here to the end
+    hours: float  # left, or what a finished run took
+    gain: float  # percent of the length that they bring: to the end, or by as long again
+    gain_per_hour: float | None  # None: how long steps take was not logged
+    stop_below: float
+    stop_at: int | None  # from there on it gains less; None: worth it to the end
 
     @property
-    def step(self) -> StepMemory:
-        training, packing = self.recipe.training, self.recipe.packing
-        tokens = training.micro_batch * packing.tokens
-        return StepMemory(self._work, tokens, training.accumulate, width=2)
+    def finished(self) -> bool:
+        return self.step >= self.steps
 
-    def target_bytes(self) -> int:
-        """A rank's share of the weights, the layers that are whole while they run, the head that
-        the loss reads, and what a pass holds."""
-        target, cut, width = self.target, self.cut, self._target_width
-        held = target.weights * width / (cut.fsdp * cut.tp)
-        if cut.fsdp > 1:
-            held += 2 * target.layer * width / cut.tp  # this layer, and the next on its way
-        if cut.fsdp * cut.tp > 1:
-            held += 2 * target.head
-        a_pass = self.recipe.packing.tokens / cut.cp * target.widest / cut.tp * 2
-        return int(held + a_pass)
+    def line(self) -> str:
+        """What is said beside an evaluation."""
+        end, more = self.end, self.twice_data.length
+        at_end = f"{end.length:.2f} at step {self.steps:,} ({end.low:.2f} to {end.high:.2f})"
+        if self.finished:
+            at_end = "the run is over"
+        return f"forecast: {at_end}; {more:.2f} with twice the data"
 
-    def predict(self, *, asks: bool = True) -> Prediction:
-        """`asks`: the target's time is this draft's, too."""
-        training = self.recipe.training
-        trained, frozen = self._trained()
-        saved = 4 * (trained + frozen) + 8 * trained
-        data_ranks = self.ranks // training.context
-        packs = training.micro_batch * training.accumulate * data_ranks
-        return Prediction(
-            target_bytes=self.target_bytes(),
-            draft_bytes=draft_bytes(trained, frozen, shard=training.shard, width=2),
-            step_bytes=self.step.bytes(training.context),
-            disk_bytes=(self.recipe.checkpoint.keep + 1) * saved,
-            seconds_by_part=self._seconds(saved, self._target_s if asks else _nothing),
-            tokens=(training.steps or 0) * packs * self.recipe.packing.tokens,
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "finished": self.finished}
+
+
+def forecast(curve: Curve, *, stop_below: float = STOP_BELOW) -> Forecast:
+    """What is to come; BadInput where too little is known."""
+    _check_enough(curve)
+    course, step = curve.course, curve.step
+    fit = _Fit(curve)
+    last = curve.measured[-1][1]
+    steps = np.unique(np.linspace(step, course.steps, _PIECES + 1).round().astype(int))
+    path = tuple(zip(steps.tolist(), fit.at(course, steps), strict=True))
+    over = step >= course.steps
+    end = Estimate(last, last, last) if over else path[-1][1]
+    twice_data, twice_time = (
+        fit.at(longer, np.array([longer.steps]))[0]
+        for longer in (course.doubled(data=True), course.doubled(data=False))
+    )
+    step_hours = curve.seconds / 3600 / max(1, step)
+    before, after = (end, twice_time) if over else (path[0][1], end)
+    gain, hours = _percent(before, after), step_hours * (course.steps - (0 if over else step))
+    return Forecast(
+        step=step,
+        steps=course.steps,
+        measured=last,
+        end=end,
+        twice_data=twice_data,
+        twice_time=twice_time,
+        path=() if over else path,
+        hours=hours,
+        gain=gain,
+        gain_per_hour=gain / hours if hours else None,
+        stop_below=stop_below,
+        stop_at=None if over else _stop_at(path, step_hours, stop_below),
+    )
+
+
+def rate_of(length: Floats, depths: int) -> Floats:
+    """The c of a length: 1 + c + ... + c^depths, solved by halving."""
+    low, high = np.zeros_like(length), np.ones_like(length)
+    for _ in range(48):
+        middle = (low + high) / 2
+        short = length_of(middle, depths) < length
+        low, high = np.where(short, middle, low), np.where(short, high, middle)
+    return np.clip((low + high) / 2, 1e-4, 1 - 1e-4)
+
+
+def length_of(rate: Floats, depths: int) -> Floats:
+    total: Floats = (rate[..., None] ** np.arange(depths + 1)).sum(-1)
+    return total
+
+
+def _check_enough(curve: Curve) -> None:
+    """Too little to go by is said, not hidden behind a wide interval."""
+    missing = ""
+    if not curve.measured or not curve.depths:
+        missing = "no held-out evaluation after the first step"
+    elif curve.step < max(_LEAST_SHARE * curve.course.steps, curve.course.warmup + 1):
+        missing = f"step {curve.step:,} of {curve.course.steps:,}: a tenth of the run is needed"
+    elif _last_rate(curve) < _LEAST_RATE:
+        missing = f"a length of {curve.measured[-1][1]:.2f} is where curves still gather speed"
+    elif len(curve.windows) < _FEWEST_WINDOWS:
+        found = counted(len(curve.windows), "line of metrics", "lines of metrics")
+        missing = f"{found}, {_FEWEST_WINDOWS} are needed"
+    if missing:
+        fix = "wait, or evaluate and log more often (evaluation.every_steps, tracking.every_steps)"
+        raise BadInput(f"too early for a forecast: {missing}", fix=fix)
+
+
+def _last_rate(curve: Curve) -> float:
+    return float(rate_of(np.array([curve.measured[-1][1]]), curve.depths)[0])
+
+
+def _log_odds(rate: Floats) -> Floats:
+    odds: Floats = np.log(rate / (1 - rate))
+    return odds
+
+
+class _Times:
+    """ln S and A of a course's steps."""
+
+    def __init__(self, course: Course) -> None:
+        self._steps, rates = course.rates()
+        passes = np.maximum(0.0, self._steps / course.epoch_steps - 1)
+        worth = rates * np.exp(-passes / REPEATS)
+        pieces = (worth[1:] + worth[:-1]) / 2 * np.diff(self._steps)
+        self._sums = np.concatenate([[0.0], pieces.cumsum()])
+        self._annealed = np.maximum.accumulate(rates) - rates
+
+    def __call__(self, steps: Any) -> tuple[Floats, Floats]:
+        summed = np.interp(steps, self._steps, self._sums)
+        return np.log(np.maximum(summed, 1e-3)), np.interp(steps, self._steps, self._annealed)
+
+
+class _Fit:
+    """Level, slope, anneal and offset with their covariance, as they are now."""
+
+    def __init__(self, curve: Curve) -> None:
+        self._depths, times = curve.depths, _Times(curve.course)
+        self._now = float(times([curve.step])[0][0])
+        steps, lengths, rounds = (np.array(column, float) for column in zip(*curve.measured))  # noqa: B905
+        held_times, held_annealed = times(steps)
+        rate = rate_of(lengths, curve.depths)
+        # of a geometric length over n rounds, in log-odds: 1 / (c n)
+        variance = _NOISE**2 + 1 / (rate * rounds)
+        held = self._rows(held_times, held_annealed, 0.0)
+        held_precision = self._near(held_times) / variance
+        bins, annealed, training = self._bins(curve, times)
+        near = self._near(bins)
+        near *= min(1.0, _INDEPENDENT / near.sum())
+        self._solve(
+            np.concatenate([held, self._rows(bins, annealed, 1.0)]),
+            np.concatenate([_log_odds(rate), training / LINK]),
+            np.concatenate([held_precision, near * (LINK / _TRAINING_NOISE) ** 2]),
         )
 
-    def _trained(self) -> tuple[int, int]:
-        """Parameters of the draft that are trained, and that are not."""
-        trained = sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
-        return trained, sum(p.numel() for p in self.draft.parameters()) - trained
+    def _near(self, times: Floats) -> Floats:
+        near: Floats = np.exp(-0.5 * ((times - self._now) / SPAN) ** 2) + 1e-9
+        return near
 
-    @property
-    def _target_width(self) -> int:
-        """Bytes of a weight."""
-        dtype = getattr(self.recipe.target, "dtype", "auto")
-        return {"fp8": 1, "float32": 4}.get(dtype, 2)
+    def _rows(self, times: Floats, annealed: Floats, link: float) -> Floats:
+        return np.stack(
+            [np.ones_like(times), times - self._now, annealed, np.full_like(times, link)], 1
+        )
 
-    # --- time -----------------------------------------------------------------------------------
+    def _bins(self, curve: Curve, times: _Times) -> tuple[Floats, Floats, Floats]:
+        """Training windows averaged over even pieces of ln S: however often a run is logged."""
+        middles, taus = (np.array(column, float) for column in zip(*curve.windows))  # noqa: B905
+        at, annealed = times(middles)
+        place = np.floor((self._now - at) / _BIN).astype(int)
+        means = [
+            [column[place == one].mean() for column in (at, annealed, taus)]
+            for one in np.unique(place)
+        ]
+        bins, sunk, lengths = np.array(means).T
+        return bins, sunk, _log_odds(rate_of(lengths, curve.trained_depths))
 
-    def _seconds(self, saved: int, target_s: Callable[..., float]) -> dict[str, float]:
-        recipe, training = self.recipe, self.recipe.training
-        total = training.steps or 0
-        packs = training.micro_batch * training.accumulate
-        one = target_s() + self._pack_s(self._work.step(self._seen())) / training.context
-        trained, _ = self._trained()
-        update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
-        update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
-        measured = times(0, total, recipe.evaluation.every_steps)
-        saves = times(0, total, recipe.checkpoint.every_steps) | measured
-        held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
-        scored = self._pack_s(self._work.scored(self._seen()))
-        evaluated = held_out / self.ranks * (target_s(alone=True) + scored)
-        return {
-            "start_up": 0.0,
-            "data": 0.0,
-            "steps": total * (packs * one + update),
-            "evaluations": len(measured) * evaluated,
-            "checkpoints": len(saves - {0}) * saved / SAVE_BYTES,
-        }
+    def _solve(self, rows: Floats, seen: Floats, precision: Floats) -> None:
+        """Linear regression with priors; the level has none to speak of."""
+        mean, spread = np.array([(0.0, 3.0), _SLOPE, ANNEAL, _OFFSET]).T
+        weighted = rows * precision[:, None]
+        self._covariance = np.linalg.inv(rows.T @ weighted + np.diag(spread**-2))
+        self._values = mean + self._covariance @ (weighted.T @ (seen - rows @ mean))
+        self._values[1:3] = np.maximum(self._values[1:3], 0.0)  # more training takes nothing away
 
-    def _seen(self) -> float:
-        """Keys that a query looks at: rows as long as they may be."""
-        return self.recipe.data.max_length / 2
-
-    def _target_s(self, *, alone: bool = False) -> float:
-        """Seconds that a rank spends on the answer about a pack of its own. `alone`: ranks ask
-        about different packs, as in an evaluation."""
-        target, cut, tokens = self.target, self.cut, self.recipe.packing.tokens
-        text, together = target.config, cut.tp * cut.cp
-        context = 1 if alone else self.recipe.training.context
-        asked = max(1, together // context)  # packs that ranks of one target ask about at a time
-        width = text.num_attention_heads * text.head_dim
-        operations = 2 * target.active + 4 * width * self._seen() * text.num_hidden_layers
-        pass_s = tokens * operations / RATES["cuda"] / together
-        if cut.fsdp > 1:  # the next layer comes while this one runs
-            others = target.weights * self._target_width / cut.tp * (1 - 1 / cut.fsdp)
-            pass_s = max(pass_s, others / self._link(cut.ranks))
-        if cut.tp > 1:  # twice a layer, and nothing else to do meanwhile
-            summed = 4 * text.num_hidden_layers * tokens / cut.cp * text.hidden_size * 2
-            pass_s += summed / self._link(together)
-        return float(asked * pass_s)
-
-    @property
-    def _work(self) -> Work:
-        return self.recipe.method.work(self.draft, self.recipe.objective)
-
-    def _pack_s(self, operations: float) -> float:
-        """Seconds for so many operations a token of a pack, on one rank."""
-        return float(self.recipe.packing.tokens * operations / RATES["cuda"])
-
-    def _link(self, ranks: int) -> float:
-        """Bytes a second between so many neighboring ranks."""
-        return LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
+    def at(self, course: Course, steps: Any) -> list[Estimate]:
+        """Lengths at these steps of a course, the run's own or a longer one."""
+        ahead, annealed = _Times(course)(steps)
+        ahead = ahead - self._now
+        bent = (1 - np.exp(-BEND * np.maximum(ahead, 0.0))) / BEND
+        features = np.stack([np.ones_like(bent), bent, annealed, np.zeros_like(bent)], 1)
+        middle = features @ self._values
+        spread = np.einsum("ni,ij,nj->n", features, self._covariance, features)
+        spread = np.sqrt(spread + (MISFIT * self._values[1] * bent) ** 2)
+        odds = middle[:, None] + spread[:, None] * _INSIDE * np.array([0.0, -1.0, 1.0])
+        lengths = length_of(1 / (1 + np.exp(-odds)), self._depths)
+        return [Estimate(*map(float, row)) for row in lengths]
 
 
-def _nothing(*, alone: bool = False) -> float:
-    return 0.0
+def _percent(before: Estimate, after: Estimate) -> float:
+    return 100 * (after.length / before.length - 1)
 
 
-def draft_without_memory(recipe: Recipe, config: Any) -> DraftModel:
-    """The recipe's draft, on a target of this config."""
-    vocab_size = text_config(config).vocab_size
-    size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)
-    settings = recipe.method.bench_draft_settings(vocab_size, recipe.objective)
-    with torch.device("meta"):
-        draft = recipe.method.draft_type()(config_of_draft(recipe, config, size, settings))
-    if recipe.draft.freeze_embeddings:
-        draft.freeze_embeddings()
-    return draft
+def _stop_at(path: tuple[tuple[int, Estimate], ...], step_hours: float, least: float) -> int | None:
+    """The first step from which every piece of the rest gains less than `least` percent an hour."""
+    stop = None
+    for (begin, here), (end, there) in reversed(list(pairwise(path))):
+        if _percent(here, there) >= least * step_hours * (end - begin):
+            break
+        stop = begin
+    return stop

@@ -1,7 +1,7 @@
 """Bytes that a rank of a run holds, counted from shapes: exactly what stays, nearly what a step
 needs besides.
 
-`predict.py` counts for a run that is set up, `forecast.py` for one that is only a recipe.
+`predict.py` counts for a run that is set up, `shape_plan.py` for one that is only a recipe.
 """
 
 from dataclasses import dataclass

@@ -20,7 +20,9 @@ from fledge.target.kinds import model_name
 from fledge.train import checkpoint as checkpoints
 from fledge.train import lengthening, metrics, saving
 from fledge.train.batches import StepBatch
+from fledge.train.curves import curve_of, read_metrics
 from fledge.train.evaluate import learnt_nothing
+from fledge.train.forecast import forecast
 from fledge.train.setup import Training
 from fledge.train.step import StepResult, Sums
 
@@ -294,7 +296,7 @@ class Logs:
     """metrics.jsonl, trackers and the observer, on the main rank."""
 
     def __init__(self, training: Training, observer: Observer, state: State) -> None:
-        recipe = training.recipe
+        self._training, self._state, recipe = training, state, training.recipe
         begun = state.step - state.step % recipe.tracking.every_steps
         self.last_step = max(begun, state.schedule_from)  # a run's last step ends a window, too
         self.timed_from = state.step  # a resumed run has not seen the whole window
@@ -318,7 +320,18 @@ class Logs:
         self._track(
             values["step"], {f"evaluation/{name}": v for name, v in values["evaluation"].items()}
         )
-        self._observer.evaluated(values)
+        self._observer.evaluated({**values, "forecast": self._ahead()})
+
+    def _ahead(self) -> str | None:
+        """A line about the rest of the run, once its curve tells."""
+        recipe, directory = self._training.recipe, self._training.directory
+        steps = self._training.stream.steps
+        try:
+            lines = read_metrics(directory)
+            begun_at = self._state.schedule_from
+            return forecast(curve_of(recipe, steps, *lines, begun_at=begun_at)).line()
+        except BadInput:  # too early
+            return None
 
     def warned(self, step: int, warnings: Sequence[str]) -> None:
         for text in warnings:

@@ -18,8 +18,8 @@ from fledge.draft.base import DraftModel
 from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
-from fledge.train.forecast import GPUS_OF_A_MACHINE, LINK_BYTES, TargetShape, draft_without_memory
 from fledge.train.memory import USABLE, StepMemory, draft_bytes
+from fledge.train.shape_plan import GPUS_OF_A_MACHINE, LINK_BYTES, TargetShape, draft_without_memory
 from fledge.train.simulation import Pipeline, Simulated
 
 

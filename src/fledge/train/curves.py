@@ -1,0 +1,214 @@
+"""What a run has shown so far, as plain numbers: its metrics, and the schedule it follows.
+
+`read_metrics` is the one reader of `metrics.jsonl`; `read_curve` adds what the run's recipe and
+checkpoints say of its length. Nothing is computed here: see `forecast.py`.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fledge.core.errors import BadInput
+from fledge.core.expected import Fault, ListOf, Maybe, Table, Whole
+from fledge.core.reading import check, json_lines, parse_json
+from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
+from fledge.train.checkpoint import STEPS, read_state
+from fledge.train.optimizer import learning_rate
+
+METRICS_NAME = "metrics.jsonl"
+CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
+Floats = NDArray[np.float64]
+_BEGUN = "schedule_from"  # in a checkpoint's state: see `lengthening.py`
+_LENGTH = Table(optional={STEPS: Whole(1, 10**12), _BEGUN: Whole(0, 10**12)})
+_GRID = 2048  # points that a schedule is summed over
+_MOST_BYTES = 1 << 28
+
+
+class _Figure:
+    """A number, NaN and infinity among them: a diverged run has gaps in its curves."""
+
+    def fault(self, value: Any, at: str) -> Fault | None:
+        return None if type(value) in (int, float) else Fault(at, value, "a number")
+
+
+_FIGURES = ListOf(_Figure(), most=4096)  # one a depth
+_MEASURED = Table(
+    optional={
+        "acceptance_length": _Figure(), "rounds": Whole(), "tau": _Figure(), "joint": _FIGURES,
+        "conditional": _FIGURES, "prefix_acceptance": _FIGURES,
+    },
+)  # fmt: skip
+_LINE = Table(
+    {"step": Whole()},
+    optional={
+        **dict.fromkeys(CURVES, Maybe(_Figure())),
+        "epoch": Whole(),
+        "prefix_acceptance": _FIGURES,
+        "depth_loss": _FIGURES,
+        "seconds": Maybe(_Figure()),
+        "evaluation": _MEASURED,
+    },
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a run's learning rate goes, and how often it comes back to its data."""
+
+    steps: int
+    warmup: int = 0
+    schedule: str = "constant"
+    final_share: float = 0.0
+    epoch_steps: float = math.inf  # of a pass over the data; infinite: not known to be repeated
+    begun_at: int = 0  # a lengthened run's second schedule
+
+    @classmethod
+    def of(cls, recipe: Recipe, steps: int, *, epoch_steps: float, begun_at: int = 0) -> "Course":
+        training, length = recipe.training, steps - begun_at
+        warmup = training.warmup_steps
+        return cls(
+            steps=steps,
+            warmup=math.ceil(training.warmup_share * length) if warmup is None else warmup,
+            schedule=training.schedule,
+            final_share=training.final_lr_share,
+            epoch_steps=epoch_steps,
+            begun_at=begun_at,
+        )
+
+    def doubled(self, *, data: bool) -> "Course":
+        """The same schedule over twice the steps; `data`: because there are twice the rows."""
+        times = 2 if data else 1
+        return replace(self, steps=2 * self.steps, begun_at=0, epoch_steps=times * self.epoch_steps)
+
+    def rates(self) -> tuple[Floats, Floats]:
+        """(steps, their learning rate as a share of the peak), evenly over the run."""
+        steps = np.unique(np.linspace(0, self.steps, min(self.steps, _GRID) + 1).round())
+        return steps, np.array([self._rate(int(step)) for step in steps])
+
+    def _rate(self, step: int) -> float:
+        begin, end = (self.begun_at, self.steps) if step >= self.begun_at else (0, self.begun_at)
+        shape = {"schedule": self.schedule, "final_share": self.final_share}
+        return learning_rate(step - begin, end - begin, peak=1.0, warmup=self.warmup, **shape)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's lengths over its steps: every logged window, and every held-out evaluation."""
+
+    course: Course
+    depths: int  # tokens drafted a round
+    trained_depths: int  # of these, those that training steps measure: one for EAGLE-1
+    windows: tuple[tuple[float, float], ...]  # (middle step, tau over every slot)
+    measured: tuple[tuple[int, float, int], ...]  # (step, tokens per round, rounds), step 0 not
+    seconds: float = 0.0  # of training, up to `step`
+    step: int = 0  # the latest
+
+    def upto(self, share: float) -> "Curve":
+        """What was known when this share of the run was done."""
+        step = int(share * self.course.steps)
+        return replace(
+            self,
+            windows=tuple(w for w in self.windows if w[0] <= step),
+            measured=tuple(m for m in self.measured if m[0] <= step),
+            seconds=self.seconds * min(1.0, step / max(1, self.step)),
+            step=min(step, self.step),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        course = {k: v for k, v in asdict(self.course).items() if v != math.inf}
+        return {**asdict(self), "course": course}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Curve":
+        rest = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
+        rest["course"] = Course(**value["course"])
+        rest["windows"] = tuple((a, b) for a, b in value["windows"])
+        rest["measured"] = tuple((a, b, c) for a, b, c in value["measured"])
+        return cls(**rest)
+
+
+def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(lines about training steps, lines about evaluations)."""
+    path = run / METRICS_NAME
+    if not path.is_file():
+        raise BadInput("not a run of fledge: no metrics.jsonl", where=str(run))
+    lines: list[dict[str, Any]] = []
+    for _, line in json_lines(path, most_bytes=_MOST_BYTES):
+        try:
+            value = parse_json(line, Table(), where=str(path), finite=False)
+        except BadInput:
+            break  # the run is being written to, or was killed
+        check(value, _LINE, where=f"{path}, line {len(lines) + 1}", what="the line")
+        lines.append(value)
+    steps = [line for line in lines if "loss" in line]
+    return steps, [line for line in lines if "evaluation" in line]
+
+
+def read_curve(run: Path, *, steps: int = 0) -> Curve:
+    """The curve of a run in its directory, finished or not; `steps` for one that does not say how
+    many it will have."""
+    logged, measured = read_metrics(run)
+    recipe = load_recipe(run / RESOLVED_NAME)
+    state = _newest_state(run)
+    steps = steps or state.get(STEPS, 0) or recipe.training.steps or 0
+    if not steps:
+        what = "no checkpoint says how many steps the run will have"
+        raise BadInput(what, where=str(run), fix="wait for the next one, or give --steps")
+    begun_at = state.get(_BEGUN, 0)
+    return curve_of(recipe, steps, logged, measured, begun_at=begun_at if begun_at < steps else 0)
+
+
+def curve_of(
+    recipe: Recipe,
+    steps: int,
+    logged: Sequence[dict[str, Any]],
+    measured: Sequence[dict[str, Any]],
+    *,
+    begun_at: int = 0,
+) -> Curve:
+    """The curve of these lines of metrics."""
+    passes = None if recipe.training.steps else steps / recipe.training.epochs
+    epoch_steps = passes or _first_pass(logged)
+    ends = [0, *(line["step"] for line in logged)]
+    middles = [(begin + end) / 2 for begin, end in pairwise(ends)]
+    found = [(line["step"], line["evaluation"]) for line in measured if line["step"]]
+    depths = max((len(line["evaluation"].get("joint", [])) for line in measured), default=0)
+    charged = [sum(loss > 0 for loss in line.get("depth_loss", [])) for line in logged]
+    return Curve(
+        course=Course.of(recipe, steps, epoch_steps=epoch_steps, begun_at=begun_at),
+        depths=depths,
+        trained_depths=max(charged, default=0) or depths,
+        windows=tuple(
+            (middle, float(line["tau"]))
+            for middle, line in zip(middles, logged, strict=True)
+            if math.isfinite(line.get("tau") or math.nan)
+        ),
+        measured=tuple(
+            (step, float(one["acceptance_length"]), int(one["rounds"]))
+            for step, one in found
+            if one.get("rounds") and math.isfinite(one.get("acceptance_length", math.nan))
+        ),
+        seconds=float(logged[-1].get("seconds") or 0.0) if logged else 0.0,
+        step=max(ends[-1], *(step for step, _ in found), 0),
+    )
+
+
+def _first_pass(logged: Sequence[dict[str, Any]]) -> float:
+    """Steps of a pass over the data, from where the second one begins."""
+    return next((line["step"] for line in logged if line.get("epoch")), math.inf)
+
+
+def _newest_state(run: Path) -> dict[str, Any]:
+    for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        with contextlib.suppress(BadInput):
+            state = read_state(path)
+            check(state, _LENGTH, where=str(path), what="the checkpoint's state")
+            return state
+    return {}

@@ -1,0 +1,181 @@
+"""What a recipe would cost on GPUs that are not here: from shapes alone, and as its header says."""
+
+import json
+import re
+
+import pytest
+
+from fledge.cli.console import out
+from fledge.cli.plan import plan
+from fledge.core.errors import BadInput
+from fledge.draft.block import KEPT_MLP_GIB
+from fledge.objective.work import ChainWork
+from fledge.recipe.schema import load_recipe
+from fledge.recipe.shipped import shipped_recipe
+from fledge.train.memory import StepMemory, context_needed, draft_bytes
+from fledge.train.predict import predict, step_memory
+from fledge.train.setup import set_up
+from fledge.train.shape_plan import ShapePlan
+
+GIB = 2**30
+NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu": 8}
+
+
+def planned(name, *overrides):
+    return ShapePlan.of(load_recipe(name, overrides), NOT_RUN[name])
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_headers_say_what_plan_says(name):
+    text = shipped_recipe(name).read_text()
+    said = re.search(
+        r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
+        r"(\d+\.\d)", text,
+    )  # fmt: skip
+    hours, tokens = re.search(r"time +([\d.]+) h for (\d+) million tokens", text).groups()
+    predicted = planned(name).predict()
+    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
+    assert [float(n) for n in said.groups()] == pytest.approx(
+        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+    )
+    assert float(hours) == pytest.approx(predicted.seconds / 3600, abs=0.051)
+    assert float(tokens) == pytest.approx(predicted.tokens / 1e6, abs=0.51)
+    assert predicted.peak_bytes < 0.92 * 80 * GIB
+    assert "NOT RUN" in text
+
+
+def test_weights_are_counted_as_the_models_have_them():
+    """Published sizes: 70.55, 235.09 (22.2 active, embedding and head in) and 8.03 billion."""
+    big, moe, small = (planned(name).target for name in NOT_RUN)
+    assert [round(x.weights / 1e9, 2) for x in (big, moe, small)] == [70.55, 235.09, 8.03]
+    assert (moe.active + 2 * moe.head) / 1e9 == pytest.approx(22.2, abs=0.1)
+
+
+def test_cutting_a_target_cuts_its_bytes():
+    whole = planned("llama33_70b_8gpu", "target.parallel={fsdp: 1}").target_bytes()
+    for cut in ("{tp: 8}", "{fsdp: 8}", "{fsdp: 4, tp: 2}"):
+        part = planned("llama33_70b_8gpu", f"target.parallel={cut}").target_bytes()
+        assert whole / 8 < part < whole / 4
+    rows = [
+        planned("llama31_8b_128k_8gpu", f"target.parallel={{cp: {n}}}").target_bytes()
+        for n in (1, 2, 4, 8)
+    ]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] > 8.03e9 * 2  # its ranks share rows, not weights
+
+
+def test_sharing_rows_cuts_a_step_down_to_what_all_ranks_need():
+    step = planned("llama31_8b_128k_8gpu").step
+    sizes = [step.bytes(n) for n in (1, 2, 4, 8, 16)]
+    assert sizes == sorted(sizes, reverse=True)
+    answer = 2 * step.tokens * 4 * 4096 * 2  # whole on every rank, for a moment
+    for n in (2, 4, 8):
+        assert step.bytes(n) - answer < 1.25 * (sizes[0] - answer) / n + 2 * GIB
+    assert context_needed(step, sizes[0]) == 1
+    assert context_needed(step, sizes[2]) == 4
+    assert context_needed(step, sizes[2] - 1) == 8
+    assert context_needed(step, 1e9) is None
+
+
+def test_sharing_weights_leaves_the_whole_ones_of_a_step():
+    assert draft_bytes(1000, 10) == 16_040
+    assert draft_bytes(1000, 10, shard=4, width=2) == 3000 + 6000 + 40
+
+
+def test_ranks_and_rows_cost_time():
+    one = planned("llama31_8b_128k_8gpu", "training.context=1", "target.parallel={cp: 1}")
+    four = planned("llama31_8b_128k_8gpu")
+    fewer = four.predict().seconds_by_part["steps"] / one.predict().seconds_by_part["steps"]
+    assert fewer == pytest.approx(1 / 4, rel=0.1)  # a quarter of the rows a step
+    redundant = planned("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8}").predict()
+    assert redundant.seconds > 2 * four.predict().seconds  # every rank asks about the whole row
+
+
+def test_plan_from_shapes(capsys, monkeypatch):
+    monkeypatch.setattr(out, "_width", 200)
+    long = "llama31_8b_128k_8gpu"
+    plan([long, "training.context=1", "target.parallel={cp: 1}"], ranks=8, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["context_needed"] == 4
+    assert found["tokens"] == 1200 * 8 * 131_072
+    plan([long], ranks=8, gpu_gib=20)
+    shown = capsys.readouterr().out
+    assert "1,200 steps on 8 ranks" in shown
+    assert "fits no number of ranks beside target and draft; see target.parallel" in shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "line"),
+    [
+        (["training.steps=null"], 8, "the number of steps must be said"),
+        ([], 6, "6 ranks cannot be cut into 4"),
+        (["target.parallel={cp: 1}", "training.context=3"], 8, "cannot be cut into 3"),
+        (["target.backend=remote", "target.urls=[http://x:1]"], 8, "the target runs elsewhere"),
+        (["target.model=nobody/nothing"], 8, "the config of 'nobody/nothing' is not here"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(overrides, ranks, line):
+    recipe = load_recipe("llama31_8b_128k_8gpu", overrides)
+    with pytest.raises(BadInput, match=line):
+        ShapePlan.of(recipe, ranks)
+
+
+def test_a_run_that_is_set_up_is_counted_alike(recipe):
+    """The same bytes from the same shapes, whichever way they were found."""
+    training = set_up(recipe())
+    predicted, step = predict(training), step_memory(training)
+    assert predicted.step_bytes == step.bytes(1)
+    trained = sum(p.numel() for p in training.parts.parameters)
+    frozen = sum(p.numel() for p in training.draft.parameters()) - trained
+    assert predicted.draft_bytes == 16 * trained + 4 * frozen
+    config = training.draft.config
+    by_hand = StepMemory(ChainWork(training.draft, 3), 2 * 96, 1, 4)
+    assert step == by_hand
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
+    layers = 2 * 96 * 3 * per_depth * 4
+    states = 2 * (2 * 96 * 4 * 32 * 4)
+    chunk, head = 2**30, 128 * 32 * 4
+    assert step.bytes(1) == layers + states + chunk + head
+
+
+def test_blocks_are_not_counted_as_chains():
+    """The 8B shape: four rows of 2,048, 512 blocks of 8 in each, 5 layers, a frozen
+    head of 128,256. A chain of 7 would keep seven rows a token; this keeps two."""
+    shape = (
+        "packing.tokens=2048", "data.max_length=2048", "training.context=1", "training.shard=1",
+        "target.parallel={cp: 1}", "training.micro_batch=4", "objective.kind=dflash",
+        "objective.block_size=8", "draft.draft_vocab_size=null", "draft.layers=5",
+    )  # fmt: skip
+    recipe = "llama31_8b_128k_8gpu"
+    block = ShapePlan.of(load_recipe(recipe, shape), 8)
+    assert block.draft.config.block_size == 8
+    work = block.step.work
+    rows, keys, width = 4 * 512 * 8, 2 * 8 * 128, 32 * 128
+    state, mlp = 4096, 14_336
+    picked = rows * 7 // 8
+    kept = 5 * rows * (state + 2 * width + keys) + 4 * rows * state + picked * (state + width)
+    kept += 5 * 8192 * keys + 8192 * 2 * state + 2 * picked * state
+    kept += (rows + 8192) * 2 * 128
+    kept += (2 * rows + picked) * 2 * mlp  # of three layers: two MLPs are computed again
+    assert 3 < KEPT_MLP_GIB * GIB / (rows * 2 * mlp * 2) < 4
+    weights = 5 * (2 * state * width + state * keys) + 5 * state * state  # MLPs' are cast twice
+    assert work.kept_bytes(8192, 2) == 2 * (kept + weights)
+    assert block.step.bytes(1) < 9 * GIB
+    larger = ShapePlan.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
+    assert 1.9 < larger.step.work.step() / work.step() < 2.1
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_headers_of_block_recipes_say_what_plan_says(kind, gpus):
+    path = shipped_recipe(f"qwen3_8b_{kind}_{gpus}gpu")
+    [said] = re.findall(
+        r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
+        r"(\d+\.\d)", path.read_text(),
+    )  # fmt: skip
+    predicted = ShapePlan.of(load_recipe(path, ["training.steps=10"]), gpus).predict()
+    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
+    assert [float(n) for n in said] == pytest.approx(
+        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+    )
