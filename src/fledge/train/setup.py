@@ -39,11 +39,12 @@ from fledge.target.kinds import (
     model_name,
     target_tokenizer,
 )
+from fledge.train.average import Average
 from fledge.train.batches import PackStream
 from fledge.train.checkpoint import newest_step, restore_rng, rng_tensors
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
-from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
+from fledge.train.optimizer import StepGuard, learning_rate, make_optimizers
 from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
@@ -97,6 +98,7 @@ class Training(OpenRun):
             warmup=math.ceil(training.warmup_share * total) if warmup is None else warmup,
             schedule=training.schedule,
             final_share=training.final_lr_share,
+            decay_share=training.decay_share,
         )
 
 
@@ -307,17 +309,12 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
     return Parts(
         **vars(models),
         parameters=parameters,
-        optimizer=make_optimizer(
-            parameters,
-            lr=training.lr,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-        ),
+        optimizers=make_optimizers(draft, training),
         guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
         clock=Clock(models.device),
         seed=training.seed,
+        average=None if training.ema is None else Average(parameters, training.ema),
     )
 
 
