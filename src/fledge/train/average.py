@@ -29,6 +29,7 @@ class Average:
     @torch.no_grad()
     def update(self, parameters: Sequence[nn.Parameter], *, taken: Tensor, bad: Tensor) -> None:
         """After a step, which was good (number `taken`) or skipped; both are on the device."""
+        taken = taken.double()
         new = 1 - (taken / (taken + 9)).clamp(max=self._decay)
         new = torch.where(bad, torch.zeros_like(new), new)
         for mean, parameter in zip(self.aside, parameters, strict=True):
