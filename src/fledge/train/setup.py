@@ -178,9 +178,11 @@ def set_up(
     on_progress: Callable[[Progress], None] = lambda _: None,
     *,
     watched: bool = False,
+    target: Eagle3TargetBackend | None = None,
 ) -> Training:
-    """Build a run. Nothing is written but caches. `watched`: see `join_world`."""
-    return set_up_together([recipe], on_progress, watched=watched)[0]
+    """Build a run. Nothing is written but caches. `watched`: see `join_world`. `target`: the
+    recipe's, where it is open already and shows what the draft listens to."""
+    return set_up_together([recipe], on_progress, watched=watched, target=target)[0]
 
 
 def set_up_together(
@@ -188,12 +190,14 @@ def set_up_together(
     on_progress: Callable[[Progress], None] = lambda _: None,
     *,
     watched: bool = False,
+    target: Eagle3TargetBackend | None = None,
 ) -> list[Training]:
     """Build the runs of several drafts that share target, data and packing (`recipe/drafts.py`).
     Close `together.target_of` them when they are done."""
-    ground = _lay_ground(recipes, on_progress, watched=watched)
+    ground = _lay_ground(recipes, on_progress, watched=watched, target=target)
     with ExitStack() as undo:
-        undo.enter_context(ground.target)
+        if target is None:
+            undo.enter_context(ground.target)
         trainings: list[Training] = []
         for recipe in recipes:
             opened = _open(recipe, ground, alone=len(recipes) == 1)
@@ -237,9 +241,13 @@ class _Ground:
 
 
 def _lay_ground(
-    recipes: Sequence[Recipe], on_progress: Callable[[Progress], None], *, watched: bool
+    recipes: Sequence[Recipe],
+    on_progress: Callable[[Progress], None],
+    *,
+    watched: bool,
+    target: Eagle3TargetBackend | None = None,
 ) -> _Ground:
-    """Data first, then the other ranks, then the target."""
+    """Data first, then the other ranks, then the target, unless it is there already."""
     # where a run was killed, one draft may know already what rows it was begun with
     recipe = max(map(_settled, recipes), key=lambda one: newest_step(Path(one.run.output_dir)))
     device = pick_device(recipe.training.device)
@@ -251,7 +259,8 @@ def _lay_ground(
     world = join_world(device, **cut, watched=watched)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
-        target = undo.enter_context(open_target(recipes, device))
+        if target is None:
+            target = undo.enter_context(open_target(recipes, device))
         target.askers = world.context
         train, held_out, fingerprint = data or known_data(recipe, target)
         tokenizer = target_tokenizer(recipe.target)
