@@ -1,6 +1,6 @@
 """What came of the runs of `tune.py`: a table, and a plot.
 
-    python benchmarks/tune_report.py build/tune.json [plot.svg]
+    python benchmarks/tune_report.py build/tune.json [more.json ...] [plot.svg]
 
 Every dot of the plot is a run, every bar the mean of a variant's: on held-out rows to the left, on
 kinds of prompts that were not trained on to the right. Needs nothing but Python.
@@ -102,11 +102,16 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
     return f"<text {place}>{escape(text)}</text>"
 
 
-def main(path: str, drawn: str | None = None) -> None:
-    held = json.loads(Path(path).read_text())
-    print(table(held["runs"], held["setting"]["unseen"]))
-    if drawn is not None:
-        Path(drawn).write_text(plot(held["runs"], held["setting"]["unseen"]))
+def main(*names: str) -> None:
+    """Files of one setting make one table; a name that ends with .svg is where to draw it."""
+    held = [json.loads(Path(name).read_text()) for name in names if not name.endswith(".svg")]
+    if any(one["setting"] != held[0]["setting"] for one in held):
+        sys.exit("these files have different settings: their lengths cannot be compared")
+    runs, unseen = [run for one in held for run in one["runs"]], held[0]["setting"]["unseen"]
+    print(table(runs, unseen))
+    for name in names:
+        if name.endswith(".svg"):
+            Path(name).write_text(plot(runs, unseen))
 
 
 if __name__ == "__main__":
