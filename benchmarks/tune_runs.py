@@ -131,6 +131,7 @@ def capture(jobs: Sequence[Job], judges: Judges, *, on_device: bool, points: int
         for batch in itertools.chain(packs(train, None, pad_id), *sets.values()):
             checked_answer(target, batch)
         states = target.states()
+    torch.cuda.empty_cache()  # of what was captured piece by piece: the workers need it
     if not on_device:
         states = States(states.keys, states.lengths, states.aux_ND.cpu(), states.hidden_ND.cpu())
     # plain bytes: torch would hand every small tensor of a pack over as a file of its own
