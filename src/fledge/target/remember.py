@@ -42,7 +42,7 @@ class RememberingTarget(Eagle3TargetBackend):
         # aux and hidden states [n, ...] of a document; these shifted, their last slot is never read
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
         if known is not None:
-            parts = (known.aux_ND.split(known.lengths), known.hidden_ND.split(known.lengths))
+            parts = [torch.split(x, known.lengths) for x in (known.aux_ND, known.hidden_ND)]
             self._known = dict(zip(known.keys, zip(*parts, strict=True), strict=True))
 
     def states(self) -> States:
