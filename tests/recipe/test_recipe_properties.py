@@ -131,6 +131,8 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
         recipe["target"]["shared_dir"] = "states"
     if recipe["objective"].get("weights") == "dpace":
         recipe["objective"].pop("loss", None)
+    if recipe["training"].get("optimizer") == "muon":
+        recipe["training"].pop("shard", None)
     if recipe["draft"].get("qk_norm"):
         recipe["draft"] |= {"attention_bias": False, "mlp_bias": False}
 

@@ -321,7 +321,7 @@ def test_the_reference_lists_what_every_key_takes() -> None:
     rows = [line.split(" | ") for line in markdown().splitlines() if line.startswith("| `")]
     values = {row[0].strip("| `"): row[1] for row in rows}
     assert all(text.strip(" |") for key, text in values.items() if key not in LOSSES)
-    assert values["schedule"] == "`cosine`, `linear`, `constant`"
+    assert values["schedule"] == "`cosine`, `linear`, `constant`, `wsd`"
     assert values["trackers"] == "list of: `tensorboard`, `wandb`, `trackio`"
     assert values["clip"] == "number above 0, or `null`"
     assert values["device"] == "`auto`, `cpu`, `mps`, `cuda`, `cuda:N`"

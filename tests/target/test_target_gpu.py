@@ -9,8 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.bench.train_step import Case, build_batches, build_parts, random_rows
 from fledge.data.pack import collate, pack_rows
+from fledge.recipe.sections import Training
 from fledge.target.hf.fp8 import Fp8Linear
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.train.average import Average
+from fledge.train.optimizer import make_optimizers
 from fledge.train.step import train_step
 
 pytestmark = [
@@ -81,6 +84,20 @@ def test_a_step_waits_for_nothing(kind, documents):
     case = Case(shape="135m", kind=kind, seq=512, batch=1, documents=documents)
     parts = build_parts(case, torch.device("cuda"))
     batches = build_batches(case, 4)
+    assert waits_of(parts, batches) == []
+
+
+def test_nor_does_one_with_every_option():
+    case = Case(shape="135m", kind="eagle3", seq=512, batch=1, documents=60)
+    parts = build_parts(case, torch.device("cuda"))
+    parts.objective.feature_dropout = 0.1
+    parts.optimizers = make_optimizers(parts.objective.draft_model, Training(optimizer="muon"))
+    parts.average = Average(parts.parameters, 0.99)
+    assert waits_of(parts, build_batches(case, 4)) == []
+
+
+def waits_of(parts, batches):
+    """Where the last step stopped until the GPU had caught up."""
     for batch in batches[:3]:
         train_step(parts, batch, lr=1e-4)
     torch.cuda.set_sync_debug_mode("warn")
@@ -90,5 +107,4 @@ def test_a_step_waits_for_nothing(kind, documents):
             train_step(parts, batches[3], lr=1e-4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{one.filename}:{one.lineno}" for one in caught if "synchron" in str(one.message)]
-    assert waits == []
+    return [f"{one.filename}:{one.lineno}" for one in caught if "synchron" in str(one.message)]

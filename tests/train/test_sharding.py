@@ -46,7 +46,7 @@ def weights_after_ten_steps(recipe):
         result = train_step(parts, stream.batch(step), lr=3e-3)
         norms.append(float(result.grad_norm))
     weights = {name: whole_tensor(p).detach() for name, p in training.draft.named_parameters()}
-    moments = [state["exp_avg_sq"] for state in parts.optimizer.state.values()]
+    moments = [state["exp_avg_sq"] for state in parts.optimizers[0].state.values()]
     held = sum(local_tensor(t).numel() for t in [*parts.parameters, *moments])
     last = [rows is None for rows in stream.batch(stream.steps - 1).micro]
     return {n: w.numpy() for n, w in weights.items()}, norms, held, last

@@ -137,7 +137,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(
-        target, objective, device, World(), parameters, optimizer, StepGuard(None, device), 1.0,
+        target, objective, device, World(), parameters, (optimizer,), StepGuard(None, device), 1.0,
         Clock(device),
     )  # fmt: skip
 

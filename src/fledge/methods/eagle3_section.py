@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fledge.core.settings import PositiveCount, PositiveShare
+from fledge.core.settings import PositiveCount, PositiveShare, ShareBelowOne
 from fledge.methods.section import LossSection
 
 
@@ -20,6 +20,9 @@ class Eagle3Section(LossSection):
 
     depth_keep: PositiveShare = 1.0
     """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
+
+    feature_dropout: ShareBelowOne = 0.0
+    """Share of the target's features left out in training, drawn anew for every step and slot."""
 
     @property
     def depths(self) -> int:

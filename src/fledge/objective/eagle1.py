@@ -6,15 +6,11 @@ at every supervised slot t, h the target's state at t + 1. The calls are those o
 `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.core.head import HeadLike
-from fledge.core.transfer import send
 from fledge.draft.eagle1 import LlamaEagle1DraftModel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.head_loss import HeadLoss, HeadTask, head_loss
@@ -22,19 +18,13 @@ from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
 from fledge.objective.supervision import HiddenSupervision
-from fledge.rollout.cod import slot_words
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.noise import uniform_noise
-from fledge.rollout.plan import RolloutPlan, plan_rollout
-from fledge.rollout.slots import RowMasks, flatten_slots
+from fledge.rollout.noise import NoisyPlan, noisy, uniform_noise
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Eagle1Plan(RolloutPlan):
-    word_O: Tensor | None  # the root of each slot's noise; None: no noise
-
-
-class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
+class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
     The batch carries the target's last hidden states twice: as the one aux layer (unshifted: what
@@ -79,22 +69,17 @@ class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
     def depths(self) -> int:
         return self.draft_tokens
 
-    def plan(self, masks: RowMasks, seed: int | None = None) -> Eagle1Plan:
+    def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
         """One step from every supervised slot; in eval mode, as many as are drafted."""
         training, device = self.draft_model.training, self.selected_token_ids.device
         depths = 1 if training else self.draft_tokens
         plan = plan_rollout(masks, num_depths=depths, device=device, ranks=self._ranks)
-        word_O = None
         if training and self.feature_noise > 0:
-            seed = self._drawn_seed() if seed is None else seed
-            words = slot_words(flatten_slots(masks).documents, seed).view(np.int64)
-            word_BT = send(torch.from_numpy(words), device).view(masks.loss_mask.shape)
-            share = plan.share
-            word_O = plan.on_key_axis(word_BT) if share is None else share.states(word_BT)
-        return Eagle1Plan(**vars(plan), word_O=word_O)
+            return noisy(plan, masks, self._drawn_seed() if seed is None else seed)
+        return NoisyPlan(**vars(plan))
 
     def _states(
-        self, plan: Eagle1Plan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
+        self, plan: NoisyPlan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
         if plan.word_O is not None:
             aux_OD = aux_OD + uniform_noise(plan.word_O, aux_OD.shape[1], self.feature_noise)
@@ -115,7 +100,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[Eagle1Plan]):
 
     def _score(
         self,
-        ready: ReadyBatch[Eagle1Plan],
+        ready: ReadyBatch[NoisyPlan],
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,

@@ -17,20 +17,22 @@ from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import RolloutTrainerModule
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.noise import NoisyPlan, dropped, noisy
+from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 
 Eagle3Output = RolloutOutput
 
 
-class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
+class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
     `loss` is a `Loss` or its name in `losses.registry` ("ce", "kl", "hard", ...); `lk_loss_type`
     ("alpha" or "lambda", with `lk_kl_scale` and `lk_kl_decay`) replaces it. `compute_dtype` is the
     dtype of the step's matrices when it differs from the parameters'. With `depth_keep` < 1 a
     rollout in training is followed one depth deeper with that chance only, and weighted so that the
-    expected gradient is that of the full unroll. `compact=False` and `attention="reference"` are
+    expected gradient is that of the full unroll. `feature_dropout` is the share of the target's
+    features that training leaves out. `compact=False` and `attention="reference"` are
     the slow twins that tests compare with.
     """
 
@@ -50,6 +52,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
         loss: str | Loss = "ce",
         step_decay: float = 0.8,
         depth_keep: float = 1.0,
+        feature_dropout: float = 0.0,
         compute_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
@@ -60,24 +63,28 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             raise ValueError(f"ttt_steps: must be a positive int, got {ttt_steps!r}")
         if not 0 < depth_keep <= 1:
             raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
+        if not 0 <= feature_dropout < 1:
+            raise ValueError(f"feature_dropout: must be in [0, 1), got {feature_dropout!r}")
         vocabulary = (selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
         options = (target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, *options)
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
+        self.feature_dropout = feature_dropout
         draft_model.config.ttt_steps = ttt_steps  # files without their run say how deep they draft
 
     @property
     def depths(self) -> int:
         return self.ttt_steps
 
-    def plan(self, masks: RowMasks, seed: int | None = None) -> RolloutPlan:
+    def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
         """Every supervised element; with `depth_keep` a sample of them, drawn from `seed` (None:
-        from torch's generator)."""
+        from torch's generator), as are the features left out."""
+        drops = self.draft_model.training and self.feature_dropout > 0
         if seed is None:
-            seed = self._drawn_seed() if self._keep < 1 else 0
-        return plan_rollout(
+            seed = self._drawn_seed() if self._keep < 1 or drops else 0
+        plan = plan_rollout(
             masks,
             num_depths=self.ttt_steps,
             compact=self.compact,
@@ -86,14 +93,17 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
             device=self.selected_token_ids.device,
             ranks=self._ranks,
         )
+        return noisy(plan, masks, seed) if drops else NoisyPlan(**vars(plan))
 
     @property
     def _keep(self) -> float:
         return self.depth_keep if self.draft_model.training else 1.0
 
     def _states(
-        self, plan: RolloutPlan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
+        self, plan: NoisyPlan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
+        if plan.word_O is not None:
+            aux_OD = dropped(aux_OD, plan.word_O, self.feature_dropout)
         states = self.draft_model(
             aux_OD, input_ids_L, plan, compute_dtype=dtype, attention=self.attention
         )

@@ -26,9 +26,9 @@ OWN: Mapping[str, tuple[str, ...] | None] = {
     "objective": None,
     "target": ("aux_layer_ids",),
     "training": (
-        "lr", "betas", "eps", "weight_decay", "schedule", "warmup_share", "warmup_steps",
-        "final_lr_share", "clip", "compute_dtype", "gradient_checkpointing", "spike_factor",
-        "max_bad_steps",
+        "lr", "optimizer", "betas", "eps", "weight_decay", "schedule", "decay_share",
+        "warmup_share", "warmup_steps", "final_lr_share", "ema", "clip", "compute_dtype",
+        "gradient_checkpointing", "spike_factor", "max_bad_steps",
     ),
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -14,6 +14,7 @@ from fledge.core.settings import (
     NonNegative,
     Positive,
     PositiveCount,
+    PositiveShare,
     Section,
     Share,
     ShareBelowOne,
@@ -131,6 +132,10 @@ class Training(Section):
     lr: Positive = 1e-4
     """Peak learning rate. 1e-4 suits 8B targets; small drafts want more (SmolLM2: 1e-3)."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of the layers and fc, with steps of AdamW's size; AdamW for the rest.
+    Not with shard."""
+
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's two decay rates."""
 
@@ -138,10 +143,13 @@ class Training(Section):
     """AdamW's epsilon."""
 
     weight_decay: NonNegative = 0.0
-    """AdamW's weight decay, on matrices only."""
+    """Weight decay, on matrices only."""
 
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """After the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up. wsd: constant, and down over the last decay_share of all steps."""
+
+    decay_share: PositiveShare = 0.2
+    """Of schedule wsd: share of all steps in which the rate comes down (as 1 - sqrt does)."""
 
     warmup_share: ShareBelowOne = 0.02
     """Share of all steps spent warming up, unless warmup_steps is given."""
@@ -167,6 +175,10 @@ class Training(Section):
 
     accumulate: PositiveCount = 1
     """Forwards per optimizer step; the gradient is that of one big batch."""
+
+    ema: ShareBelowOne | None = None
+    """Measure, keep and export an exponential mean of the weights with this decay (0.999, for
+    example); null: the weights themselves."""
 
     clip: Positive | None = 1.0
     """Largest gradient norm; null: no clipping."""
@@ -197,6 +209,14 @@ class Training(Section):
 
     max_bad_steps: PositiveCount = 5
     """Stop after this many skipped steps (spike, NaN, infinity) in a row."""
+
+    @model_validator(mode="after")
+    def _whole_matrices(self) -> "Training":
+        if self.optimizer == "muon" and self.shard > 1:
+            raise ValueError(
+                "muon needs whole matrices, which ranks with shard > 1 do not have; leave one out"
+            )
+        return self
 
 
 class Checkpoint(Section):

@@ -5,6 +5,7 @@ laptop CPU), later epochs then cost the draft alone.
 """
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,10 +17,23 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import find_documents
 
 
-class RememberingTarget(Eagle3TargetBackend):
-    """Wraps a backend with `hidden` supervision; holds at most `max_bytes` of states."""
+@dataclass(frozen=True)
+class States:
+    """What a target said of documents, end to end: two large tensors, which processes can share."""
 
-    def __init__(self, inner: Eagle3TargetBackend, max_bytes: int) -> None:
+    keys: list[bytes]
+    lengths: list[int]
+    aux_ND: Tensor
+    hidden_ND: Tensor
+
+
+class RememberingTarget(Eagle3TargetBackend):
+    """Wraps a backend with `hidden` supervision; holds at most `max_bytes` of states, besides those
+    that it is given as `known`."""
+
+    def __init__(
+        self, inner: Eagle3TargetBackend, max_bytes: int, known: States | None = None
+    ) -> None:
         super().__init__("hidden")
         if inner.supervision != "hidden":
             raise ValueError(f"only hidden supervision is remembered, not {inner.supervision!r}")
@@ -27,6 +41,15 @@ class RememberingTarget(Eagle3TargetBackend):
         self._free = max_bytes
         # aux and hidden states [n, ...] of a document; these shifted, their last slot is never read
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
+        if known is not None:
+            parts = [torch.split(x, known.lengths) for x in (known.aux_ND, known.hidden_ND)]
+            self._known = dict(zip(known.keys, zip(*parts, strict=True), strict=True))
+
+    def states(self) -> States:
+        """All that is known, for other targets of the same model; a copy."""
+        both = list(self._known.values())
+        lengths, aux = [len(aux) for aux, _ in both], torch.cat([aux for aux, _ in both])
+        return States(list(self._known), lengths, aux, torch.cat([hidden for _, hidden in both]))
 
     def info(self) -> TargetInfo:
         return self.inner.info()

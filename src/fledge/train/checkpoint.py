@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fledge.core.files import fsync_path, save_tensors, write_json
 from fledge.core.reading import check, check_inside, load_tensors, open_regular, read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
+from fledge.train.optimizer import state_like
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
@@ -235,23 +236,26 @@ def restore_rng(tensors: Mapping[str, Tensor]) -> None:
         raise BadInput(f"the random generator's state is damaged ({first_line(error)})") from None
 
 
-def optimizer_tensors(optimizer: torch.optim.AdamW, names: Mapping[int, str]) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]
+) -> dict[str, Tensor]:
     """Moments and step counts by parameter name; `names` maps id(parameter) to its name."""
     return {
         f"optimizer.{names[id(parameter)]}.{key}": value
+        for optimizer in optimizers
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
 
 
 def restore_optimizer(
-    optimizer: torch.optim.AdamW, names: Mapping[int, str], tensors: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor]
 ) -> None:
     """A parameter that no gradient has reached yet has no state: all of it is there, or nothing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"optimizer.{names[id(parameter)]}."
-            like = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            like = state_like(optimizer, parameter)
             held = any(f"{prefix}{name}" in tensors for name in like)
             state = matching(tensors, like, prefix=prefix) if held else {}
             optimizer.state[parameter] = {

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from fledge.core.distributed import leave_world
 from fledge.core.errors import TargetUnreachable
@@ -88,18 +89,24 @@ def _evaluate(sessions: Sequence[Session]) -> list[Session]:
     """Measure held-out acceptance; those are returned for which it is the best so far."""
     if not sessions:
         return []
-    if len(sessions) == 1:
-        training, step = sessions[0].training, sessions[0].step
-        measured = [
-            evaluate(
-                training.parts, training.held_out, training.held_out_picks,
-                lambda done, packs: training.watch("evaluating", step, f"{done} of {packs} packs"),
-            )
-        ]  # fmt: skip
-    else:
-        measured = together.evaluate(sessions)
+    with contextlib.ExitStack() as drafts:
+        for session in sessions:
+            drafts.enter_context(session.parts.averaged())
+        measured = _measure(sessions)
     pairs = zip(sessions, measured, strict=True)
     return [session for session, evaluation in pairs if session.evaluated(evaluation)]
+
+
+def _measure(sessions: Sequence[Session]) -> list[dict[str, Any]]:
+    if len(sessions) > 1:
+        return together.evaluate(sessions)
+    training, step = sessions[0].training, sessions[0].step
+    return [
+        evaluate(
+            training.parts, training.held_out, training.held_out_picks,
+            lambda done, packs: training.watch("evaluating", step, f"{done} of {packs} packs"),
+        )
+    ]  # fmt: skip
 
 
 def fit_recipe(recipe: Recipe, observer: Observer) -> Outcome:

@@ -5,18 +5,37 @@ needs besides.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from fledge.objective.work import Work
+from fledge.train.optimizer import trained_by_muon
+
+if TYPE_CHECKING:
+    from fledge.recipe.sections import Training
 
 USABLE = 0.92  # of a GPU's memory: the rest is its context, libraries and fragments
 
 
-def draft_bytes(trained: int, frozen: int, *, shard: int = 1, width: int = 4) -> int:
-    """Weights, gradients and moments. Ranks that share them have the whole weights, in the dtype of
-    the step, and the whole gradients while a step runs."""
+def draft_bytes(
+    trained: int, frozen: int, *, shard: int = 1, width: int = 4, kept: int | None = None
+) -> int:
+    """Weights, gradients, and what is `kept` of the weights besides (None: AdamW's moments). Ranks
+    that share them have the whole weights, in the dtype of the step, and the whole gradients while
+    a step runs."""
+    kept = 8 * trained if kept is None else kept
     if shard == 1:
-        return 16 * trained + 4 * frozen
-    return 12 * trained // shard + (width + 4) * trained + 4 * frozen
+        return 8 * trained + kept + 4 * frozen
+    return (4 * trained + kept) // shard + (width + 4) * trained + 4 * frozen
+
+
+def kept_bytes(draft: nn.Module, training: "Training") -> int:
+    """AdamW's two moments or Muon's one, and the average of the weights."""
+    trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    muon = trained_by_muon(draft).values() if training.optimizer == "muon" else ()
+    average = 0 if training.ema is None else 4 * trained
+    return 8 * trained - 4 * sum(p.numel() for p in muon) + average
 
 
 @dataclass(frozen=True)

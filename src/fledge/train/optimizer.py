@@ -1,14 +1,18 @@
-"""AdamW on float32 masters, the learning-rate schedule, and the guard against bad steps.
+"""AdamW and Muon on float32 masters, the learning-rate schedule, and the guard against bad steps.
 
 Nothing here waits for the device: whether a step is bad is decided there, and a bad step is skipped
-by the optimizer's own kernel.
+there (by AdamW's own kernel; Muon's tensors are put back).
 """
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fledge.recipe.sections import Training
 
 GUARD_WINDOW = 64  # gradient norms remembered
 GUARD_WARMUP = 16  # norms needed before one can be called a spike
@@ -33,17 +37,85 @@ def make_optimizer(
     )
 
 
+class SkippingMuon(torch.optim.Muon):
+    """torch's Muon for one matrix. It knows no `found_inf`, so what a bad step did is undone; one
+    matrix at a time, so that no more than one is held twice."""
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        [matrix] = self.param_groups[0]["params"]
+        if matrix.grad is None:
+            return None
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        held = (matrix, state["momentum_buffer"])
+        before = [tensor.clone() for tensor in held]
+        loss = super().step(closure)  # type: ignore[no-untyped-call]
+        if self.found_inf is not None:
+            for tensor, old in zip(held, before, strict=True):
+                tensor.copy_(torch.where(self.found_inf > 0, old, tensor))
+        return loss
+
+
+def make_optimizers(draft: nn.Module, training: "Training") -> tuple[torch.optim.Optimizer, ...]:
+    """What updates the trained parameters: AdamW, and Muon for matrices where a recipe says so.
+
+    Muon's steps are scaled to the size of AdamW's, so one learning rate and one weight decay do for
+    both.
+    """
+    both: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
+    muon = trained_by_muon(draft) if training.optimizer == "muon" else {}
+    rest = [p for name, p in draft.named_parameters() if p.requires_grad and name not in muon]
+    return (
+        make_optimizer(rest, betas=training.betas, eps=training.eps, **both),
+        *(SkippingMuon([p], adjust_lr_fn="match_rms_adamw", **both) for p in muon.values()),
+    )
+
+
+def trained_by_muon(draft: nn.Module) -> dict[str, nn.Parameter]:
+    """The matrices that lead from hidden states to hidden states: of the layers, and fc. Embeddings
+    and heads, whose rows are tokens, are not among them."""
+    return {
+        name: parameter
+        for name, parameter in draft.named_parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and name.startswith(("layers.", "fc."))
+    }
+
+
+def state_like(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What an optimizer keeps of a parameter: names, shapes and dtypes."""
+    if isinstance(optimizer, SkippingMuon):
+        return {"momentum_buffer": parameter}
+    return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+
+
 def learning_rate(
-    step: int, total: int, *, peak: float, warmup: int, schedule: str, final_share: float
+    step: int,
+    total: int,
+    *,
+    peak: float,
+    warmup: int,
+    schedule: str,
+    final_share: float,
+    decay_share: float = 0.2,
 ) -> float:
-    """Linear warm-up to `peak`, then cosine, linear or constant down to `final_share` of it."""
+    """Linear warm-up to `peak`, then down to `final_share` of it: along a cosine or a line, or not
+    at all (constant); or, wsd, only over the last `decay_share` of all steps, as 1 - sqrt does."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
-    done = (step - warmup) / max(1, total - warmup)
-    fall = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
-    return peak * (final_share + (1 - final_share) * fall)
+    begin = max(warmup, total - math.ceil(decay_share * total)) if schedule == "wsd" else warmup
+    done = max(0, step - begin) / max(1, total - begin)
+    falls = {
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "linear": 1 - done,
+        "wsd": 1 - math.sqrt(done),
+    }
+    return peak * (final_share + (1 - final_share) * falls[schedule])
 
 
 class StepGuard:

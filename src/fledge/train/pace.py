@@ -92,7 +92,8 @@ def _tried(training: "Training") -> Pace | None:
     except (NotFinite, TargetUnreachable):
         return None
     finally:
-        training.parts.optimizer.zero_grad(set_to_none=True)
+        for parameter in training.parts.parameters:
+            parameter.grad = None
 
 
 def _asked(training: "Training") -> float:

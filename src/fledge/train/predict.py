@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from fledge.target.kinds import kind_of
 from fledge.train.checkpoint import newest_step
-from fledge.train.memory import StepMemory, draft_bytes
+from fledge.train.memory import StepMemory, draft_bytes, kept_bytes
 from fledge.train.pace import Pace, pace_of, target_weights, work_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PARTS = ("start_up", "data", "steps", "evaluations", "checkpoints")
 @dataclass(frozen=True)
 class Prediction:
     target_bytes: int
-    draft_bytes: int  # weights, gradients, moments: 16 bytes a trained parameter
+    draft_bytes: int  # weights, gradients, moments: usually 16 bytes a trained parameter
     step_bytes: int  # what one step holds besides
     disk_bytes: int
     seconds_by_part: dict[str, float]  # of PARTS
@@ -108,14 +108,17 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
     trained = sum(p.numel() for p in parts.parameters)
     frozen = sum(p.numel() for p in draft.parameters()) - trained
     tokens = stream.steps * stream.packs_per_step * stream.tokens
-    saved = 4 * (trained + frozen) + 8 * trained
+    kept = kept_bytes(draft, recipe.training)
+    saved = 4 * (trained + frozen) + kept
     pace = pace_of(training)
     to_come = _seconds(training, pace if asks else replace(pace, target_s=0.0), trained, saved)
     now = time.perf_counter()
     start_up_s = 0.0 if begin is None else now - begin - training.data_s
     return Prediction(
         target_bytes=target_bytes,
-        draft_bytes=draft_bytes(trained, frozen, shard=world.shard, width=_width(training)),
+        draft_bytes=draft_bytes(
+            trained, frozen, shard=world.shard, width=_width(training), kept=kept
+        ),
         step_bytes=step_memory(training).bytes(world.context),
         disk_bytes=(recipe.checkpoint.keep + 1) * saved,
         seconds_by_part={"start_up": start_up_s, "data": training.data_s, **to_come},

@@ -25,17 +25,24 @@ if TYPE_CHECKING:
     from fledge.train.setup import Training
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEPPED = "stepped."  # weights that the optimizer works on, where the draft holds their average
 
 
 def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
     """Write a checkpoint; all ranks call it, and it is there when they return."""
+    with training.parts.averaged():
+        return _save(training, state, window)
+
+
+def _save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
     parts, directory = training.parts, training.directory
     # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
     kept = window.over(parts.world)
     if parts.world.is_main and not training.vocabulary_path.exists():
         raise removed(directory)
     tensors = {
-        **checkpoints.optimizer_tensors(parts.optimizer, _names(training)),
+        **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
+        **_stepped(training),
         **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
         **{f"window.{name}": tensor for name, tensor in vars(kept).items()},
         **checkpoints.rng_tensors(),
@@ -60,7 +67,11 @@ def _save_shares(
     training: "Training", path: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     world, draft = training.parts.world, training.draft
-    shared = {name: tensor for name, tensor in tensors.items() if name.endswith(_MOMENTS)}
+    shared = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.endswith(_MOMENTS) or name.startswith(_STEPPED)
+    }
     with _one_directory(path, world) as temporary:
         write_shares(temporary, shared)
         whole = {}
@@ -107,7 +118,10 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
         tensors = checkpoint.tensors()
         own = draft.state_dict()
         draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), own))
-    checkpoints.restore_optimizer(parts.optimizer, _names(training), tensors)
+    for optimizer in parts.optimizers:
+        checkpoints.restore_optimizer(optimizer, _names(training), tensors)
+    if parts.average is not None:
+        _restore_stepped(training, tensors)
     parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
     checkpoints.restore_rng(tensors)
     if parts.world.is_main:
@@ -125,8 +139,27 @@ def _read_shares(training: "Training", path: Path) -> dict[str, Tensor]:
         for key in _MOMENTS
         if (name := f"optimizer.{names[id(parameter)]}.{key}") in held
     }
-    read_shares(path, {**training.draft.state_dict(), **moments})
-    return moments
+    stepped = {name: torch.zeros_like(tensor) for name, tensor in _stepped(training).items()}
+    read_shares(path, {**training.draft.state_dict(), **moments, **stepped})
+    return {**moments, **stepped}
+
+
+def _stepped(training: "Training") -> dict[str, Tensor]:
+    """What lies aside while the draft holds the average of its weights."""
+    parts, names = training.parts, _names(training)
+    if parts.average is None:
+        return {}
+    aside = zip(parts.parameters, parts.average.aside, strict=True)
+    return {f"{_STEPPED}{names[id(parameter)]}": tensor for parameter, tensor in aside}
+
+
+def _restore_stepped(training: "Training", tensors: Mapping[str, Tensor]) -> None:
+    """The draft was read with its average in it: lay the weights aside, and change places."""
+    for name, tensor in checkpoints.matching(tensors, _stepped(training)).items():
+        own = _stepped(training)[name]
+        own.copy_(tensor)
+    assert training.parts.average is not None
+    training.parts.average.swap(training.parts.parameters)
 
 
 def _names(training: "Training") -> dict[int, str]:

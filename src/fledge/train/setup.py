@@ -39,11 +39,12 @@ from fledge.target.kinds import (
     model_name,
     target_tokenizer,
 )
+from fledge.train.average import Average
 from fledge.train.batches import PackStream
 from fledge.train.checkpoint import newest_step, restore_rng, rng_tensors
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
-from fledge.train.optimizer import StepGuard, learning_rate, make_optimizer
+from fledge.train.optimizer import StepGuard, learning_rate, make_optimizers
 from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
@@ -97,6 +98,7 @@ class Training(OpenRun):
             warmup=math.ceil(training.warmup_share * total) if warmup is None else warmup,
             schedule=training.schedule,
             final_share=training.final_lr_share,
+            decay_share=training.decay_share,
         )
 
 
@@ -176,9 +178,11 @@ def set_up(
     on_progress: Callable[[Progress], None] = lambda _: None,
     *,
     watched: bool = False,
+    target: Eagle3TargetBackend | None = None,
 ) -> Training:
-    """Build a run. Nothing is written but caches. `watched`: see `join_world`."""
-    return set_up_together([recipe], on_progress, watched=watched)[0]
+    """Build a run. Nothing is written but caches. `watched`: see `join_world`. `target`: the
+    recipe's, where it is open already and shows what the draft listens to."""
+    return set_up_together([recipe], on_progress, watched=watched, target=target)[0]
 
 
 def set_up_together(
@@ -186,12 +190,14 @@ def set_up_together(
     on_progress: Callable[[Progress], None] = lambda _: None,
     *,
     watched: bool = False,
+    target: Eagle3TargetBackend | None = None,
 ) -> list[Training]:
     """Build the runs of several drafts that share target, data and packing (`recipe/drafts.py`).
     Close `together.target_of` them when they are done."""
-    ground = _lay_ground(recipes, on_progress, watched=watched)
+    ground = _lay_ground(recipes, on_progress, watched=watched, target=target)
     with ExitStack() as undo:
-        undo.enter_context(ground.target)
+        if target is None:
+            undo.enter_context(ground.target)
         trainings: list[Training] = []
         for recipe in recipes:
             opened = _open(recipe, ground, alone=len(recipes) == 1)
@@ -235,9 +241,13 @@ class _Ground:
 
 
 def _lay_ground(
-    recipes: Sequence[Recipe], on_progress: Callable[[Progress], None], *, watched: bool
+    recipes: Sequence[Recipe],
+    on_progress: Callable[[Progress], None],
+    *,
+    watched: bool,
+    target: Eagle3TargetBackend | None = None,
 ) -> _Ground:
-    """Data first, then the other ranks, then the target."""
+    """Data first, then the other ranks, then the target, unless it is there already."""
     # where a run was killed, one draft may know already what rows it was begun with
     recipe = max(map(_settled, recipes), key=lambda one: newest_step(Path(one.run.output_dir)))
     device = pick_device(recipe.training.device)
@@ -249,7 +259,8 @@ def _lay_ground(
     world = join_world(device, **cut, watched=watched)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
-        target = undo.enter_context(open_target(recipes, device))
+        if target is None:
+            target = undo.enter_context(open_target(recipes, device))
         target.askers = world.context
         train, held_out, fingerprint = data or known_data(recipe, target)
         tokenizer = target_tokenizer(recipe.target)
@@ -307,17 +318,12 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
     return Parts(
         **vars(models),
         parameters=parameters,
-        optimizer=make_optimizer(
-            parameters,
-            lr=training.lr,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-        ),
+        optimizers=make_optimizers(draft, training),
         guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
         clock=Clock(models.device),
         seed=training.seed,
+        average=None if training.ema is None else Average(parameters, training.ema),
     )
 
 

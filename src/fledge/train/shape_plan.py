@@ -21,7 +21,7 @@ from fledge.recipe.schema import Recipe
 from fledge.target.kinds import Cut, kind_of, model_name
 from fledge.target.layers import text_config
 from fledge.train.drafts import config_of_draft
-from fledge.train.memory import StepMemory, draft_bytes
+from fledge.train.memory import StepMemory, draft_bytes, kept_bytes
 from fledge.train.pace import RATES
 from fledge.train.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
 
@@ -132,12 +132,13 @@ class ShapePlan:
         """`asks`: the target's time is this draft's, too."""
         training = self.recipe.training
         trained, frozen = self._trained()
-        saved = 4 * (trained + frozen) + 8 * trained
+        kept = kept_bytes(self.draft, training)
+        saved = 4 * (trained + frozen) + kept
         data_ranks = self.ranks // training.context
         packs = training.micro_batch * training.accumulate * data_ranks
         return Prediction(
             target_bytes=self.target_bytes(),
-            draft_bytes=draft_bytes(trained, frozen, shard=training.shard, width=2),
+            draft_bytes=draft_bytes(trained, frozen, shard=training.shard, width=2, kept=kept),
             step_bytes=self.step.bytes(training.context),
             disk_bytes=(self.recipe.checkpoint.keep + 1) * saved,
             seconds_by_part=self._seconds(saved, self._target_s if asks else _nothing),

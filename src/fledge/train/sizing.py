@@ -18,7 +18,7 @@ from fledge.draft.base import DraftModel
 from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
-from fledge.train.memory import USABLE, StepMemory, draft_bytes
+from fledge.train.memory import USABLE, StepMemory, draft_bytes, kept_bytes
 from fledge.train.shape_plan import GPUS_OF_A_MACHINE, LINK_BYTES, TargetShape, draft_without_memory
 from fledge.train.simulation import Pipeline, Simulated
 
@@ -224,7 +224,8 @@ def _rank_bytes(recipe: Recipe, draft: DraftModel) -> int:
     work = recipe.method.work(draft, recipe.objective)
     tokens = training.micro_batch * recipe.packing.tokens
     step = StepMemory(work, tokens, training.accumulate, width=2).bytes()
-    return draft_bytes(trained, frozen, shard=training.shard, width=2) + step
+    kept = kept_bytes(draft, training)
+    return draft_bytes(trained, frozen, shard=training.shard, width=2, kept=kept) + step
 
 
 @dataclass(frozen=True)

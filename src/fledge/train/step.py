@@ -6,7 +6,7 @@ LK-lambda weighs by. Nothing waits for the device.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,6 +19,7 @@ from fledge.core.rows import TokenBatch
 from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite import Verdict, inspect
+from fledge.train.average import Average
 from fledge.train.batches import StepBatch
 from fledge.train.checkpoint import restore_rng, rng_tensors
 from fledge.train.clock import Clock
@@ -55,11 +56,16 @@ class Parts(Models):
     """What a step works with besides."""
 
     parameters: list[nn.Parameter]  # the trained ones
-    optimizer: torch.optim.AdamW
+    optimizers: tuple[torch.optim.Optimizer, ...]
     guard: StepGuard
     clip: float | None
     clock: Clock
     seed: int = 0
+    average: Average | None = None  # of the weights, where it is the average that counts
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """While open, the draft is the one that counts: to be measured, to be saved."""
+        return nullcontext() if self.average is None else self.average.swapped(self.parameters)
 
 
 @dataclass
@@ -172,11 +178,14 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         limit = float("inf") if parts.clip is None else parts.clip
         norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parts.parameters, limit))
         bad = parts.guard.judge(norm, broken=counts[-2] > 0)
-        for group in parts.optimizer.param_groups:
-            group["lr"] = lr
-        parts.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
-        parts.optimizer.step()
-        parts.optimizer.zero_grad(set_to_none=True)
+        for optimizer in parts.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if parts.average is not None:
+            parts.average.update(parts.parameters, taken=parts.guard.good, bad=bad)
     return StepResult(
         sums, norm, bad, tuple(verdicts), parts.guard.bad_in_a_row.clone(), counts[-1]
     )

@@ -1,0 +1,198 @@
+"""Many short trainings from one capture of the target: which settings make the longest drafts?
+
+    python benchmarks/tune.py benchmarks/variants/smollm2_eagle3.yaml --data smollm2_chat.jsonl \
+        --prompts eval_gsm8k.jsonl eval_alpaca.jsonl --unseen eval_mt_bench.jsonl mixed \
+        --tokens 8e6 --seeds 2 --workers 6 --minutes 9 --out build/tune.json
+
+The target is run once over all rows; its states stay on its device (`--keep cpu`: in the host's
+memory), and the workers, each a process of its own, train from them through the ordinary step, side
+by side: a small draft leaves a GPU mostly idle. Every draft sees the same number of tokens and is
+judged by replay of rounds: on held-out rows, on prompts that the target answered (once: its answers
+are kept), and on kinds of rows that no draft was trained on (`--leave-out`, by the first part of a
+row's id). Finished runs are in the file of `--out` at once, and the same command goes on with those
+that are missing: after a kill, after `--minutes`, or with more seeds.
+
+A file of variants:
+
+    recipe: smollm2_gpu
+    base: [training.lr=2e-3]               # of all of them
+    variants:
+      shipped: []                          # the first is what others are compared with
+      warm-up: training.warmup_steps=100   # one override, or a list
+      wsd: [training.schedule=wsd, training.final_lr_share=0.05]
+    together: [warm-up+wsd]                # the overrides of both, in this order; also: --also
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fledge.core.errors import BadInput
+from fledge.core.files import write_json
+from fledge.core.machine import describe_machine
+from fledge.recipe.schema import load_recipe
+from tune_report import table
+from tune_runs import Job, Judges, capture, results, set_name, without_kinds
+
+# The target is asked once about each row: it neither remembers nor is compiled.
+QUIET = ("target.keep_states_gb=0", "target.compile=false", "run.output_dir=tuned/nothing")
+
+
+# --- what is tried ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variants:
+    """A recipe, and what is changed in it, by name."""
+
+    recipe: str
+    base: tuple[str, ...]
+    known: dict[str, tuple[str, ...]]
+    asked: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path, *, only: Sequence[str], also: Sequence[str]) -> "Variants":
+        held = yaml.safe_load(path.read_text())
+        if not isinstance(held, dict) or not isinstance(held.get("variants"), dict):
+            raise BadInput("no variants in it", where=str(path), fix="see benchmarks/tune.py")
+        known = {name: _words(value) for name, value in held["variants"].items()}
+        everything = (*known, *_words(held.get("together")), *also)
+        for name in (*everything, *only):
+            if missing := [part for part in name.split("+") if part not in known]:
+                what = f"no variant '{missing[0]}'"
+                raise BadInput(what, where=str(path), fix=f"those there are: {', '.join(known)}")
+        return cls(held["recipe"], _words(held.get("base")), known, tuple(only) or everything)
+
+    def overrides(self, name: str) -> tuple[str, ...]:
+        return tuple(word for part in name.split("+") for word in self.known[part])
+
+    def jobs(self, common: Sequence[str], *, tokens: float, seeds: int) -> list[Job]:
+        """All variants with the first seed, then all with the next."""
+        jobs = []
+        for seed, name in itertools.product(range(seeds), self.asked):
+            own = self.overrides(name)
+            words = [*self.base, *common, *own, *QUIET]
+            words += [f"training.seed={seed}", f"packing.seed={seed}"]
+            recipe = load_recipe(self.recipe, words)
+            step = recipe.training.micro_batch * recipe.training.accumulate * recipe.packing.tokens
+            words += [f"training.steps={max(1, round(tokens / step))}"]
+            jobs.append(Job(name, own, seed, self.recipe, tuple(words)))
+        return jobs
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+class Deadline:
+    """Hands jobs out for as long as one more is likely to end in time."""
+
+    def __init__(self, jobs: Sequence[Job], end: float) -> None:
+        self.jobs, self._end = jobs, end
+        self.longest_s, self.left = 0.0, 0
+
+    def __iter__(self) -> Iterator[Job]:
+        for index, job in enumerate(self.jobs):
+            if time.monotonic() + self.longest_s > self._end:
+                self.left = len(self.jobs) - index
+                return
+            yield job
+
+
+def held_before(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of a file that was begun with the same setting."""
+    if not path.exists():
+        return []
+    held = json.loads(path.read_text())
+    if held["setting"] != setting:
+        changed = [key for key, value in setting.items() if held["setting"].get(key) != value]
+        what = f"begun with other {', '.join(changed)}: lengths could not be compared"
+        raise BadInput(what, where=str(path), fix="another --out")
+    runs: list[dict[str, Any]] = held["runs"]
+    return runs
+
+
+def setting_of(args: argparse.Namespace, variants: Variants, judges: Judges) -> dict[str, Any]:
+    """What all runs of a file have in common, or their lengths could not be compared."""
+    return {
+        "recipe": variants.recipe, "base": list(variants.base), "set": args.set,
+        "tokens": args.tokens, "data": [Path(file).name for file in args.data],
+        "sets": [*args.leave_out, *map(set_name, judges.prompts)], "rows": judges.rows,
+        "unseen": [*args.leave_out, *map(set_name, args.unseen)],
+        "max_new_tokens": judges.max_new_tokens, "draft_tokens": judges.draft_tokens,
+    }  # fmt: skip
+
+
+def tune(args: argparse.Namespace) -> None:
+    begin = time.monotonic()
+    variants = Variants.read(args.variants, only=args.only, also=args.also)
+    files = without_kinds(args.data, args.leave_out, args.rows) if args.leave_out else {}
+    data = files.pop("", ",".join(args.data))
+    common = [f"data.train={data}", *args.set]
+    jobs = variants.jobs(common, tokens=args.tokens, seeds=args.seeds)
+    tokens = args.draft_tokens or jobs[0].recipe.objective.depths
+    prompts = [*args.prompts, *args.unseen]
+    judges = Judges(args.rows, files, prompts, args.max_new_tokens, tokens)
+    setting = setting_of(args, variants, judges)
+    runs = held_before(args.out, setting)
+    done = {run["id"] for run in runs}
+    todo = Deadline([job for job in jobs if job.id not in done], begin + 60 * args.minutes)
+    if todo.jobs:
+        ground = capture(jobs, judges, on_device=args.keep == "device", points=args.points)
+        size = ground.states.aux_ND.nbytes + ground.states.hidden_ND.nbytes
+        print(f"captured {size / 2**30:.1f} GiB in {time.monotonic() - begin:.0f} s", flush=True)
+        for run in results(ground, todo, workers=args.workers):
+            if "error" in run:
+                print(run["error"], flush=True)
+                continue
+            todo.longest_s = max(todo.longest_s, run["wall_s"])
+            runs.append(run)
+            held = {"setting": setting, "machine": describe_machine(), "runs": runs}
+            write_json(args.out, held)
+            shown = ", ".join(f"{name} {length:.3f}" for name, length in run["lengths"].items())
+            print(f"{time.monotonic() - begin:5.0f} s  {run['id']}: {shown}", flush=True)
+    print(table(runs, setting["unseen"]))
+    if todo.left:
+        print(f"{todo.left} runs are left: the same command goes on")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("variants", type=Path, help="a file of variants")
+    parser.add_argument("--data", nargs="+", required=True, help="chats, answered by the target")
+    parser.add_argument("--prompts", nargs="*", default=[], help="files to be answered by it")
+    parser.add_argument("--unseen", nargs="*", default=[], help="such of kinds not trained on")
+    parser.add_argument("--leave-out", nargs="*", default=[], help="kinds of rows to judge on only")
+    parser.add_argument("--out", type=Path, required=True, help="results, JSON")
+    parser.add_argument("--tokens", type=float, default=8e6, help="of each run, padding included")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=[], help="variants by name, or a+b")
+    parser.add_argument("--also", nargs="*", default=[], help="further ones: a+b")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of all of them")
+    parser.add_argument("--workers", type=int, default=6, help="side by side; 0: in this process")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no run that ends later")
+    parser.add_argument("--points", type=int, default=1, help="measurements in a run")
+    parser.add_argument("--rows", type=int, default=256, help="rows of a set, at most")
+    parser.add_argument("--draft-tokens", type=int, default=0, help="0: as the recipe is trained")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--keep", choices=("device", "cpu"), default="device", help="the states")
+    try:
+        tune(parser.parse_args(words))
+    except BadInput as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

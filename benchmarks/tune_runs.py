@@ -1,0 +1,275 @@
+"""The runs of `tune.py`: one capture of the target's states, and drafts that train from it.
+
+What is captured are all documents that any run trains on or is judged on, so that no run needs the
+target's own pass. The states are two large tensors, which all processes see.
+"""
+
+import itertools
+import json
+import multiprocessing
+import pickle
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.core.distributed import pick_device
+from fledge.core.errors import BadInput
+from fledge.core.files import cache_dir, write_text
+from fledge.core.rows import TokenBatch
+from fledge.data.pack import collate, pack_rows
+from fledge.data.rows import RowView, split_rows
+from fledge.decode.strategies.registry import rollouts_of
+from fledge.measure.answers import cached_answers
+from fledge.measure.figures import Acceptance
+from fledge.measure.packed import Ints, target_picks
+from fledge.measure.prompts import read_prompts
+from fledge.measure.replay import Text, as_pack, packs_of, replay_held_out
+from fledge.recipe.schema import Recipe, load_recipe
+from fledge.target.finite import checked_answer
+from fledge.target.kinds import target_tokenizer
+from fledge.target.remember import RememberingTarget, States, colocated
+from fledge.train.setup import Training, prepare_data, set_up, tokenised
+from fledge.train.step import train_step
+from fledge.train.targets import open_target
+
+HELD_OUT = "held out"
+PACK = 16384  # tokens that the target runs on at a time
+Sets = dict[str, list[TokenBatch]]  # by name: what a draft is judged on
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    overrides: tuple[str, ...]
+    seed: int
+    source: str  # a recipe, by name or file
+    words: tuple[str, ...]  # all that is changed in it
+
+    @property
+    def recipe(self) -> Recipe:
+        return load_recipe(self.source, self.words)
+
+    @property
+    def id(self) -> str:
+        return " ".join([f"{self.name}:", *self.overrides, f"seed={self.seed}"])
+
+
+# --- what it is judged on -----------------------------------------------------------------------
+
+
+def without_kinds(files: Sequence[str], kinds: Sequence[str], rows: int) -> dict[str, str]:
+    """kind -> a file of at most so many rows of it; '' -> one of all other rows. A row's kind is
+    the first part of its id: `mbpp` of `mbpp/17`."""
+    lines: dict[str, list[str]] = {kind: [] for kind in ("", *kinds)}
+    for line in (line for file in files for line in Path(file).read_text().splitlines() if line):
+        kind = str(json.loads(line).get("id", "")).partition("/")[0]
+        lines[kind if kind in kinds else ""].append(line)
+    if empty := [kind for kind, own in lines.items() if not own]:
+        raise BadInput(f"no rows of kind '{empty[0]}'", where=", ".join(files))
+    place, named = cache_dir() / "tune", {}
+    place.mkdir(parents=True, exist_ok=True)
+    for kind, own in lines.items():
+        path = place / f"{kind or 'but-' + '-'.join(kinds)}.jsonl"
+        write_text(path, "\n".join(own[: rows if kind else None]) + "\n")
+        named[kind] = str(path)
+    return named
+
+
+def set_name(prompts: str) -> str:
+    return Path(prompts).name.partition(".")[0].removeprefix("eval_")
+
+
+def packs(rows: RowView, count: int | None, pad_id: int) -> list[TokenBatch]:
+    lengths = rows.lengths[:count]
+    width = max(PACK, int(lengths.max()))
+    return [collate(rows, [pack], width, pad_id) for pack in pack_rows(lengths, width).packs]
+
+
+def answered(target: RememberingTarget, prompts: Sequence[str], max_new_tokens: int) -> Sets:
+    """The target's own answers to each file of prompts."""
+    model, sets = colocated(target), {}
+    assert model is not None
+    for file in prompts:
+        asked = read_prompts([file])
+        turns = cached_answers(model, asked, max_new_tokens=max_new_tokens, batch=64).turns
+        texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in turns]
+        members = [[piece.row for piece in pack] for pack in packs_of(list(map(len, texts)), PACK)]
+        sets[set_name(file)] = [as_pack([texts[i] for i in one]) for one in members]
+    return sets
+
+
+@dataclass(frozen=True)
+class Judges:
+    """What drafts are judged on."""
+
+    rows: int  # of held-out rows, at most
+    files: dict[str, str]  # of rows by kind, which no draft is trained on
+    prompts: Sequence[str]  # files, or named sets, that the target answers
+    max_new_tokens: int
+    draft_tokens: int  # drafted in a round
+
+
+def capture(jobs: Sequence[Job], judges: Judges, *, on_device: bool, points: int) -> "Ground":
+    """Run the target over all that is trained and judged on."""
+    recipe = jobs[0].recipe
+    device = pick_device(recipe.training.device)
+    with RememberingTarget(_open(jobs, device), 2**62) as target:
+        pad_id = target_tokenizer(recipe.target).pad_token_id or 0
+        train, held_out, _ = prepare_data(recipe)
+        sets = {HELD_OUT: packs(held_out, judges.rows, pad_id)}
+        for kind, file in judges.files.items():
+            view, _ = split_rows(tokenised((file,), recipe, lambda _: None), 0)
+            sets[kind] = packs(view, None, pad_id)
+        sets |= answered(target, judges.prompts, judges.max_new_tokens)
+        for batch in itertools.chain(packs(train, None, pad_id), *sets.values()):
+            checked_answer(target, batch)
+        states = target.states()
+    torch.cuda.empty_cache()  # of what was captured piece by piece: the workers need it
+    if not on_device:
+        states = States(states.keys, states.lengths, states.aux_ND.cpu(), states.hidden_ND.cpu())
+    # plain bytes: torch would hand every small tensor of a pack over as a file of its own
+    return Ground(list(jobs), states, pickle.dumps(sets), judges.draft_tokens, points)
+
+
+def _open(jobs: Sequence[Job], device: torch.device) -> Any:
+    """The target, with all layers that any draft listens to."""
+    if jobs[0].recipe.target.backend != "hf":
+        raise BadInput("states are captured in this process", where="target.backend", fix="hf")
+    return open_target([job.recipe for job in jobs], device)
+
+
+# --- one training -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What trainings share, and a process can be handed."""
+
+    jobs: list[Job]
+    states: States
+    packed_sets: bytes
+    draft_tokens: int
+    points: int  # measurements in a run
+
+
+class Bench:
+    """Trains and measures drafts, one after another."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._sets: Sets = pickle.loads(ground.packed_sets)
+        self._picks: dict[tuple[str, int], Ints] = {}  # the target's, whatever the draft
+
+    @cached_property
+    def _target(self) -> RememberingTarget:
+        device = pick_device(self._ground.jobs[0].recipe.training.device)
+        return RememberingTarget(_open(self._ground.jobs, device), 0, self._ground.states)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        begin = time.perf_counter()
+        training = set_up(job.recipe, target=self._target)
+        stream, vocabulary = training.stream, training.vocabulary
+        curve, training_s = self._train(training)
+        return {
+            "id": job.id, "name": job.name, "overrides": list(job.overrides), "seed": job.seed,
+            "steps": stream.steps, "tokens": stream.steps * stream.packs_per_step * stream.tokens,
+            "seconds": training_s, "wall_s": time.perf_counter() - begin,
+            "vocabulary": vocabulary.size, "coverage": vocabulary.coverage,
+            **curve[-1], "curve": curve,
+        }  # fmt: skip
+
+    def _train(self, training: Training) -> tuple[list[dict[str, Any]], float]:
+        """(the draft at so many points, seconds of training between them)."""
+        parts, stream, points = training.parts, training.stream, self._ground.points
+        parts.objective.draft_model.train()
+        due = {max(1, stream.steps * i // points) for i in range(1, points + 1)}
+        skipped, seconds, curve = 0, 0.0, []
+        begin, last = time.perf_counter(), None
+        for batch in stream.prefetched(0, 2):
+            result = train_step(parts, batch, lr=training.lr(batch.step))
+            skipped += 0 if last is None else int(last.bad)  # a step late: no waiting
+            last = result
+            if batch.step + 1 in due:
+                skipped, last = skipped + int(result.bad), None  # waits for the device
+                seconds += time.perf_counter() - begin
+                here = {"step": batch.step + 1, "loss": float(result.sums.loss), "skipped": skipped}
+                curve.append({**here, "lengths": self._measure(training)})
+                begin = time.perf_counter()
+        return curve, seconds
+
+    @torch.no_grad()
+    def _measure(self, training: Training) -> dict[str, float]:
+        """Tokens a round, by set; of the average of the weights where there is one."""
+        parts, draft, count = training.parts, training.draft, self._ground.draft_tokens
+        head = parts.target.info().head.to(parts.device)
+        lengths = {}
+        draft.eval()
+        with parts.averaged():
+            rollouts = rollouts_of(draft, count, dtype=parts.objective.compute_dtype)
+            for name, batches in self._sets.items():
+                total = Acceptance.none(count)
+                for index, batch in enumerate(batches):
+                    answer = parts.target.answer(batch).to(parts.device)
+                    if (name, index) not in self._picks:
+                        picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
+                        self._picks[name, index] = picks
+                    total += replay_held_out(answer, batch, rollouts, self._picks[name, index])
+                lengths[name] = total.length
+        draft.train()
+        return lengths
+
+
+# --- several side by side -----------------------------------------------------------------------
+
+
+def work(end: Any, ground: Ground) -> None:
+    """A process of its own: takes jobs until nobody is there to hand them out."""
+    torch.set_num_threads(1)
+    bench = Bench(ground)
+    try:
+        while True:
+            job = end.recv()
+            try:
+                end.send(bench.run(job))
+            except BadInput as error:
+                end.send({"error": f"{job.id}: {error}"})
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def results(ground: Ground, jobs: Iterable[Job], *, workers: int) -> Iterator[dict[str, Any]]:
+    """What came of each job, as they finish; `jobs` is asked for the next when somebody is free.
+    Without workers, all in this process."""
+    if workers == 0:
+        bench = Bench(ground)
+        yield from (bench.run(job) for job in jobs)
+        return
+    context, todo = multiprocessing.get_context("spawn"), iter(jobs)
+    free = []
+    for _ in range(workers):
+        ours, theirs = context.Pipe()
+        context.Process(target=work, args=(theirs, ground), daemon=True).start()
+        theirs.close()
+        free.append(ours)
+    busy: list[Any] = []
+    while True:
+        for end, job in zip(list(free), todo, strict=False):
+            end.send(job)
+            free.remove(end)
+            busy.append(end)
+        if not busy:
+            return
+        for end in wait(busy):
+            try:
+                yield end.recv()  # type: ignore[union-attr]
+            except EOFError:
+                sys.exit("a worker died (out of memory? give fewer --workers)")
+            busy.remove(end)
+            free.append(end)

@@ -1,0 +1,186 @@
+"""The tuning harness: from a file of variants to lengths, however often it is interrupted."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from fledge.recipe.schema import load_recipe
+from fledge.train.evaluate import evaluate
+from fledge.train.fit import fit
+from fledge.train.setup import set_up
+from train.tiny import Notes
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import tune  # noqa: E402
+import tune_report  # noqa: E402
+import tune_runs  # noqa: E402
+
+RECIPE = """
+target: {{model: {target}, aux_layer_ids: [0, 1, 2], dtype: float32}}
+data: {{valid_rows: 8, max_length: 64, workers: 1}}
+packing: {{tokens: 96}}
+draft: {{draft_vocab_size: 128}}
+objective: {{ttt_steps: 3}}
+training: {{lr: 1e-2, device: cpu}}
+"""
+VARIANTS = """
+recipe: {recipe}
+base: [training.clip=0.9]
+variants:
+  plain: []
+  wide: [packing.tokens=128, draft.head_from_target=false]
+  averaged: training.ema=0.99
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tiny_target, tmp_path_factory):
+    """Chats of two kinds, prompts, a recipe and its variants; and a cache of its own."""
+    place = tmp_path_factory.mktemp("tune")
+    rows = [
+        {
+            "id": f"{'abc' if i % 4 == 0 else 'count'}/{i}",
+            "messages": [
+                {"role": "user", "content": f"count to {i}"},
+                {"role": "assistant", "content": " ".join(str(n) for n in range(1 + i % 17))},
+            ],
+        }
+        for i in range(60)
+    ]
+    asked = [{"prompt": f"and then {i}?", "category": "other"} for i in range(3)]
+    for name, lines in {"chats": rows, "eval_asked": asked}.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (place / f"{name}.jsonl").write_text(text)
+    (place / "recipe.yaml").write_text(RECIPE.format(target=tiny_target))
+    (place / "variants.yaml").write_text(VARIANTS.format(recipe=place / "recipe.yaml"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEDGE_CACHE", str(place / "cache"))
+        yield place
+
+
+def command(place, out, *more, workers=0):
+    return [
+        str(place / "variants.yaml"), "--data", str(place / "chats.jsonl"),
+        "--unseen", str(place / "eval_asked.jsonl"), "--leave-out", "abc", "--seeds", "2",
+        "--tokens", "1920", "--workers", str(workers), "--max-new-tokens", "12",
+        "--out", str(place / out), *more,
+    ]  # fmt: skip
+
+
+def runs_in(path):
+    """Without clock times."""
+    timed = ("seconds", "wall_s")
+    runs = json.loads(path.read_text())["runs"]
+    return [{k: v for k, v in run.items() if k not in timed} for run in runs]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    assert tune.main(command(place, "whole.json", "--points", "2")) == 0
+    return place / "whole.json"
+
+
+def test_every_variant_and_seed_is_trained_and_judged(whole, capsys):
+    runs = runs_in(whole)
+    order = [("plain", 0), ("wide", 0), ("averaged", 0), ("plain", 1), ("wide", 1), ("averaged", 1)]
+    assert [(run["name"], run["seed"]) for run in runs] == order
+    assert [run["steps"] for run in runs[:3]] == [20, 15, 20]  # equal tokens
+    assert all(set(run["lengths"]) == {"held out", "abc", "asked"} for run in runs)
+    assert all(length >= 1 for run in runs for length in run["lengths"].values())
+    assert [point["step"] for point in runs[0]["curve"]] == [10, 20]
+    plain, wide, averaged = runs[:3]
+    assert plain["loss"] == averaged["loss"]  # the same training, and what is measured is not
+    assert [point["lengths"] for point in plain["curve"]] != [
+        point["lengths"] for point in averaged["curve"]
+    ]
+    assert len({run["loss"] for run in runs}) == 4
+    assert (plain["skipped"], wide["skipped"]) == (0, 0)
+    tune_report.main(str(whole), str(whole.with_suffix(".svg")))
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in shown[2:]] == ["| plain", "| wide", "| averaged"]
+    assert "kinds not trained on" in shown[0]
+    assert "+0.0 %" in shown[2]
+    drawn = ElementTree.parse(whole.with_suffix(".svg")).getroot()
+    assert len(drawn.findall("{*}circle")) == 2 * len(runs)
+
+
+def killed_at_the_third(words):
+    """In a process of its own: gone when its third run begins, as by kill -9."""
+    real, calls = tune_runs.Bench.run, []
+
+    def dying(self, job):
+        calls.append(job)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, job)
+
+    tune_runs.Bench.run = dying
+    torch.set_num_threads(1)
+    tune.main(words)
+
+
+def test_the_same_command_goes_on_after_a_kill(place, whole):
+    words = command(place, "cut.json", "--points", "2")
+    process = multiprocessing.get_context("fork").Process(target=killed_at_the_third, args=(words,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert runs_in(place / "cut.json") == runs_in(whole)[:2]
+    assert tune.main(words) == 0
+    assert runs_in(place / "cut.json") == runs_in(whole)
+
+
+def test_a_run_is_that_of_fledge_train(place, whole):
+    """Same draft, same figure: of the first variant on held-out rows, from rows as it had them."""
+    words = ["training.clip=0.9", f"data.train={place / 'cache/tune/but-abc.jsonl'}"]
+    words += ["training.steps=20", f"run.output_dir={place / 'run'}", "packing.seed=0"]
+    training = set_up(load_recipe(place / "recipe.yaml", words))
+    fit(training, Notes())
+    found = evaluate(training.parts, training.held_out)["acceptance_length"]
+    assert runs_in(whole)[0]["lengths"]["held out"] == pytest.approx(found, abs=0.05)
+
+
+def test_nothing_is_begun_that_would_end_too_late(place, capsys):
+    assert tune.main(command(place, "late.json", "--minutes", "0", "--only", "plain")) == 0
+    assert "2 runs are left: the same command goes on" in capsys.readouterr().out
+    assert not (place / "late.json").exists()
+
+
+@pytest.mark.slow
+def test_workers_do_what_one_process_does(place, whole):
+    words = command(place, "side.json", "--points", "2", workers=2)
+    assert tune.main(words) == 0
+    by_id = {run["id"]: run for run in runs_in(place / "side.json")}
+    for run in runs_in(whole):
+        assert by_id[run["id"]]["lengths"] == run["lengths"]
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (("--also", "plain+huge"), "no variant 'huge'; those there are: plain, wide, averaged"),
+        (("--leave-out", "xyz"), "no rows of kind 'xyz'"),
+        (("--tokens", "600"), "begun with other tokens: lengths could not be compared"),
+    ],
+)
+def test_refusals_are_one_line(place, whole, capsys, more, complaint):
+    assert tune.main(command(place, "whole.json", *more)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/variants").glob("*.yaml")), ids=str)
+def test_the_shipped_variants_are_recipes(path):
+    variants = tune.Variants.read(path, only=(), also=())
+    jobs = variants.jobs(["data.train=chats.jsonl"], tokens=8e6, seeds=1)
+    assert len({job.id for job in jobs}) == len(jobs)
+    dumped = [job.recipe.model_dump_json() for job in jobs]
+    assert len(set(dumped)) == len(dumped), "two variants that are the same"
