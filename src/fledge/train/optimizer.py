@@ -5,10 +5,12 @@ by the optimizer's own kernel.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from fledge.train.sharding import whole_tensor
 
 GUARD_WINDOW = 64  # gradient norms remembered
 GUARD_WARMUP = 16  # norms needed before one can be called a spike
@@ -31,6 +33,22 @@ def make_optimizer(
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
     )
+
+
+def clip_gradients(
+    optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter], limit: float | None
+) -> Tensor:
+    """The norm of all gradients, which the next step limits. A GPU scales them while it updates,
+    and need not read and write all of them once more for that."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = whole_tensor(torch.nn.utils.get_total_norm(grads))
+    limit = math.inf if limit is None else limit
+    if norm.is_cuda:
+        over = (norm + 1e-6) / limit  # as torch.nn.utils.clip_grads_with_norm_ has it
+        optimizer.grad_scale = over.clamp_min(1.0).float()  # type: ignore[attr-defined]
+    else:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
 
 
 def learning_rate(
