@@ -231,6 +231,15 @@ class BlockDraftModel(DraftModel):
         """Queries [N, H, C], keys and values [N, G, C] of a block's own slots."""
         return self._split(layer, layer.project_normed(state_NE), turn)
 
+    def _project_tokens(self, layer: LayerWeights, newest_N: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the first layer projects from slots that hold nothing but their token: placeholders
+        are all alike, and one of them is enough."""
+        token_M = torch.cat([newest_N, newest_N.new_full((1,), self._mask_id)])
+        qkv_MX = layer.project_normed(self.embed(token_M, dtype))
+        rest = int(self.config.block_size) - 1
+        masked_NJX = qkv_MX[-1:, None].expand(len(newest_N), rest, -1)
+        return torch.cat([qkv_MX[:-1, None], masked_NJX], dim=1).flatten(0, 1)
+
     def _split(
         self, layer: LayerWeights, x_NX: Tensor, turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,12 +267,14 @@ class BlockDraftModel(DraftModel):
         position_NJ = position_N[:, None] + torch.arange(rows.size, device=position_N.device)
         turn = self.rotary(position_NJ.flatten(), dtype)
         state = self.embed(self.block_tokens(newest_N), dtype).flatten(0, 1)
-        weights = self._weights_of_a_step(dtype, len(state))
-        picked = [*[None] * (len(weights) - 1), wanted_P]  # others see all slots up to the last
-        for layer, sight, wanted in zip(weights, self.sights(), picked, strict=True):
+        weights, sights = self._weights_of_a_step(dtype, len(state)), self.sights()
+        common = (context_TE, turn_T, turn, rows, attention)
+        for number, (layer, sight) in enumerate(zip(weights, sights, strict=True)):
             state = self._run_draft_layer(
-                self._layer, layer, sight, state, context_TE, turn_T, turn, rows, attention, wanted
-            )
+                self._layer, layer, sight, state, *common,
+                newest_N=newest_N if number == 0 else None,
+                wanted_P=wanted_P if number == len(weights) - 1 else None,
+            )  # fmt: skip
         state = rms_norm(state, self.norm_weight(dtype), self.config.rms_norm_eps)
         return state if wanted_P is not None else state.view(len(rows), rows.size, state.shape[1])
 
@@ -277,9 +288,15 @@ class BlockDraftModel(DraftModel):
         turn: Turn,
         rows: BlockRows,
         attention: AttentionKind,
-        wanted_P: Tensor | None,
+        *,
+        newest_N: Tensor | None,  # of the first layer
+        wanted_P: Tensor | None,  # of the last layer: nobody looks at its other slots
     ) -> Tensor:
-        projected = (layer.project_keys(context_TE), layer.project_normed(state))
+        if newest_N is None:
+            qkv_NX = layer.project_normed(state)
+        else:
+            qkv_NX = self._project_tokens(layer, newest_N, state.dtype)
+        projected = (layer.project_keys(context_TE), qkv_NX)
 
         def make(kv_TX: Tensor, qkv_NX: Tensor) -> tuple[Tensor, ...]:
             _, *context = self._split(layer, kv_TX, turn_T)

@@ -159,6 +159,8 @@ class BlockWork(Work):
         per_layer = _matrices(draft.layers) / len(draft.layers)
         one = 2 * per_layer * rows + 2 * size * keys * n.tokens + 4 * width * n.pairs
         behind = _matrices([draft.layers[-1].self_attn.o_proj, draft.layers[-1].mlp])
+        alike = rows - n.blocks - 1 if n.blocks else 0  # placeholders, which the first layer reads
+        first = size * (width + keys)
         small = 0.0
         if draft.markov_head is not None:
             small += config.draft_vocab_size * config.markov_rank
@@ -166,7 +168,7 @@ class BlockWork(Work):
             small += draft.confidence_head.proj.weight.numel()
         return {
             "fc": 2.0 * draft.fc.weight.numel() * n.tokens,
-            "layers": len(draft.layers) * one - 2 * behind * (rows - n.picked),
+            "layers": len(draft.layers) * one - 2 * behind * (rows - n.picked) - 2 * first * alike,
             "head": 2.0 * config.draft_vocab_size * size * n.elements,
             "small heads": 2 * small * n.elements,
         }

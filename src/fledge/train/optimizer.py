@@ -5,11 +5,13 @@ there (by AdamW's own kernel; Muon's tensors are put back).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from fledge.train.sharding import whole_tensor
 
 if TYPE_CHECKING:
     from fledge.recipe.sections import Training
@@ -90,6 +92,25 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str,
     if isinstance(optimizer, SkippingMuon):
         return {"momentum_buffer": parameter}
     return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+
+
+def clip_gradients(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Sequence[nn.Parameter],
+    limit: float | None,
+) -> Tensor:
+    """The norm of all gradients, which the next step limits. On a GPU AdamW scales them while it
+    updates, and need not read and write all of them once more for that."""
+    limit = math.inf if limit is None else limit
+    norm = whole_tensor(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    over = (norm + 1e-6) / limit  # as torch.nn.utils.clip_grads_with_norm_ has it
+    for optimizer in optimizers:
+        if norm.is_cuda and isinstance(optimizer, torch.optim.AdamW):
+            optimizer.grad_scale = over.clamp_min(1.0).float()  # type: ignore[attr-defined]
+        else:
+            [group] = optimizer.param_groups
+            nn.utils.clip_grads_with_norm_(group["params"], limit, norm)
+    return norm
 
 
 def learning_rate(

@@ -23,8 +23,8 @@ from fledge.train.average import Average
 from fledge.train.batches import StepBatch
 from fledge.train.checkpoint import restore_rng, rng_tensors
 from fledge.train.clock import Clock
-from fledge.train.optimizer import StepGuard
-from fledge.train.sharding import backward, whole, whole_tensor
+from fledge.train.optimizer import StepGuard, clip_gradients
+from fledge.train.sharding import backward, whole
 
 
 @dataclass
@@ -175,8 +175,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     with parts.clock.phase("update"):
         if world.shard == 1:
             world.sum_gradients(parts.parameters)
-        limit = float("inf") if parts.clip is None else parts.clip
-        norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parts.parameters, limit))
+        norm = clip_gradients(parts.optimizers, parts.parameters, parts.clip)
         bad = parts.guard.judge(norm, broken=counts[-2] > 0)
         for optimizer in parts.optimizers:
             for group in optimizer.param_groups:
