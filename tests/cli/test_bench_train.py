@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from fledge.bench.cost import step_flops
-from fledge.bench.train_step import Case, build_batches, build_parts, work_of
+from fledge.bench.train_step import Case, build_batches, build_parts, measure_step, work_of
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.train.step import train_step
@@ -27,6 +27,23 @@ def test_a_step_is_measured(kind):
     assert sum(found["phases_ms"].values()) <= found["step_ms"]
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_later_epoch_asks_no_target(place):
+    case = Case(shape="tiny", seq=96, batch=2, documents=24, kept=place)
+    asked = []
+
+    def look(parts, batch):
+        inner = parts.target.inner
+        inner.answer = lambda rows: asked.append(rows)
+        train_step(parts, batch, lr=1e-4)
+
+    figures = measure_step(case, torch.device("cpu"), steps=1, warmup=1, look=look)
+    assert not asked
+    live = measure_step(Case(shape="tiny", seq=96, batch=2, documents=24), torch.device("cpu"),
+                        steps=1, warmup=1)  # fmt: skip
+    assert figures.flops < live.flops
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
 def test_operations_are_nearly_those_that_torch_counts(kind):
     """Torch counts scores that a mask hides as well, and does not see `addmm_`."""
@@ -41,7 +58,12 @@ def test_operations_are_nearly_those_that_torch_counts(kind):
 
 @pytest.mark.parametrize(
     ("option", "value", "word"),
-    [("--shape", "8bb", "8b"), ("--kind", "eagle-3", "eagle3"), ("--device", "gpu9", "cuda")],
+    [
+        ("--shape", "8bb", "8b"),
+        ("--kind", "eagle-3", "eagle3"),
+        ("--device", "gpu9", "cuda"),
+        ("--kept", "hosts", "host"),
+    ],
 )
 def test_unknown_names_are_refused(option, value, word):
     error = CliRunner().invoke(app, [*SMALL, option, value]).exception

@@ -64,6 +64,9 @@ def bench_train(
     checkpointing: Annotated[
         bool, Option("--checkpointing", help="Recompute whole layers.")
     ] = False,
+    kept: Annotated[
+        str, Option(help="A later epoch, its states kept: on the device, or host.")
+    ] = "",
     steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
@@ -81,14 +84,16 @@ def bench_train(
     from fledge.methods.registry import DEFAULT_METHOD, METHODS
 
     kind = kind or DEFAULT_METHOD
-    for value, known in ((shape, list(bench.SHAPES)), (kind, list(METHODS))):
+    places = ["device", "host"]
+    named = ((shape, list(bench.SHAPES)), (kind, list(METHODS)), (kept or places[0], places))
+    for value, known in named:
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     where = pick_device(device)
     case = bench.Case(
         shape=shape, kind=kind, seq=seq, batch=batch, documents=documents, depths=depths,
         layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
-        compile=compile_target, partitions=partitions, checkpointing=checkpointing,
+        compile=compile_target, partitions=partitions, checkpointing=checkpointing, kept=kept,
     )  # fmt: skip
     notes: list[str] = []
 
