@@ -1,12 +1,15 @@
 """`fledge bench train`: its figures, and what it refuses."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from fledge.bench.compare import CASES, HEAD, compare, markdown_line, table_row
 from fledge.bench.cost import step_flops
 from fledge.bench.train_step import Case, build_batches, build_parts, measure_step, work_of
 from fledge.cli.main import app
@@ -69,3 +72,27 @@ def test_unknown_names_are_refused(option, value, word):
     error = CliRunner().invoke(app, [*SMALL, option, value]).exception
     assert isinstance(error, BadInput)
     assert word in str(error)
+
+
+def test_the_table_has_a_line_for_every_step():
+    """The GPU's cases, each as small as it can be."""
+    small = {
+        name: replace(case, shape="tiny", seq=64, batch=1, documents=16 if case.documents else 0,
+                      fp8=False)
+        for name, case in CASES.items()
+    }  # fmt: skip
+    found = dict(compare(torch.device("cpu"), small, steps=1, warmup=1))
+    assert list(found) == list(CASES)
+    columns = HEAD[0].count("|")
+    for name, figures in found.items():
+        line = markdown_line(table_row(name, figures))
+        assert line.startswith(f"| {name} | ")
+        assert line.count("|") == columns
+    page = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+    assert HEAD[0] in page
+
+
+def test_the_table_is_for_a_gpu():
+    error = CliRunner().invoke(app, ["bench", "train", "--compare", "--device", "cpu"]).exception
+    assert isinstance(error, BadInput)
+    assert "--shape 135m" in str(error)
