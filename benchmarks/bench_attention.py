@@ -148,7 +148,7 @@ def error_ratios(shape: Shape, plan: RolloutPlan, depth: int = 3, subset: int = 
     rows, inputs = plan.depths[depth], inputs_of(shape, plan, depth)
     picked = torch.randperm(len(rows), device="cuda")[:subset]
     slot_N = rows.slot_N[picked]
-    few = QueryRows(slot_N, rows.first_N[picked], torch.argsort(slot_N), ())
+    few = QueryRows(slot_N, rows.first_N[picked], torch.argsort(slot_N))
     dout = torch.randn(subset, shape.heads, shape.channels, device="cuda").bfloat16()
 
     out = attend(fused_attention, rows, inputs)

@@ -128,7 +128,7 @@ def test_keys_without_rows_get_no_gradient():
     middle = int(rows.first_N.unique()[1])
     keep = rows.first_N != middle
     slot_N = rows.slot_N[keep]
-    few = QueryRows(slot_N, rows.first_N[keep], torch.argsort(slot_N), ())
+    few = QueryRows(slot_N, rows.first_N[keep], torch.argsort(slot_N))
     q, k, v = make_inputs(plan, 0, heads=2, groups=1, channels=16)
     inputs = [q[keep].detach().requires_grad_(), k, v]
     assert_fused_is_reference(few, inputs)
@@ -214,7 +214,7 @@ def test_heads_that_lie_further_apart_than_the_kernels_reach_are_copied():
         return torch.empty_strided((5, 4, 16), (16, stride, 1), device="meta")
 
     near, far = head_major(2**29), head_major(2**29 + 1)
-    rows = QueryRows(*(torch.arange(5, device="meta"),) * 3, blocks=())
+    rows = QueryRows(*(torch.arange(5, device="meta"),) * 3)
     job = Job(near, near, near, rows, Chain.of([near, near]))
     assert all(x is near for x in (job.q, job.k, job.v, *job.chain.tensors))
     job = Job(far, far, far, rows, Chain.of([far, far]))

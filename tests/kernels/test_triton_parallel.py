@@ -19,7 +19,7 @@ def make_rows(counts):
     """All slots ask at depth 0; rollout i begins at slot 3 * i."""
     chain = [3 * torch.arange(count) for count in counts]
     slot_X = torch.cat([torch.arange(SLOTS), *chain])
-    return QueryRows(*(x.to(DEVICE) for x in (slot_X, slot_X * 0, torch.argsort(slot_X))), ())
+    return QueryRows(*(x.to(DEVICE) for x in (slot_X, slot_X * 0, torch.argsort(slot_X))))
 
 
 def make_inputs(counts, *, heads=6, groups=2, channels=16, dtype=torch.float32):

@@ -106,16 +106,16 @@ def test_blocks_cover_every_row_and_every_key_it_sees(documents, num_depths, lim
         patch.setattr(plan_module, "BLOCK_ROWS", rows_limit)
         patch.setattr(plan_module, "BLOCK_SCORES", scores_limit)
         plan = plan_rollout(packed(documents, sum(map(len, documents))), num_depths=num_depths)
-    for rows in (*plan.depths, plan.every):
-        covered = [i for b in rows.blocks for i in range(b.row_start, b.row_end)]
-        assert covered == list(range(len(rows)))
-        for block in rows.blocks:
-            index = rows.order_N[block.row_start : block.row_end]
-            assert block.key_start == rows.first_N[index].min()
-            assert block.key_end == rows.slot_N[index].max() + 1
-            size = block.row_end - block.row_start
-            assert size <= rows_limit
-            assert size == 1 or size * (block.key_end - block.key_start) <= scores_limit
+        for rows in (*plan.depths, plan.every):
+            covered = [i for b in rows.blocks for i in range(b.row_start, b.row_end)]
+            assert covered == list(range(len(rows)))
+            for block in rows.blocks:
+                index = rows.order_N[block.row_start : block.row_end]
+                assert block.key_start == rows.first_N[index].min()
+                assert block.key_end == rows.slot_N[index].max() + 1
+                size = block.row_end - block.row_start
+                assert size <= rows_limit
+                assert size == 1 or size * (block.key_end - block.key_start) <= scores_limit
 
 
 def test_blocks_end_with_documents_where_that_is_cheap():

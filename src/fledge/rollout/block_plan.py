@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fledge.core.transfer import send
 from fledge.rollout.cod import Bools, Ints, slot_words
-from fledge.rollout.plan import QueryRows, RolloutPlan, cut_blocks, lay_out, to_device
+from fledge.rollout.plan import QueryRows, RolloutPlan, lay_out, to_device
 from fledge.rollout.slots import RowMasks, Slots, flatten_slots, key_axis
 
 ANCHOR_TOKENS = 2048  # `anchors` is how many blocks start in so many tokens of a document
@@ -69,10 +69,10 @@ class BlockRows:
                 first = np.maximum(first, reach)
             slot = np.repeat(self.slot_host, self.size)
             first = np.broadcast_to(first, (len(self), self.size)).reshape(-1)
-            blocks = cut_blocks(slot, np.repeat(lowest, self.size), device)
             order = np.arange(len(slot), dtype=np.int64)
             slot_M, first_M, order_M = to_device([slot, first, order], device)
-            self._flat[window] = QueryRows(slot_M, first_M, order_M, blocks)
+            by_slot = (slot, np.repeat(lowest, self.size))
+            self._flat[window] = QueryRows(slot_M, first_M, order_M, by_slot)
         return self._flat[window]
 
     def part(self, begin: int, end: int) -> "BlockRows":

@@ -27,6 +27,7 @@ Not for the arithmetic: attention lives next door, the head in `objective`.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -60,10 +61,18 @@ class QueryRows:
     slot_N: Tensor  # key-axis index of the anchor: the last depth-0 key the row may see
     first_N: Tensor  # key-axis index of the first slot of its document
     order_N: Tensor  # the rows sorted by slot, so that neighbours share keys
-    blocks: tuple[QueryBlock, ...]
+    # slot and first in that order, on the host; for several rows with one slot, any lower first
+    sorted_host: tuple[Ints, Ints] | None = None
 
     def __len__(self) -> int:
         return len(self.slot_N)
+
+    @cached_property
+    def blocks(self) -> tuple[QueryBlock, ...]:
+        """For attention block by block; kernels never ask."""
+        if self.sorted_host is None:
+            raise ValueError("sorted_host: needed to cut the rows into blocks")
+        return cut_blocks(*self.sorted_host, self.slot_N.device)
 
 
 @dataclass(frozen=True)
@@ -209,26 +218,20 @@ def lay_out(
     supervised_P = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
     arrays = [keep, axis.position, key_first, row_key, row_first, *orders]
     arrays += [np.flatnonzero(slots.target), *head, supervised_P.astype(np.int64)]
-    arrays += [np.logical_and.accumulate(supervised_SK, axis=1).sum(axis=0)]
+    arrays += [_supervised_so_far(supervised_SK)]
 
     it = iter(to_device(arrays, device))
     slot_T, position_T, first_T, slot_N, first_N = (next(it) for _ in range(5))
     arange_T = torch.arange(len(keep), device=device)
-    every_blocks = cut_blocks(np.arange(len(keep), dtype=np.int64), key_first, device)
     depths = tuple(
-        QueryRows(
-            slot_N[:count],
-            first_N[:count],
-            next(it),
-            cut_blocks(row_key[:count][order], row_first[:count][order], device),
-        )
+        QueryRows(slot_N[:count], first_N[:count], next(it), (row_key[order], row_first[order]))
         for count, order in zip(counts, orders, strict=True)
     )
     return RolloutPlan(
         slot_T=slot_T,
         span=_span(keep),
         position_T=position_T,
-        every=QueryRows(arange_T, first_T, arange_T, every_blocks),
+        every=QueryRows(arange_T, first_T, arange_T, (np.arange(len(keep)), key_first)),
         depths=depths,
         counts=counts,
         target_M=next(it),
@@ -236,6 +239,15 @@ def lay_out(
         supervised_P=next(it).bool(),
         step_valid_K=next(it),
     )
+
+
+def _supervised_so_far(supervised_SK: Bools) -> Ints:
+    """[K] slots that are supervised at all depths <= k."""
+    counts, alive_S = [], np.ones(len(supervised_SK), dtype=np.bool_)
+    for supervised_S in supervised_SK.T:
+        alive_S = alive_S & supervised_S
+        counts.append(np.count_nonzero(alive_S))
+    return np.array(counts, dtype=np.int64)
 
 
 def _span(slot: Ints) -> tuple[int, int] | None:
@@ -265,7 +277,7 @@ def query_rows(slot: Ints, first: Ints, device: torch.device) -> QueryRows:
     """Rows in any order, given by the key-axis index of their anchor and of its document."""
     order = np.argsort(slot, kind="stable")
     slot_N, first_N, order_N = to_device([slot, first, order], device)
-    return QueryRows(slot_N, first_N, order_N, cut_blocks(slot[order], first[order], device))
+    return QueryRows(slot_N, first_N, order_N, (slot[order], first[order]))
 
 
 def cut_blocks(slot: Ints, first: Ints, device: torch.device) -> tuple[QueryBlock, ...]:

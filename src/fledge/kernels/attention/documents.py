@@ -21,7 +21,7 @@ def attend_documents(
     """[N, H, C]; scores are divided by the root of C, as everywhere. `slot_N` is 0 .. N - 1."""
     from fledge.kernels.attention.triton import Chain, Job
 
-    rows = QueryRows(slot_N, first_N, slot_N, blocks=())
+    rows = QueryRows(slot_N, first_N, slot_N)
     out_NHC, _ = Job(q_NHC, k_NGC, v_NGC, rows, Chain([], [])).attend()
     return out_NHC
 
