@@ -140,7 +140,7 @@ _KEPT = {
     "eval": "; the target's answers stay, the same command goes on",
     "precompute": "; what is written stays, --resume continues",
     "regenerate": "; the answers stay, the same command goes on",
-    "retarget": "; a refitted draft stays, `fledge train` on the recipe.yaml beside it goes on",
+    "retarget": "; once the refit is written, `fledge train` on the recipe.yaml beside it goes on",
 }
 
 
