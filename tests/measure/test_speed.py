@@ -127,8 +127,9 @@ def test_the_two_ways_take_turns_in_being_first(target, asked, monkeypatch):
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
     tokenizer = SimpleNamespace(
-        eos_token_id=None, get_vocab=dict, special_tokens_map={}, chat_template=None, is_fast=False
-    )
+        eos_token_id=None, get_vocab=dict, special_tokens_map={}, chat_template=None, is_fast=False,
+        all_special_ids=[], decode=lambda ids, **_: " ".join(map(str, ids)),
+    )  # fmt: skip
     backend = HFEagle3TargetModel(target, [0, 1, 2], supervision="hidden", tokenizer=tokenizer)
     turns = [
         AnsweredTurn(str(i), "", "", 0, list(prompt), [1, 2, 3], "length")

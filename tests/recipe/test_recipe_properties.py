@@ -124,7 +124,8 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
     if not method.splits_rows:
         recipe["training"].pop("context", None)
     if any(number > 1 for number in recipe["target"].get("parallel", {}).values()):
-        recipe["target"].pop("keep_states_gb", None)
+        for key in ("keep_states_gb", "keep_states_host_gb"):
+            recipe["target"].pop(key, None)
     if recipe["target"].get("url"):  # an engine that others have started
         for key in ("capture", "tp_size", "memory_fraction", "engine_args"):
             recipe["target"].pop(key, None)

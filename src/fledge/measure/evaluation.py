@@ -193,7 +193,7 @@ class DraftEvaluation:
                 samples,
                 depth,
                 sayable.__contains__,
-                self._kinds,
+                lambda answer_ids: kinds_of(answer_ids, self.target.tokenizer),
                 long_context=trained_length or LONG_CONTEXT,
             ),
             other_picks=None if replays is None else sum(text.other_picks for text in replays),
@@ -203,12 +203,6 @@ class DraftEvaluation:
             samples=[self._show(strategy, i, samples[i]) for i in self._shown],
             calibration=self._calibrate(strategy),
         )
-
-    def _kinds(self, answer_ids: Sequence[int]) -> list[str]:
-        tokenizer = self.target.tokenizer
-        if tokenizer is None:  # nobody can read the tokens
-            return [""] * len(answer_ids)
-        return kinds_of(answer_ids, tokenizer)
 
     def _calibrate(self, strategy: Strategy) -> Calibration | None:
         draft = strategy.draft
