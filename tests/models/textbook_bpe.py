@@ -1,5 +1,6 @@
 """Byte-pair encoding as a textbook has it, with Qwen2's rules, to compare tokenizers with."""
 
+import itertools
 import unicodedata
 from collections.abc import Iterable
 
@@ -59,7 +60,7 @@ class TextbookBPE:
     def _merged(self, piece: str) -> list[str]:
         word = [self._letters[byte] for byte in piece.encode()]
         while len(word) > 1:
-            pairs = list(zip(word, word[1:], strict=False))
+            pairs = list(itertools.pairwise(word))
             best = min(pairs, key=lambda pair: self._ranks.get(pair, len(self._ranks)))
             if best not in self._ranks:
                 break
