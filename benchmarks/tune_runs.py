@@ -35,6 +35,7 @@ from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.finite import checked_answer
 from fledge.target.kinds import target_tokenizer
 from fledge.target.remember import RememberingTarget, States, colocated
+from fledge.target.room import KeptStates
 from fledge.train.setup import Training, prepare_data, set_up, tokenised
 from fledge.train.step import train_step
 from fledge.train.targets import open_target
@@ -120,7 +121,7 @@ def capture(jobs: Sequence[Job], judges: Judges, *, on_device: bool, points: int
     """Run the target over all that is trained and judged on."""
     recipe = jobs[0].recipe
     device = pick_device(recipe.training.device)
-    with RememberingTarget(_open(jobs, device), 2**62) as target:
+    with RememberingTarget(_open(jobs, device), KeptStates(2**62)) as target:
         pad_id = target_tokenizer(recipe.target).pad_token_id or 0
         train, held_out, _ = prepare_data(recipe)
         sets = {HELD_OUT: packs(held_out, judges.rows, pad_id)}
@@ -170,7 +171,9 @@ class Bench:
     @cached_property
     def _target(self) -> RememberingTarget:
         device = pick_device(self._ground.jobs[0].recipe.training.device)
-        return RememberingTarget(_open(self._ground.jobs, device), 0, self._ground.states)
+        return RememberingTarget(
+            _open(self._ground.jobs, device), KeptStates(), self._ground.states
+        )
 
     def run(self, job: Job) -> dict[str, Any]:
         begin = time.perf_counter()

@@ -62,7 +62,7 @@ ALGORITHMS = re.compile(
 )
 OWN_ROOMS = {"methods", "draft", "objective", "rollout", "compat"}
 TABLES = {f"export/{name}.py" for name in ("engines", "formats", "layout", "reread")}
-TABLES |= {"diagnosis/layouts.py", "diagnosis/config_keys.py"}
+TABLES |= {"diagnosis/layouts.py", "diagnosis/config_keys.py", "bench/compare.py"}
 DECIDING = {
     "decode/strategies/parallel.py", "diagnosis/foreign.py", "diagnosis/checks/settings.py",
 }  # fmt: skip

@@ -1,14 +1,17 @@
 """`fledge bench train`: its figures, and what it refuses."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from fledge.bench.compare import CASES, HEAD, compare, markdown_line, table_row
 from fledge.bench.cost import step_flops
-from fledge.bench.train_step import Case, build_batches, build_parts, work_of
+from fledge.bench.train_step import Case, build_batches, build_parts, measure_step, work_of
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.train.step import train_step
@@ -27,6 +30,23 @@ def test_a_step_is_measured(kind):
     assert sum(found["phases_ms"].values()) <= found["step_ms"]
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_later_epoch_asks_no_target(place):
+    case = Case(shape="tiny", seq=96, batch=2, documents=24, kept=place)
+    asked = []
+
+    def look(parts, batch):
+        inner = parts.target.inner
+        inner.answer = lambda rows: asked.append(rows)
+        train_step(parts, batch, lr=1e-4)
+
+    figures = measure_step(case, torch.device("cpu"), steps=1, warmup=1, look=look)
+    assert not asked
+    live = measure_step(Case(shape="tiny", seq=96, batch=2, documents=24), torch.device("cpu"),
+                        steps=1, warmup=1)  # fmt: skip
+    assert figures.flops < live.flops
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
 def test_operations_are_nearly_those_that_torch_counts(kind):
     """Torch counts scores that a mask hides as well, and does not see `addmm_`."""
@@ -41,9 +61,38 @@ def test_operations_are_nearly_those_that_torch_counts(kind):
 
 @pytest.mark.parametrize(
     ("option", "value", "word"),
-    [("--shape", "8bb", "8b"), ("--kind", "eagle-3", "eagle3"), ("--device", "gpu9", "cuda")],
+    [
+        ("--shape", "8bb", "8b"),
+        ("--kind", "eagle-3", "eagle3"),
+        ("--device", "gpu9", "cuda"),
+        ("--kept", "hosts", "host"),
+    ],
 )
 def test_unknown_names_are_refused(option, value, word):
     error = CliRunner().invoke(app, [*SMALL, option, value]).exception
     assert isinstance(error, BadInput)
     assert word in str(error)
+
+
+def test_the_table_has_a_line_for_every_step():
+    """The GPU's cases, each as small as it can be."""
+    small = {
+        name: replace(case, shape="tiny", seq=64, batch=1, documents=16 if case.documents else 0,
+                      fp8=False)
+        for name, case in CASES.items()
+    }  # fmt: skip
+    found = dict(compare(torch.device("cpu"), small, steps=1, warmup=1))
+    assert list(found) == list(CASES)
+    columns = HEAD[0].count("|")
+    for name, figures in found.items():
+        line = markdown_line(table_row(name, figures))
+        assert line.startswith(f"| {name} | ")
+        assert line.count("|") == columns
+    page = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+    assert HEAD[0] in page
+
+
+def test_the_table_is_for_a_gpu():
+    error = CliRunner().invoke(app, ["bench", "train", "--compare", "--device", "cpu"]).exception
+    assert isinstance(error, BadInput)
+    assert "--shape 135m" in str(error)

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
+from fledge.recipe.schema import load_recipe
 from fledge.train import forecast as forecasting
 from fledge.train.curves import Course, Curve, read_curve
 from fledge.train.fit import fit
 from fledge.train.forecast import Estimate, Forecast, forecast, length_of, rate_of
 from fledge.train.limits import limits_of
+from fledge.train.optimizer import learning_rate
 from fledge.train.setup import set_up
 from train.curve_files import real_curves
 from train.tiny import Notes, recipe_for
@@ -124,6 +126,21 @@ def test_a_lengthened_run_has_two_schedules():
     assert rates[9] < 0.2  # the end of the first
     assert rates[12] == 1.0
     assert course.doubled(data=True).steps == 60
+
+
+def test_a_course_is_that_of_the_recipe():
+    """Every field of the schedule arrives: a forecast of another one would be wrong unnoticed."""
+    said = ["training.schedule=wsd", "training.decay_share=0.5", "training.final_lr_share=0.1"]
+    recipe = load_recipe(None, [*said, "training.warmup_steps=4", "training.lr=1"])
+    steps, rates = Course.of(recipe, 100, epoch_steps=math.inf).rates()
+    wanted = [
+        learning_rate(
+            int(step), 100, peak=1.0, warmup=4, schedule="wsd", final_share=0.1, decay_share=0.5
+        )
+        for step in steps
+    ]
+    assert rates.tolist() == wanted
+    assert rates[49] == 1.0 > rates[52]
 
 
 def test_repeated_rows_are_worth_less_than_new_ones():

@@ -1,6 +1,5 @@
 """The loop's parts on their own: order of the data, schedule, guard, memory of a target."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -17,8 +16,6 @@ from fledge.data import pack as pack_module
 from fledge.data.rows import Block, split_rows
 from fledge.data.vocab import count_supervised
 from fledge.recipe.schema import load_recipe
-from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.remember import RememberingTarget
 from fledge.train import batches
 from fledge.train.batches import PackStream
 from fledge.train.checkpoint import Checkpoint
@@ -247,47 +244,6 @@ def test_a_skipped_step_changes_neither_weights_nor_moments():
             assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
         else:
             assert not torch.equal(weight, before)
-
-
-def test_a_remembering_target_answers_as_the_target_does(tiny_target, tiny_chats):
-    from fledge.data.pack import collate, pack_rows
-    from fledge.data.prepare import prepare_rows
-
-    rows = prepare_rows([str(tiny_chats)], tiny_target, workers=1)
-    plain = HFEagle3TargetModel.from_pretrained(
-        tiny_target, aux_layer_ids=[0, 1, 2], dtype=torch.float64, device="cpu"
-    )
-    calls = []
-    real = plain.answer
-    plain.answer = lambda rows: calls.append(1) or real(rows)
-    remembering = RememberingTarget(plain, 2**30)
-    for epoch in range(3):
-        packing = pack_rows(rows.lengths, 200, epoch=epoch)
-        for pack in packing.packs:
-            batch = collate(rows, [pack], 200, 0)
-            ours, theirs = remembering.answer(batch), real(batch)
-            real_slots = batch.doc_remaining > 0  # what a trainer may read
-            for name, tensor in theirs.tensors():
-                mine = getattr(ours, name)
-                if tensor.is_floating_point():
-                    torch.testing.assert_close(mine[real_slots], tensor[real_slots])
-                else:
-                    assert torch.equal(mine, tensor)
-        if epoch == 0:
-            first = len(calls)
-    told = RememberingTarget(plain, 0, remembering.states())  # what the first has learnt
-    for (name, tensor), (_, same) in zip(
-        remembering.answer(batch).tensors(), told.answer(batch).tensors(), strict=True
-    ):
-        assert torch.equal(tensor, same), name
-    assert len(calls) == first  # later epochs asked nobody, nor did the other target
-    empty = torch.zeros_like(batch.attention_mask)
-    with pytest.raises(ValueError, match="no token at all"):
-        remembering.answer(replace(batch, attention_mask=empty))
-    calls.pop()
-    small = RememberingTarget(plain, 0)
-    small.answer(batch)
-    assert len(calls) == first + 1
 
 
 @pytest.mark.parametrize(("model", "says"), [("m.gguf", "FLEDGE_GGUF_DTYPE=float32"), ("m", "")])

@@ -6,19 +6,22 @@ from typing import Any
 import torch
 
 from fledge.objective.work import Work
+from fledge.target.remember import colocated
 from fledge.train.batches import StepBatch
 from fledge.train.step import Parts, train_step
 
 
 def step_flops(parts: Parts, batch: StepBatch, work: Work) -> float:
-    """Operations of a step's matrix products: the target once, the draft forward and backward.
+    """Operations of a step's matrix products: the target once, unless it remembers what it said;
+    the draft forward and backward.
 
     Attention counts what is visible. The head counts the elements that are charged, and the
     target's own head the slots that hold a target. Recomputation counts nothing: it is a choice.
     """
     total = 0.0
     objective: Any = parts.objective
-    target: Any = parts.target
+    target: Any = colocated(parts.target)
+    remembers = target is not parts.target
     for rows in batch.micro:
         if rows is None:
             continue
@@ -28,8 +31,9 @@ def step_flops(parts: Parts, batch: StepBatch, work: Work) -> float:
         seen = float((lengths * (lengths + 1) / 2).sum())  # pairs of query and key
         config = target.model.config
         width = config.num_attention_heads * config.head_dim
-        total += 2 * _weights(target._layers) * tokens
-        total += 4 * width * seen * config.num_hidden_layers
+        if not remembers:
+            total += 2 * _weights(target._layers) * tokens
+            total += 4 * width * seen * config.num_hidden_layers
         total += 2 * target.info().head.weight_VD.shape[1] * work.target_logits(plan)
         total += work.planned(plan, seen / max(1, tokens))
     return total

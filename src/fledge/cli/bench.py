@@ -11,6 +11,8 @@ from fledge.cli.options import AsJson
 from fledge.core.errors import BadInput, nearest
 
 if TYPE_CHECKING:
+    import torch
+
     from fledge.train.batches import StepBatch
     from fledge.train.step import Parts
 
@@ -64,12 +66,18 @@ def bench_train(
     checkpointing: Annotated[
         bool, Option("--checkpointing", help="Recompute whole layers.")
     ] = False,
+    kept: Annotated[
+        str, Option(help="A later epoch, its states kept: on the device, or host.")
+    ] = "",
     steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
     profile: Annotated[bool, Option("--profile", help="Then print torch's tables.")] = False,
     memory: Annotated[
         bool, Option("--memory", help="Then print who holds the memory at the peak.")
+    ] = False,
+    compare: Annotated[
+        bool, Option("--compare", help="On a GPU: every step of docs/performance.md, as its table.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -80,15 +88,20 @@ def bench_train(
     from fledge.core.distributed import pick_device
     from fledge.methods.registry import DEFAULT_METHOD, METHODS
 
+    if compare:
+        _compare(pick_device(device), steps, warmup, as_json=as_json)
+        return
     kind = kind or DEFAULT_METHOD
-    for value, known in ((shape, list(bench.SHAPES)), (kind, list(METHODS))):
+    places = ["device", "host"]
+    named = ((shape, list(bench.SHAPES)), (kind, list(METHODS)), (kept or places[0], places))
+    for value, known in named:
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     where = pick_device(device)
     case = bench.Case(
         shape=shape, kind=kind, seq=seq, batch=batch, documents=documents, depths=depths,
         layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
-        compile=compile_target, partitions=partitions, checkpointing=checkpointing,
+        compile=compile_target, partitions=partitions, checkpointing=checkpointing, kept=kept,
     )  # fmt: skip
     notes: list[str] = []
 
@@ -112,3 +125,21 @@ def bench_train(
         out.print(facts_table(texts))
     for note in notes:
         out.plain(note)
+
+
+def _compare(device: "torch.device", steps: int, warmup: int, *, as_json: bool) -> None:
+    """Lines are there as soon as they are measured: it takes minutes."""
+    from fledge.bench import compare as table
+
+    if device.type != "cuda":
+        what = "the table's steps are for a GPU, and there is none"
+        raise BadInput(what, where="--compare", fix="fledge bench train --shape 135m")
+    if not as_json:
+        out.plain("\n".join(table.HEAD))
+    found = []
+    for name, figures in table.compare(device, steps=steps, warmup=warmup):
+        if not as_json:
+            out.plain(table.markdown_line(table.table_row(name, figures)))
+        found.append({"step": name, **figures.to_json()})
+    if as_json:
+        print_json(found)

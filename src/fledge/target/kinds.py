@@ -16,6 +16,7 @@ from fledge.core.errors import BadInput, MissingPackage, nearest
 from fledge.core.install import install_extra
 from fledge.core.registry import Registry
 from fledge.core.settings import Count, PositiveCount, PositiveShare, Section, Text
+from fledge.target.room import KeptStates
 
 if TYPE_CHECKING:
     import torch
@@ -128,9 +129,9 @@ class TargetKind(ABC, Generic[SectionT]):
         the run's name; yields the environment variables by which they find it."""
         return nullcontext({})
 
-    def kept_bytes(self, section: SectionT) -> int:
+    def kept_states(self, section: SectionT) -> KeptStates:
         """Memory for answers that later epochs take instead of asking again."""
-        return 0
+        return KeptStates()
 
 
 class LoadedTarget(TargetSection):

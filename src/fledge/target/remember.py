@@ -14,7 +14,9 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.kept import AsTheyAre, InEightBits, Memory, Parts, copy_all, find_room
 from fledge.target.packing import find_documents
+from fledge.target.room import KeptStates
 
 
 @dataclass(frozen=True)
@@ -28,26 +30,30 @@ class States:
 
 
 class RememberingTarget(Eagle3TargetBackend):
-    """Wraps a backend with `hidden` supervision; holds at most `max_bytes` of states, besides those
-    that it is given as `known`."""
+    """Wraps a backend with `hidden` supervision; keeps as many states as there is `room` for,
+    besides those that it is given as `known`."""
 
     def __init__(
-        self, inner: Eagle3TargetBackend, max_bytes: int, known: States | None = None
+        self, inner: Eagle3TargetBackend, room: KeptStates, known: States | None = None
     ) -> None:
         super().__init__("hidden")
         if inner.supervision != "hidden":
             raise ValueError(f"only hidden supervision is remembered, not {inner.supervision!r}")
         self.inner, self.aux_layer_ids = inner, inner.aux_layer_ids
-        self._free = max_bytes
-        # aux and hidden states [n, ...] of a document; these shifted, their last slot is never read
-        self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self._memories = (Memory(room.device_bytes), Memory(room.host_bytes, on_host=True))
+        self._eight_bits = room.eight_bits
+        self._form: AsTheyAre | InEightBits = AsTheyAre()
+        # of a document, end to end; hidden states are shifted, and their last slot is never read
+        self._known: dict[bytes, Parts] = {}
         if known is not None:
+            if room.eight_bits:
+                raise ValueError("known states are not in 8 bits")
             parts = [torch.split(x, known.lengths) for x in (known.aux_ND, known.hidden_ND)]
             self._known = dict(zip(known.keys, zip(*parts, strict=True), strict=True))
 
     def states(self) -> States:
         """All that is known, for other targets of the same model; a copy."""
-        both = list(self._known.values())
+        both = [self._form.unpack(parts) for parts in self._known.values()]
         lengths, aux = [len(aux) for aux, _ in both], torch.cat([aux for aux, _ in both])
         return States(list(self._known), lengths, aux, torch.cat([hidden for _, hidden in both]))
 
@@ -82,18 +88,29 @@ class RememberingTarget(Eagle3TargetBackend):
     def _learn(self, batch: Eagle3TargetBatch, spans: list[tuple[slice, bytes]]) -> None:
         assert batch.last_hidden_states is not None
         aux = batch.aux_hidden_states.flatten(0, 1)
-        hidden = batch.last_hidden_states.flatten(0, 1)
+        if self._eight_bits and isinstance(self._form, AsTheyAre):  # nothing is kept yet
+            self._form = InEightBits(len(self.aux_layer_ids), aux.dtype)
+        parts = self._form.pack(aux, batch.last_hidden_states.flatten(0, 1))
+        copies: list[tuple[Tensor, Tensor]] = []
         for span, key in spans:
-            size = aux[span].nbytes + hidden[span].nbytes
-            if key not in self._known and size <= self._free:
-                self._known[key] = aux[span].clone(), hidden[span].clone()
-                self._free -= size
+            own = tuple(part[span] for part in parts)
+            if key not in self._known and (room := find_room(self._memories, own)) is not None:
+                self._known[key] = room
+                copies += zip(room, own, strict=True)
+        copy_all(copies)
 
     def _recall(self, rows: TokenBatch, spans: list[tuple[slice, bytes]]) -> Eagle3TargetBatch:
-        some = self._known[spans[0][1]]
-        aux, hidden = (part.new_zeros((rows.tokens, part.shape[-1])) for part in some)
-        for span, key in spans:
-            aux[span], hidden[span] = self._known[key]
+        device = self.get_input_embeddings().weight.device
+        parts = tuple(
+            part.new_zeros((rows.tokens, part.shape[-1]), device=device)
+            for part in self._known[spans[0][1]]
+        )
+        copy_all(
+            (to[span], kept)
+            for span, key in spans
+            for to, kept in zip(parts, self._known[key], strict=True)
+        )
+        aux, hidden = self._form.unpack(parts)
         return Eagle3TargetBatch.about(
             rows,
             aux_hidden_states=aux.view(*rows.shape, -1),

@@ -66,6 +66,7 @@ class Course:
     warmup: int = 0
     schedule: str = "constant"
     final_share: float = 0.0
+    decay_share: float = 0.2  # of schedule wsd
     epoch_steps: float = math.inf  # of a pass over the data; infinite: not known to be repeated
     begun_at: int = 0  # a lengthened run's second schedule
 
@@ -78,6 +79,7 @@ class Course:
             warmup=math.ceil(training.warmup_share * length) if warmup is None else warmup,
             schedule=training.schedule,
             final_share=training.final_lr_share,
+            decay_share=training.decay_share,
             epoch_steps=epoch_steps,
             begun_at=begun_at,
         )
@@ -94,8 +96,10 @@ class Course:
 
     def _rate(self, step: int) -> float:
         begin, end = (self.begun_at, self.steps) if step >= self.begun_at else (0, self.begun_at)
-        shape = {"schedule": self.schedule, "final_share": self.final_share}
-        return learning_rate(step - begin, end - begin, peak=1.0, warmup=self.warmup, **shape)  # type: ignore[arg-type]
+        return learning_rate(
+            step - begin, end - begin, peak=1.0, warmup=self.warmup, schedule=self.schedule,
+            final_share=self.final_share, decay_share=self.decay_share,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

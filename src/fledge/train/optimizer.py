@@ -108,8 +108,8 @@ def clip_gradients(
         if norm.is_cuda and isinstance(optimizer, torch.optim.AdamW):
             optimizer.grad_scale = over.clamp_min(1.0).float()  # type: ignore[attr-defined]
         else:
-            [group] = optimizer.param_groups
-            nn.utils.clip_grads_with_norm_(group["params"], limit, norm)
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grads_with_norm_(own, limit, norm)
     return norm
 
 

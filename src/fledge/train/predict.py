@@ -16,6 +16,7 @@ import torch
 from rich.table import Column, Table
 
 from fledge.target.kinds import kind_of
+from fledge.target.room import KeptStates
 from fledge.train.checkpoint import newest_step
 from fledge.train.memory import StepMemory, draft_bytes, kept_bytes
 from fledge.train.pace import Pace, pace_of, target_weights, work_of
@@ -143,19 +144,23 @@ def _width(training: "Training") -> int:
 
 
 def _kept_states(training: "Training") -> int:
-    return min(_kept_at_most(training), _wanted_states(training))
+    """Where the target is."""
+    kept = _room_for_states(training)
+    on_host = kept.host_bytes if training.parts.device.type == "cpu" else 0
+    return min(kept.device_bytes + on_host, _wanted_states(training))
 
 
 def _wanted_states(training: "Training") -> int:
     config = training.draft.config
-    per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * 4
+    width = 1 if _room_for_states(training).eight_bits else _width(training)
+    per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width
     tokens = int(training.stream.rows.lengths.sum())
     return tokens * int(per_token)
 
 
-def _kept_at_most(training: "Training") -> int:
+def _room_for_states(training: "Training") -> KeptStates:
     section = training.recipe.target
-    return kind_of(section).kept_bytes(section)
+    return kind_of(section).kept_states(section)
 
 
 def _seconds(training: "Training", pace: Pace, trained: int, saved: int) -> dict[str, float]:
@@ -191,7 +196,8 @@ def times(begun: int, total: int, every: int) -> set[int]:
 
 
 def _keeps_all(training: "Training") -> bool:
-    return 0 < _wanted_states(training) <= _kept_at_most(training)
+    kept = _room_for_states(training)
+    return 0 < _wanted_states(training) <= kept.device_bytes + kept.host_bytes
 
 
 def peak_memory_bytes(device: torch.device) -> int:

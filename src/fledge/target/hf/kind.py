@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from fledge.core.settings import Device, NonNegative, PositiveCount, Section
 from fledge.target.kinds import Cut, LoadedKind, LoadedTarget
+from fledge.target.room import KeptStates
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +49,20 @@ class HfTarget(LoadedTarget):
     """On a GPU, compile the target's layers; small models run as CUDA graphs."""
 
     keep_states_gb: NonNegative = 0.0
-    """Keep the target's states in memory up to this size: later epochs then need no target."""
+    """Keep the target's states on its device up to this size: later epochs then need no target."""
+
+    keep_states_host_gb: NonNegative = 0.0
+    """And in the host's memory up to this size, when those are full."""
+
+    keep_states_fp8: bool = False
+    """Keep them in 8 bits, half of bfloat16: nearly the same states, where they do not fit else."""
 
     parallel: Parallel = Field(default_factory=Parallel)
     """Processes that share one target, where it is larger than a GPU: parallel.fsdp, .tp, .cp."""
 
     @model_validator(mode="after")
     def _shared_or_kept(self) -> "HfTarget":
-        if self.parallel.ranks > 1 and self.keep_states_gb:
+        if self.parallel.ranks > 1 and (self.keep_states_gb or self.keep_states_host_gb):
             raise ValueError("keep_states_gb needs a target of its own: leave parallel out")
         return self
 
@@ -87,20 +94,24 @@ class HfKind(LoadedKind[HfTarget]):
             num_aux_layers=aux_layers,
             mesh=mesh,
         )
-        if section.keep_states_gb and section.supervision == "hidden":
-            return RememberingTarget(target, self.kept_bytes(section))
-        return target
+        kept = self.kept_states(section)
+        return RememberingTarget(target, kept) if kept else target
 
     def asked_once(self, section: HfTarget) -> HfTarget:
         """States are not kept, and layers not compiled: every batch of a precompute has a width of
         its own, and would be compiled for."""
-        return section.model_copy(update={"keep_states_gb": 0.0, "compile": False})
+        return section.model_copy(
+            update={"keep_states_gb": 0.0, "keep_states_host_gb": 0.0, "compile": False}
+        )
 
     def cut(self, section: HfTarget) -> Cut:
         return Cut(section.parallel.fsdp, section.parallel.tp, section.parallel.cp)
 
-    def kept_bytes(self, section: HfTarget) -> int:
-        return int(section.keep_states_gb * 2**30)
+    def kept_states(self, section: HfTarget) -> KeptStates:
+        if section.supervision != "hidden":
+            return KeptStates()
+        device, host = section.keep_states_gb, section.keep_states_host_gb
+        return KeptStates(int(device * 2**30), int(host * 2**30), section.keep_states_fp8)
 
 
 def _as_stored(section: HfTarget, device: "torch.device") -> str:

@@ -1,0 +1,116 @@
+"""States that are kept are those that the target would give again, wherever they are kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fledge.data.pack import collate, pack_rows
+from fledge.data.prepare import prepare_rows
+from fledge.target import kept as kept_module
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.kept import Memory, copy_all, find_room
+from fledge.target.remember import RememberingTarget
+from fledge.target.room import KeptStates
+
+ROOMS = {
+    "device": KeptStates(2**30),
+    "host": KeptStates(0, 2**30),
+    "both": KeptStates(20_000, 2**30),
+    "fp8": KeptStates(20_000, 2**30, eight_bits=True),
+}
+
+
+class Asked:
+    """Packs of the tiny chats, and a target that counts how often it is asked."""
+
+    def __init__(self, model, chats):
+        self.rows = prepare_rows([str(chats)], model, workers=1)
+        self.target = HFEagle3TargetModel.from_pretrained(
+            model, aux_layer_ids=[0, 1, 2], dtype=torch.float64, device="cpu"
+        )
+        self.calls, self.answer = 0, self.target.answer
+        self.target.answer = self._answer
+
+    def _answer(self, rows):
+        self.calls += 1
+        return self.answer(rows)
+
+    def packs(self, epoch):
+        for pack in pack_rows(self.rows.lengths, 200, epoch=epoch).packs:
+            yield collate(self.rows, [pack], 200, 0)
+
+
+@pytest.fixture
+def asked(tiny_target, tiny_chats):
+    return Asked(tiny_target, tiny_chats)
+
+
+@pytest.mark.parametrize("place", ROOMS)
+def test_a_remembering_target_answers_as_the_target_does(asked, place):
+    remembering = RememberingTarget(asked.target, ROOMS[place])
+    near = {"rtol": 0.07, "atol": 0.02} if place == "fp8" else {"rtol": 1e-7, "atol": 1e-7}
+    for epoch in range(3):
+        for batch in asked.packs(epoch):
+            ours, theirs = remembering.answer(batch), asked.answer(batch)
+            real_slots = batch.doc_remaining > 0  # what a trainer may read
+            for name, tensor in theirs.tensors():
+                mine = getattr(ours, name)
+                if tensor.is_floating_point():
+                    torch.testing.assert_close(mine[real_slots], tensor[real_slots], **near)
+                else:
+                    assert torch.equal(mine, tensor)
+        if epoch == 0:
+            first = asked.calls
+    assert asked.calls == first  # later epochs asked nobody
+
+
+def test_what_one_has_learnt_can_be_given_to_another(asked):
+    remembering = RememberingTarget(asked.target, ROOMS["both"])
+    [*batches] = asked.packs(0)
+    for batch in batches:
+        remembering.answer(batch)
+    told = RememberingTarget(asked.target, KeptStates(), remembering.states())
+    before = asked.calls
+    for batch in batches:
+        pairs = zip(remembering.answer(batch).tensors(), told.answer(batch).tensors(), strict=True)
+        assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+    assert asked.calls == before
+    with pytest.raises(ValueError, match="not in 8 bits"):
+        RememberingTarget(asked.target, ROOMS["fp8"], remembering.states())
+
+
+def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(asked):
+    forgetful = RememberingTarget(asked.target, KeptStates())
+    batch = next(asked.packs(0))
+    for count in (1, 2):
+        forgetful.answer(batch)
+        assert asked.calls == count
+    with pytest.raises(ValueError, match="no token at all"):
+        forgetful.answer(replace(batch, attention_mask=torch.zeros_like(batch.attention_mask)))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    budgets=st.tuples(st.integers(0, 600), st.integers(0, 600)),
+    block=st.sampled_from([64, 100, 256]),
+)
+def test_what_found_room_is_there_and_no_budget_is_exceeded(lengths, budgets, block):
+    """Parts of 4 x 2 and 4 x 1 bytes a row; nothing overlaps, and a full memory says so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_module, "_BLOCK", block)
+        memories = [Memory(budgets[0]), Memory(budgets[1], on_host=True)]
+        held = []
+        for number, length in enumerate(lengths):
+            own = (torch.full((length, 2), float(number)), torch.full((length, 1), float(number)))
+            room = find_room(memories, own)
+            if room is None:
+                assert all(memory._left < 12 * length for memory in memories)
+            else:
+                copy_all(zip(room, own, strict=True))
+                held.append((room, own))
+    for room, own in held:
+        assert all(torch.equal(a, b) for a, b in zip(room, own, strict=True))
+    assert 12 * sum(len(own[0]) for _, own in held) <= sum(budgets)
