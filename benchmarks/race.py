@@ -71,10 +71,11 @@ def rate(runs: list[Path], probe: int) -> float:
 
 def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
     data = [f"data.train={args.data}", "tracking.every_steps=5", *args.set]
-    probes = [place / f"{recipe}-probe{seed}" for seed in range(args.seeds)]
+    name = Path(recipe).stem  # it may be a file
+    probes = [place / f"{name}-probe{seed}" for seed in range(args.seeds)]
     train(recipe, probes, [*data, *QUIET, f"training.steps={args.probe}", "data.valid_rows=8"])
     count = max(1, int(rate(probes, args.probe) * args.seconds))
-    runs = [place / f"{recipe}-{seed}" for seed in range(args.seeds)]
+    runs = [place / f"{name}-{seed}" for seed in range(args.seeds)]
     begin = time.perf_counter()
     train(recipe, runs, [*data, *QUIET, f"training.steps={count}"])
     trained = [steps(run) for run in runs]

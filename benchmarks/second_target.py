@@ -135,13 +135,18 @@ def trained(recipe: str, args: argparse.Namespace) -> dict[str, Any]:
     return race.race(recipe, args.out / "runs", entered)
 
 
+def run_of(recipe: str, args: argparse.Namespace) -> Path:
+    """Where `race` puts the run of its first seed."""
+    return Path(args.out, "runs", f"{Path(recipe).stem}-0")
+
+
 def sets(args: argparse.Namespace) -> list[str]:
     return [*map(str, args.prompts), str(args.out / "eval_code.jsonl")]
 
 
 def replayed(args: argparse.Namespace) -> dict[str, Any]:
     """All drafts on all sets, with a few answers decoded live as a proof."""
-    words = ["eval", *(str(args.out / "runs" / f"{recipe}-0") for recipe in args.recipes)]
+    words = ["eval", *(str(run_of(recipe, args)) for recipe in args.recipes)]
     words += ["--target", args.target, "--live", "4", "--limit", str(args.limit)]
     words += ["--max-new-tokens", str(args.eval_tokens), "--batch", "64"]
     return race.fledge(*words, *(word for path in sets(args) for word in ("--prompts", path)))
@@ -152,7 +157,7 @@ def replayed(args: argparse.Namespace) -> dict[str, Any]:
 
 def live(recipe: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """batch -> set of prompts -> speed-up over plain decoding in the same batches."""
-    path = draft_directory(args.out / "runs" / f"{recipe}-0")
+    path = draft_directory(run_of(recipe, args))
     found: dict[str, Any] = {}
     with _pair(path, dtype, args) as (plain, drafted, encoded, stops):
         for batch in args.batches:
@@ -251,7 +256,8 @@ def tables(result: dict[str, Any], args: argparse.Namespace) -> str:
     if replay := result.get("replay"):
         lines += ["| recipe | steps | seconds | length | " + " | ".join(names) + " |"]
         lines += ["|---|" + "--:|" * (len(names) + 3)]
-        for recipe, draft in zip(args.recipes, replay["drafts"], strict=True):
+        recipes = (Path(recipe).stem for recipe in args.recipes)
+        for recipe, draft in zip(recipes, replay["drafts"], strict=True):
             run, by_set = result.get(f"train-{recipe}", {}), draft["by_set"]
             lengths = (by_set[Path(source).stem]["acceptance_length"] for source in sets(args))
             cells = [f"{draft['acceptance_length']:.3f}", *(f"{one:.3f}" for one in lengths)]
@@ -260,7 +266,8 @@ def tables(result: dict[str, Any], args: argparse.Namespace) -> str:
         lines += [""]
     lines += ["| recipe | dtype | batch | set | speed-up | median | length | texts equal |"]
     lines += ["|---|---|--:|---|--:|--:|--:|--:|"]
-    for recipe, dtype in itertools.product(args.recipes, args.live_dtypes):
+    for path, dtype in itertools.product(args.recipes, args.live_dtypes):
+        recipe = Path(path).stem
         for batch, by_set in result.get(f"live-{recipe}-{dtype}", {}).items():
             lines += [
                 f"| {recipe} | {dtype} | {batch} | {name} | {one['speedup']:.2f}"
@@ -309,10 +316,12 @@ def main(words: list[str] | None = None) -> None:
     work: dict[str, dict[str, Callable[[], Any]]] = {
         "prompts": {"prompts": lambda: prompts(args)},
         "regenerate": {"regenerate": lambda: answers(args)},
-        "train": {f"train-{one}": lambda one=one: trained(one, args) for one in args.recipes},
+        "train": {
+            f"train-{Path(one).stem}": lambda one=one: trained(one, args) for one in args.recipes
+        },
         "replay": {"replay": lambda: replayed(args)},
         "live": {
-            f"live-{one}-{dtype}": lambda one=one, dtype=dtype: live(one, dtype, args)
+            f"live-{Path(one).stem}-{dtype}": lambda one=one, dtype=dtype: live(one, dtype, args)
             for one, dtype in itertools.product(args.recipes, args.live_dtypes)
         },
     }
