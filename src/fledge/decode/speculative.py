@@ -254,7 +254,6 @@ class SpeculativeDecoder:
         aux_BQD = self.strategy.settle(self.target, table_BX, aux_BND, places)
         return _Now(rows, table_BX, aux_BQD, used, target_used)
 
-
     def _kept(self, rows: list[Generation]) -> list[int]:
         """Rows that have not ended. Where shapes should come back, with as many that have as make
         it all of the rows, half of them, a quarter, ...: the next batch ends in the same sizes."""
