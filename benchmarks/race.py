@@ -23,7 +23,7 @@ from typing import Any
 
 FLEDGE = [sys.executable, "-m", "fledge"]
 QUIET = ("evaluation.every_steps=1000000", "checkpoint.every_steps=1000000")
-PROBE = 120  # steps of the run that says how fast steps are; the second half counts
+PROBE = 120  # steps of the run that says how fast steps are, unless told otherwise
 
 
 def fledge(*words: str) -> dict[str, Any]:
@@ -59,21 +59,23 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "seconds" in line]
 
 
-def rate(runs: list[Path]) -> float:
-    """Steps a second that every seed reaches beside the others, compilation aside."""
+def rate(runs: list[Path], probe: int) -> float:
+    """Steps a second that every seed reaches beside the others in the second half of a short run,
+    compilation aside."""
     each = []
     for run in runs:
-        first, *_, last = (line for line in steps(run) if line["step"] >= PROBE / 2)
+        first, *_, last = (line for line in steps(run) if line["step"] >= probe / 2)
         each.append((last["step"] - first["step"]) / (last["seconds"] - first["seconds"]))
     return statistics.mean(each)
 
 
 def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
     data = [f"data.train={args.data}", "tracking.every_steps=5", *args.set]
-    probes = [place / f"{recipe}-probe{seed}" for seed in range(args.seeds)]
-    train(recipe, probes, [*data, *QUIET, f"training.steps={PROBE}", "data.valid_rows=8"])
-    count = int(rate(probes) * args.seconds)
-    runs = [place / f"{recipe}-{seed}" for seed in range(args.seeds)]
+    name = Path(recipe).stem  # it may be a file
+    probes = [place / f"{name}-probe{seed}" for seed in range(args.seeds)]
+    train(recipe, probes, [*data, *QUIET, f"training.steps={args.probe}", "data.valid_rows=8"])
+    count = max(1, int(rate(probes, args.probe) * args.seconds))
+    runs = [place / f"{name}-{seed}" for seed in range(args.seeds)]
     begin = time.perf_counter()
     train(recipe, runs, [*data, *QUIET, f"training.steps={count}"])
     trained = [steps(run) for run in runs]
@@ -136,6 +138,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=0, help="prompts of each set; 0: all")
     parser.add_argument("--live", type=int, default=12, help="answers decoded live")
+    parser.add_argument("--probe", type=int, default=PROBE, help="steps of a first, short run")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of every recipe")
     args = parser.parse_args()
     place = Path(os.environ.get("RACE_RUNS") or tempfile.mkdtemp(prefix="race-"))

@@ -98,6 +98,20 @@ def test_rows_that_have_ended_run_along_until_they_are_half(narrow, target, draf
     assert all(2 * after <= before for before, after in sizes)
 
 
+def test_another_batch_ends_in_sizes_that_are_recorded(narrow, target, drafts, asked):
+    """However its rows end: with sizes of their own every batch would record for itself."""
+    limits = Stops(40, frozenset(range(3, 12)))
+    ours = decoder(target, drafts["trained"])
+    sizes = []
+    go_on = ours._go_on
+    ours._go_on = lambda rows, *more: (sizes.append(len(rows)), go_on(rows, *more))[1]
+    alone = decoder(target, drafts["trained"], record=False)
+    for seed in range(4):
+        prompts = random_prompts(16, seed=seed, longest=12)
+        assert said(ours.generate(prompts, limits)) == said(alone.generate(prompts, limits))
+    assert {*sizes} == {16, 8, 4, 2, 1}
+
+
 def test_sampling_is_not_recorded(narrow, target, drafts, asked):
     ours = decoder(target, drafts["trained"])
     drawn = ours.generate(asked[:4], STOPS, temperature=1.0, seed=5)

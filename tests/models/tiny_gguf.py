@@ -1,4 +1,4 @@
-"""A tiny random Llama with a byte-level tokenizer, as a GGUF file of the kind llama.cpp writes."""
+"""Tiny random models with a byte-level tokenizer, as GGUF files of the kind llama.cpp writes."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 UNMERGED = "zq"  # in the vocabulary, but no merge leads to it
@@ -44,6 +50,29 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def tiny_qwen2(seed: int = 0) -> Qwen2ForCausalLM:
+    """What sets Qwen2 apart: biases at q, k and v, and here a head of its own, as files that are
+    quantized more finely there have one."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):  # they begin as zeros, which nobody would miss
+            torch.nn.init.normal_(weight, std=0.5)
+    return model
+
+
 def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """llama.cpp rotates neighbouring pairs: it stores q and k rows in another order."""
     rows, columns = weight.shape
@@ -53,14 +82,15 @@ def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 
 def write_gguf(
     path: Path,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     *,
     pre: str = "smollm",
     add_bos: bool = False,
     source: str = "",
 ) -> Path:
     config = model.config
-    writer = GGUFWriter(path, "llama")
+    qwen2 = config.model_type == "qwen2"
+    writer = GGUFWriter(path, config.model_type)
     writer.add_name("tiny")
     if source:
         writer.add_source_repo_url(source)
@@ -70,7 +100,7 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(20_000.0)
+    writer.add_rope_freq_base(1_000_000.0 if qwen2 else 20_000.0)
     writer.add_rope_dimension_count(8)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
@@ -78,10 +108,11 @@ def write_gguf(
         _add_sentencepiece(writer)
     else:
         _add_byte_level(writer, pre)
-    writer.add_bos_token_id(1)
+    writer.add_bos_token_id(0 if qwen2 else 1)
     writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
+    writer.add_pad_token_id(0 if qwen2 else 2)
+    if not qwen2:
+        writer.add_unk_token_id(0)
     writer.add_add_bos_token(add_bos)
     writer.add_chat_template(TEMPLATE)
     for name, tensor in _tensors(model).items():
@@ -113,7 +144,7 @@ def _add_sentencepiece(writer: GGUFWriter) -> None:
     writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259))
 
 
-def _tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
+def _tensors(model: PreTrainedModel) -> dict[str, np.ndarray[Any, Any]]:
     config = model.config
     tensors = {
         "token_embd.weight": model.model.embed_tokens.weight,
@@ -131,8 +162,13 @@ def _tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
             f"blk.{index}.attn_norm.weight": layer.input_layernorm.weight,
             f"blk.{index}.ffn_norm.weight": layer.post_attention_layernorm.weight,
         }
+        for name in "qkv" if config.model_type == "qwen2" else "":
+            projection = getattr(layer.self_attn, f"{name}_proj")
+            tensors[f"blk.{index}.attn_{name}.bias"] = projection.bias
+    if not config.tie_word_embeddings:
+        tensors["output.weight"] = model.lm_head.weight
     arrays = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
-    for name in arrays:
+    for name in arrays if config.model_type == "llama" else ():
         if "attn_q." in name:
             arrays[name] = _permuted(arrays[name], config.num_attention_heads)
         elif "attn_k." in name:

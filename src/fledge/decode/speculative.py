@@ -226,23 +226,20 @@ class SpeculativeDecoder:
     def _go_on(
         self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor
     ) -> "_Now | None":
-        """Drop finished rows (none left: None), and forget what was not accepted.
-
-        Where shapes should stay as they are, finished rows run along until they are half of all.
-        """
-        alive = [index for index, row in enumerate(rows) if row.finish is None]
-        if not alive:
+        """Drop finished rows (none left: None), and forget what was not accepted."""
+        kept = self._kept(rows)
+        if not kept:
             return None
         places = [
             [0, *(node + 1 for node in path)] if row.finish is None else [0]
             for row, path in zip(rows, paths, strict=True)
         ]
-        if len(alive) < len(rows) and not (self.passes.fixed and 2 * len(alive) > len(rows)):
-            self.target.select(alive)
-            rows, places = [rows[i] for i in alive], [places[i] for i in alive]
-            aux_BND = aux_BND[torch.tensor(alive, device=aux_BND.device)]
+        if len(kept) < len(rows):
+            self.target.select(kept)
+            rows, places = [rows[i] for i in kept], [places[i] for i in kept]
+            aux_BND = aux_BND[torch.tensor(kept, device=aux_BND.device)]
             if self.strategy is not None:
-                self.strategy.select(alive)
+                self.strategy.select(kept)
         known = [
             (row.known - 1, row.token_ids[-len(stood) :], stood)
             for row, stood in zip(rows, places, strict=True)
@@ -256,6 +253,18 @@ class SpeculativeDecoder:
         used = self.strategy.reserve(end)
         aux_BQD = self.strategy.settle(self.target, table_BX, aux_BND, places)
         return _Now(rows, table_BX, aux_BQD, used, target_used)
+
+    def _kept(self, rows: list[Generation]) -> list[int]:
+        """Rows that have not ended. Where shapes should come back, with as many that have as make
+        it all of the rows, half of them, a quarter, ...: the next batch ends in the same sizes."""
+        alive = [index for index, row in enumerate(rows) if row.finish is None]
+        if not alive or not self.passes.fixed:
+            return alive
+        count = len(rows)
+        while count // 2 >= len(alive):
+            count //= 2
+        ended = [index for index, row in enumerate(rows) if row.finish is not None]
+        return sorted([*alive, *ended[: count - len(alive)]])
 
 
 class _Now(NamedTuple):

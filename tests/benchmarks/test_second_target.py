@@ -1,0 +1,117 @@
+"""The script that takes a target from its file to speed-ups, on a tiny one."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fledge.cli.main import run
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import race  # noqa: E402
+import second_target  # noqa: E402
+
+RECIPE = """
+target: {model: nobody, aux_layer_ids: [0, 1, 2]}
+data: {valid_rows: 4, max_length: 96, workers: 1}
+packing: {tokens: 96}
+draft: {draft_vocab_size: 128}
+objective: {ttt_steps: 3}
+training: {lr: 1e-2, device: cpu}
+"""
+
+
+def here(words):
+    """What a process of `fledge` would print."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        run(words)
+    assert ended.value.code == 0, said.getvalue()
+    return said.getvalue()
+
+
+@pytest.fixture
+def command(tiny_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(race, "fledge", lambda *words: json.loads(here([*words, "--json"])))
+
+    def train(recipe, runs, words):
+        for run_ in runs:
+            here(["train", recipe, f"run.output_dir={run_}", *words])
+
+    monkeypatch.setattr(race, "train", train)
+    kinds = ["dolly"] * 7 + ["mbpp"] * 10 + ["gsm8k_train"] * 6
+    chats = [
+        {
+            "id": f"{kind}/{i}",
+            "messages": [
+                {"role": "user", "content": f"{kind} {i}?"},
+                {"role": "assistant", "content": "what another model said"},
+            ],
+        }
+        for i, kind in enumerate(kinds)
+    ]
+    asked = [{"prompt": f"and then {i}?"} for i in range(3)]
+    for name, rows in {"chats": chats, "eval_asked": asked}.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return [
+        "--target", str(tiny_target), "--chats", str(tmp_path / "chats.jsonl"),
+        "--prompts", str(tmp_path / "eval_asked.jsonl"), "--out", str(tmp_path / "out"),
+        "--recipes", str(tmp_path / "recipe.yaml"), "--batch", "2", "--max-new-tokens", "12",
+        "--train-s", "1", "--probe", "20", "--eval-tokens", "12", "--batches", "1", "3",
+        "--live-prompts", "3", "--device", "cpu",
+    ]  # fmt: skip
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def kinds(path):
+    return [row["id"].partition("/")[0] for row in rows(path)]
+
+
+def test_from_a_target_to_a_table_and_nothing_twice(command, tmp_path, capsys):
+    out = tmp_path / "out"
+    second_target.main(command)
+    held_out = {row["id"] for row in rows(out / "eval_code.jsonl")}
+    assert held_out == {"mbpp/7", "mbpp/12"}
+    answered = rows(out / "answers.jsonl")
+    assert len({row["id"] for row in answered}) == 21
+    assert not held_out & {row["id"] for row in answered}
+    assert all("another model" not in row["messages"][1]["content"] for row in answered)
+    assert set(kinds(out / "answers.jsonl")[:14]) == {"mbpp", "gsm8k_train"}
+    [draft] = json.loads((out / "stage-replay.json").read_text())["drafts"]
+    assert draft["live"]["agrees"]
+    assert set(draft["by_set"]) == {"eval_asked", "eval_code"}
+    [live] = (json.loads(path.read_text()) for path in out.glob("stage-live-*.json"))
+    assert {batch: set(found) for batch, found in live.items()} == {
+        "1": {"asked", "code"}, "3": {"asked", "code"},
+    }  # fmt: skip
+    for one in (one for found in live.values() for one in found.values()):
+        assert one["same_texts"] == one["texts"] > 0  # float32: no tie falls otherwise
+        assert 1 <= one["acceptance_length"] <= 4
+        assert one["speedup"] == pytest.approx(one["tokens_per_s"] / one["plain_tokens_per_s"])
+    assert "| float32 | 3 | code |" in (out / "result.md").read_text()
+    before = {path: path.stat().st_mtime_ns for path in out.glob("stage-*")}
+    second_target.main(command)
+    assert {path: path.stat().st_mtime_ns for path in out.glob("stage-*")} == before
+
+
+def test_answers_stop_in_time_and_go_on_later(command, tmp_path, capsys):
+    out = tmp_path / "out"
+    short = [*command, "--stages", "prompts", "regenerate", "--regenerate-s", "0"]
+    second_target.main(short)
+    assert len(rows(out / "answers.jsonl")) == 8  # a chunk of four batches
+    first = (out / "answers.jsonl").read_text()
+    (out / "stage-regenerate.json").unlink()
+    second_target.main([*short[:-1], "100"])
+    assert (out / "answers.jsonl").read_text().startswith(first)
+    assert len(rows(out / "answers.jsonl")) == 21
