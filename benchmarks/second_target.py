@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -189,6 +190,44 @@ def _pair(path: Path, dtype: str, args: argparse.Namespace) -> Iterator[tuple[An
         yield SpeculativeDecoder(model), drafted, encoded, stops
 
 
+@dataclass
+class Spent:
+    """What one way of decoding took, batch by batch."""
+
+    tokens: list[int] = field(default_factory=list)  # without the first ones, the prompts' own
+    seconds: list[float] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)  # of the target; a batch counts once
+
+    def add(self, way: SpeculativeDecoder, made: list[Generation]) -> None:
+        self.tokens.append(sum(len(text.token_ids) - 1 for text in made))
+        self.seconds.append(way.timing.decode_s)
+        self.passes.append(way.timing.rounds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return sum(self.tokens) / sum(self.passes)
+
+
+def gained(plain: Spent, drafted: Spent) -> dict[str, Any]:
+    """The speed-up, unless the clock cannot have been right: a round holds a pass of the target, so
+    that nothing gains more than the passes it saves."""
+    most = drafted.tokens_per_pass / plain.tokens_per_pass
+    speedup = drafted.tokens_per_s / plain.tokens_per_s
+    ways = (drafted.tokens, drafted.seconds, plain.tokens, plain.seconds)
+    each = [(d / ds) / (p / ps) for d, ds, p, ps in zip(*ways, strict=True) if d and p]
+    disturbed = speedup > most
+    return {
+        "plain_tokens_per_s": plain.tokens_per_s, "tokens_per_s": drafted.tokens_per_s,
+        "most_possible": most, "disturbed": disturbed,
+        "speedup": None if disturbed else speedup,
+        "median_speedup": None if disturbed else median(each),
+    }  # fmt: skip
+
+
 def _timed(
     plain: SpeculativeDecoder,
     drafted: SpeculativeDecoder,
@@ -197,36 +236,23 @@ def _timed(
     stops: Stops,
 ) -> dict[str, Any]:
     """Both ways over the same batches, taking turns in being the first."""
-    seconds: dict[SpeculativeDecoder, list[float]] = {plain: [], drafted: []}
-    tokens: dict[SpeculativeDecoder, list[int]] = {plain: [], drafted: []}
-    texts = same = rounds = accepted = 0
+    spent = {plain: Spent(), drafted: Spent()}
+    same, rounds = 0, []
     for number, begin in enumerate(range(0, len(asked), batch)):
         members = asked[begin : begin + batch]
-        ways = [plain, drafted] if number % 2 else [drafted, plain]
         made: dict[SpeculativeDecoder, list[Generation]] = {}
-        for way in ways:
+        for way in [plain, drafted] if number % 2 else [drafted, plain]:
             if number == 0:  # the first passes of a shape are slow and must not count
                 way.generate(members, Stops(min(8, stops.max_new_tokens)))
             made[way] = way.generate(members, stops)
-            seconds[way].append(way.timing.decode_s)
-            tokens[way].append(sum(len(text.token_ids) - 1 for text in made[way]))
-        texts += len(members)
+            spent[way].add(way, made[way])
         pairs = zip(made[plain], made[drafted], strict=True)
         same += sum(a.token_ids == b.token_ids for a, b in pairs)
-        drafts = [r for text in made[drafted] for r in text.rounds]
-        rounds, accepted = rounds + len(drafts), accepted + sum(r.emitted for r in drafts)
-    speeds = {way: sum(tokens[way]) / sum(seconds[way]) for way in seconds}
-    gains = [
-        (d / ds) / (p / ps)
-        for d, ds, p, ps in zip(
-            tokens[drafted], seconds[drafted], tokens[plain], seconds[plain], strict=True
-        )
-        if p and d
-    ]
+        rounds += [r.emitted for text in made[drafted] for r in text.rounds]
     return {
-        "texts": texts, "same_texts": same, "acceptance_length": accepted / max(1, rounds),
-        "plain_tokens_per_s": speeds[plain], "tokens_per_s": speeds[drafted],
-        "speedup": speeds[drafted] / speeds[plain], "median_speedup": median(gains),
+        "texts": len(asked), "same_texts": same,
+        "acceptance_length": sum(rounds) / max(1, len(rounds)),
+        **gained(spent[plain], spent[drafted]),
     }  # fmt: skip
 
 
@@ -270,12 +296,16 @@ def tables(result: dict[str, Any], args: argparse.Namespace) -> str:
         recipe = Path(path).stem
         for batch, by_set in result.get(f"live-{recipe}-{dtype}", {}).items():
             lines += [
-                f"| {recipe} | {dtype} | {batch} | {name} | {one['speedup']:.2f}"
-                f" | {one['median_speedup']:.2f} | {one['acceptance_length']:.2f}"
+                f"| {recipe} | {dtype} | {batch} | {name} | {_gain(one['speedup'])}"
+                f" | {_gain(one['median_speedup'])} | {one['acceptance_length']:.2f}"
                 f" | {one['same_texts']} of {one['texts']} |"
                 for name, one in by_set.items()
             ]
     return "\n".join(lines) + "\n"
+
+
+def _gain(speedup: float | None) -> str:
+    return "clock disturbed" if speedup is None else f"{speedup:.2f}"
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:

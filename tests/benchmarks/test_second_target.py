@@ -98,11 +98,22 @@ def test_from_a_target_to_a_table_and_nothing_twice(command, tmp_path, capsys):
     for one in (one for found in live.values() for one in found.values()):
         assert one["same_texts"] == one["texts"] > 0  # float32: no tie falls otherwise
         assert 1 <= one["acceptance_length"] <= 4
-        assert one["speedup"] == pytest.approx(one["tokens_per_s"] / one["plain_tokens_per_s"])
+        assert one["disturbed"] == (one["speedup"] is None)
     assert "| float32 | 3 | code |" in (out / "result.md").read_text()
     before = {path: path.stat().st_mtime_ns for path in out.glob("stage-*")}
     second_target.main(command)
     assert {path: path.stat().st_mtime_ns for path in out.glob("stage-*")} == before
+
+
+def test_no_gain_is_said_that_cannot_be():
+    """Two texts of 20 tokens: 20 plain passes, 10 with a draft."""
+    plain = second_target.Spent([40], [2.0], [20])
+    good = second_target.gained(plain, second_target.Spent([40], [1.25], [10]))
+    assert (good["speedup"], good["median_speedup"]) == (pytest.approx(1.6), pytest.approx(1.6))
+    assert (good["most_possible"], good["disturbed"]) == (2.0, False)
+    odd = second_target.gained(plain, second_target.Spent([40], [0.9], [10]))
+    assert (odd["disturbed"], odd["speedup"], odd["median_speedup"]) == (True, None, None)
+    assert second_target._gain(odd["speedup"]) == "clock disturbed"
 
 
 def test_answers_stop_in_time_and_go_on_later(command, tmp_path, capsys):
