@@ -112,6 +112,9 @@ def _remarks(done: "Retargeted") -> list[str]:
     ]
     if done.penalty is None:
         lines[0] += "; no change of the map was better than none"
+    if done.length < done.length_before:
+        more = "more --data and --rows, or --steps, or the draft as it was"
+        lines.append(f"the refit made it worse on held-out rows: {more}")
     if done.trained_length is not None and done.trained_length < done.length:
         lines.append("the steps made it worse: best is the refitted draft")
     lines.append(f"next: {fledge_command('eval', done.directory)}")
