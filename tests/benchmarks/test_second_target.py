@@ -78,6 +78,7 @@ def kinds(path):
     return [row["id"].partition("/")[0] for row in rows(path)]
 
 
+@pytest.mark.slow
 def test_from_a_target_to_a_table_and_nothing_twice(command, tmp_path, capsys):
     out = tmp_path / "out"
     second_target.main(command)

@@ -156,6 +156,7 @@ def test_nothing_is_begun_that_would_end_too_late(place, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_workers_do_what_one_process_does(place, whole):
     words = command(place, "side.json", "--points", "2", workers=2)
     assert tune.main(words) == 0

@@ -140,6 +140,7 @@ def test_a_draft_that_reads_its_own_states_meets_them_half_way(target, packs):
     old_ND = targets.old.answer(packs[2][0]).aux_hidden_states[0]
     new_ND = old_ND @ targets.new.change_DD.t()
 
+    @torch.no_grad()
     def off(one, states_ND):
         read_EE = one.fc.weight.chunk(2, dim=1)[1]
         return float((states_ND @ read_EE.t() - old_ND @ state_EE.t()).norm())
