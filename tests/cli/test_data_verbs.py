@@ -37,6 +37,7 @@ def fledge(tmp_path, smollm2):
     return run
 
 
+@pytest.mark.slow
 def test_preview_shows_supervised_and_dropped(fledge, chats, smollm2):
     shown = json.loads(fledge("data", "preview", chats, "--model", smollm2, "--json").stdout)
     said = "".join(token["text"] for token in shown[0]["tokens"] if token["supervised"])
@@ -47,6 +48,7 @@ def test_preview_shows_supervised_and_dropped(fledge, chats, smollm2):
     assert "<b>wren</b>" in text
 
 
+@pytest.mark.slow
 def test_a_pipe_shows_supervision_without_colors_and_what_was_left_out(fledge, tmp_path, smollm2):
     rows = [
         {"messages": [{"role": "assistant", "content": "Hello!"}, *CHATS[0]["messages"]]},
@@ -84,6 +86,7 @@ def test_preview_page_escapes_what_it_shows(fledge, chats, tmp_path):
     assert "http" not in page  # self-contained
 
 
+@pytest.mark.slow
 def test_prepare_and_stats_as_json(fledge, chats):
     facts = json.loads(fledge("data", "prepare", chats, "--max-drop-share", 0.5, "--json").stdout)
     assert facts["rows"] == 1

@@ -38,6 +38,7 @@ def fledge(*arguments, code=0):
     return done
 
 
+@pytest.mark.slow
 def test_plan_train_and_train_again(place):
     recipe, run = place / "recipe.yaml", place / "run"
     plan = json.loads(fledge("plan", recipe, "--json").stdout)
@@ -96,6 +97,7 @@ def test_tables_of_eight_tokens_fit_into_80_columns():
         assert shown == [[f"{rate:.1%}" for rate in rates]] * 2
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_a_resumable_run(place):
     arguments = ["train", place / "recipe.yaml", f"run.output_dir={place / 'cut'}"]
     arguments += ["training.epochs=400", "checkpoint.every_steps=100000"]
@@ -117,6 +119,7 @@ def test_a_signal_leaves_a_resumable_run(place):
     assert json.loads((newest / "state.json").read_text())["step"] >= lines[-1]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -142,6 +145,7 @@ def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path, overrides, messa
     assert not run.exists()  # nothing half-written
 
 
+@pytest.mark.slow
 def test_an_absent_tracker_says_what_to_install(place, tmp_path):
     if importlib.util.find_spec("trackio"):
         pytest.skip("trackio is installed here")
