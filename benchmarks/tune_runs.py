@@ -269,9 +269,10 @@ def results(ground: Ground, jobs: Iterable[Job], *, workers: int) -> Iterator[di
             busy.append(end)
         if not busy:
             return
-        for end in wait(busy):
+        said = wait(busy)
+        for end in [one for one in busy if one in said]:
             try:
-                yield end.recv()  # type: ignore[union-attr]
+                yield end.recv()
             except EOFError:
                 sys.exit("a worker died (out of memory? give fewer --workers)")
             busy.remove(end)

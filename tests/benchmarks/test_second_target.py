@@ -3,18 +3,15 @@
 import contextlib
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+import race
+import second_target
 from fledge.cli.main import run
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import race  # noqa: E402
-import second_target  # noqa: E402
 
 RECIPE = """
 target: {model: nobody, aux_layer_ids: [0, 1, 2]}

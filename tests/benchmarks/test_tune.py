@@ -4,13 +4,15 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+import tune
+import tune_report
+import tune_runs
 from fledge.recipe.schema import load_recipe
 from fledge.train.evaluate import evaluate
 from fledge.train.fit import fit
@@ -18,11 +20,6 @@ from fledge.train.setup import set_up
 from train.tiny import Notes
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import tune  # noqa: E402
-import tune_report  # noqa: E402
-import tune_runs  # noqa: E402
 
 RECIPE = """
 target: {{model: {target}, aux_layer_ids: [0, 1, 2], dtype: float32}}

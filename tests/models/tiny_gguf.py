@@ -33,16 +33,17 @@ def vocabulary() -> list[str]:
     return [*CONTROL, *letters, *merged, UNMERGED, USER_DEFINED]
 
 
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
+        **SIZES,
         vocab_size=len(vocabulary()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
         rms_norm_eps=1e-5,
         rope_theta=20_000.0,
         tie_word_embeddings=True,
@@ -55,13 +56,8 @@ def tiny_qwen2(seed: int = 0) -> Qwen2ForCausalLM:
     quantized more finely there have one."""
     torch.manual_seed(seed)
     config = Qwen2Config(
+        **SIZES,
         vocab_size=len(vocabulary()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
         rms_norm_eps=1e-6,
         rope_theta=1_000_000.0,
         tie_word_embeddings=False,

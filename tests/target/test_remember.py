@@ -114,3 +114,19 @@ def test_what_found_room_is_there_and_no_budget_is_exceeded(lengths, budgets, bl
     for room, own in held:
         assert all(torch.equal(a, b) for a, b in zip(room, own, strict=True))
     assert 12 * sum(len(own[0]) for _, own in held) <= sum(budgets)
+
+
+def test_memory_that_is_not_there_ends_the_keeping(asked, monkeypatch, caplog):
+    """A budget is what a user said; the machine may have less."""
+
+    def refuse(*_):
+        raise RuntimeError("out of memory\nand a trace")
+
+    remembering = RememberingTarget(asked.target, KeptStates(2**30))
+    monkeypatch.setattr(Memory, "_block", refuse)
+    for count, batch in enumerate(asked.packs(0), start=1):
+        assert torch.equal(remembering.answer(batch).input_ids, asked.answer(batch).input_ids)
+        assert asked.calls == count
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more states are kept: out of memory"
+    ]

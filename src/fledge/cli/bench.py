@@ -67,7 +67,7 @@ def bench_train(
         bool, Option("--checkpointing", help="Recompute whole layers.")
     ] = False,
     kept: Annotated[
-        str, Option(help="A later epoch, its states kept: on the device, or host.")
+        str, Option(help="Measure a later epoch, whose states are kept: device or host.")
     ] = "",
     steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,

@@ -8,8 +8,7 @@ comes shifted (see `core.batch`); the only shift here is that of a loss mask on 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +22,7 @@ from fledge.core.head import HeadLike, TargetHead
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.draft.base import DraftModel
 from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.autocast import no_autocast
 from fledge.objective.base import RolloutOutput
 from fledge.objective.head_loss import (
     HeadLoss,
@@ -58,18 +58,6 @@ class ReadyBatch(Generic[Plan]):
     supervision: Supervision
     covered_M: Tensor  # bool per target slot: the draft can say the target's top token
     charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
-
-
-@contextmanager
-def _no_autocast(kind: str) -> Iterator[torch.dtype | None]:
-    """Switch torch.autocast off, and say which dtype it asked for: a step computes all of its
-    matrices in one dtype, and its gradients, written out, in the same."""
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-        yield None
-        return
-    asked = torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, enabled=False):
-        yield asked
 
 
 class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
@@ -195,7 +183,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
         self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
         plan = plan or self.plan(RowMasks(loss_mask, attention_mask, **packing), seed)
-        with _no_autocast(self.selected_token_ids.device.type):
+        with no_autocast(self.selected_token_ids.device.type):
             supervision = self._supervision(plan, **rest)
             covered_M = self._covered(plan, input_ids, supervision)
         if plan.asked_MK is None:
@@ -218,7 +206,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             return None
         device, head_WE = self.selected_token_ids.device, self.draft_model.lm_head.weight
         sums_2L = torch.zeros(2, self._num_losses, dtype=torch.float64, device=device)
-        with _no_autocast(device.type) as asked_dtype:
+        with no_autocast(device.type) as asked_dtype:
             for batch in ready:
                 hidden_PE = self._hidden(batch, asked_dtype)
                 sums_2L += head_acceptance(hidden_PE, head_WE, self._head_task(batch))
@@ -237,7 +225,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         backward pass belongs outside, as always.
         """
         plan, count_K = ready.plan, ready.charged_K if normalizer is None else normalizer
-        with _no_autocast(self.selected_token_ids.device.type) as asked_dtype:
+        with no_autocast(self.selected_token_ids.device.type) as asked_dtype:
             hidden_PE = self._hidden(ready, asked_dtype)
             task = self._head_task(ready)
             coefficient_N = self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N]

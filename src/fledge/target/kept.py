@@ -4,12 +4,16 @@ Blocks are large, and host blocks are pinned where a GPU fills them: it copies t
 its own stream, in order, while the host goes on. Nobody waits, and nothing is looked at here.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from fledge.core.errors import first_line
 from fledge.target.cache.codec import from_fp8, to_fp8
+
+log = logging.getLogger(__name__)
 
 _BLOCK = 256 << 20  # bytes; a power of two, to which pinned memory is rounded up
 
@@ -31,8 +35,13 @@ class Memory:
             rows = max(count, min(_BLOCK, self._left) // max(1, row_bytes))
             if rows * row_bytes > self._left:
                 return None
+            try:
+                self._rest = tuple(self._block(part, rows) for part in like)
+            except RuntimeError as error:  # less memory than was said: what is there has to do
+                log.warning("no more states are kept: %s", first_line(error))
+                self._left = 0
+                return None
             self._left -= rows * row_bytes
-            self._rest = tuple(self._block(part, rows) for part in like)
         taken = tuple(part[:count] for part in self._rest)
         self._rest = tuple(part[count:] for part in self._rest)
         return taken

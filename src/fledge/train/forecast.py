@@ -184,7 +184,7 @@ class _Fit:
     def __init__(self, curve: Curve) -> None:
         self._depths, times = curve.depths, _Times(curve.course)
         self._now = float(times([curve.step])[0][0])
-        steps, lengths, rounds = (np.array(column, float) for column in zip(*curve.measured))  # noqa: B905
+        steps, lengths, rounds = np.array(curve.measured, float).T
         held_times, held_annealed = times(steps)
         rate = rate_of(lengths, curve.depths)
         # of a geometric length over n rounds, in log-odds: 1 / (c n)
@@ -211,7 +211,7 @@ class _Fit:
 
     def _bins(self, curve: Curve, times: _Times) -> tuple[Floats, Floats, Floats]:
         """Training windows averaged over even pieces of ln S: however often a run is logged."""
-        middles, taus = (np.array(column, float) for column in zip(*curve.windows))  # noqa: B905
+        middles, taus = np.array(curve.windows, float).T
         at, annealed = times(middles)
         place = np.floor((self._now - at) / _BIN).astype(int)
         means = [

@@ -20,6 +20,13 @@ GUARD_WINDOW = 64  # gradient norms remembered
 GUARD_WARMUP = 16  # norms needed before one can be called a spike
 
 
+class SkippingAdamW(torch.optim.AdamW):
+    """torch's AdamW, with names for what its fused kernel takes from whoever scales gradients."""
+
+    found_inf: Tensor | None = None  # above 0: the step is skipped
+    grad_scale: Tensor | None = None  # what gradients are divided by
+
+
 def make_optimizer(
     parameters: Iterable[nn.Parameter],
     *,
@@ -27,14 +34,14 @@ def make_optimizer(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-) -> torch.optim.AdamW:
+) -> SkippingAdamW:
     """Fused AdamW; weight decay on matrices only (norms and placeholders are left alone)."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim == 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return SkippingAdamW(
         [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
     )
 
@@ -55,14 +62,17 @@ class SkippingMuon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(matrix)
         held = (matrix, state["momentum_buffer"])
         before = [tensor.clone() for tensor in held]
-        loss = super().step(closure)  # type: ignore[no-untyped-call]
+        loss = super().step(closure)  # type: ignore[no-untyped-call]  # torch gives it no types
         if self.found_inf is not None:
             for tensor, old in zip(held, before, strict=True):
                 tensor.copy_(torch.where(self.found_inf > 0, old, tensor))
         return loss
 
 
-def make_optimizers(draft: nn.Module, training: "Training") -> tuple[torch.optim.Optimizer, ...]:
+Skipping = SkippingAdamW | SkippingMuon
+
+
+def make_optimizers(draft: nn.Module, training: "Training") -> tuple[Skipping, ...]:
     """What updates the trained parameters: AdamW, and Muon for matrices where a recipe says so.
 
     Muon's steps are scaled to the size of AdamW's, so one learning rate and one weight decay do for
@@ -95,7 +105,7 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str,
 
 
 def clip_gradients(
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Skipping],
     parameters: Sequence[nn.Parameter],
     limit: float | None,
 ) -> Tensor:
@@ -105,8 +115,8 @@ def clip_gradients(
     norm = whole_tensor(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     over = (norm + 1e-6) / limit  # as torch.nn.utils.clip_grads_with_norm_ has it
     for optimizer in optimizers:
-        if norm.is_cuda and isinstance(optimizer, torch.optim.AdamW):
-            optimizer.grad_scale = over.clamp_min(1.0).float()  # type: ignore[attr-defined]
+        if norm.is_cuda and isinstance(optimizer, SkippingAdamW):
+            optimizer.grad_scale = over.clamp_min(1.0).float()
         else:
             own = [p for group in optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grads_with_norm_(own, limit, norm)

@@ -23,7 +23,7 @@ from fledge.train.average import Average
 from fledge.train.batches import StepBatch
 from fledge.train.checkpoint import restore_rng, rng_tensors
 from fledge.train.clock import Clock
-from fledge.train.optimizer import StepGuard, clip_gradients
+from fledge.train.optimizer import Skipping, StepGuard, clip_gradients
 from fledge.train.sharding import backward, whole
 
 
@@ -56,7 +56,7 @@ class Parts(Models):
     """What a step works with besides."""
 
     parameters: list[nn.Parameter]  # the trained ones
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    optimizers: tuple[Skipping, ...]
     guard: StepGuard
     clip: float | None
     clock: Clock
@@ -180,7 +180,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
         for optimizer in parts.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips a bad step
+            optimizer.found_inf = bad.float()  # skips a bad step
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if parts.average is not None:
