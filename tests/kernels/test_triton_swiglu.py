@@ -66,6 +66,24 @@ def test_gated_mlp_backward_twice(use):
         assert torch.equal(a, b)
 
 
+def once(*leaves):
+    return gated_mlp(*leaves, once=True)
+
+
+def test_activations_that_become_gradients(use):
+    leaves = mlp_leaves(190)
+    assert_close(use(True, once, *leaves), use(False, gated_mlp, *leaves))
+
+
+def test_activations_that_became_gradients_are_not_read_again(use):
+    leaves = mlp_leaves(5)
+    use(True, once, *leaves)
+    out = once(*leaves).sum()
+    torch.autograd.grad(out, leaves, retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second pass"):
+        torch.autograd.grad(out, leaves)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_mlp_in_16_bits(use, dtype):
     leaves = mlp_leaves(60, dtype)

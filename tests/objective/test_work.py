@@ -75,17 +75,30 @@ def test_operations_are_those_that_torch_counts(kind):
     assert counter.get_total_flops() == forward["fc"] + forward["layers"]
 
 
+def held_by_nodes(loss):
+    """Bytes of what the MLPs keep themselves, not by torch's own means."""
+    nodes, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return sum(x.nbytes for node in nodes for x in getattr(node, "kept", None) or ())
+
+
 @pytest.mark.parametrize("kind", MODULES)
 def test_bytes_are_those_that_autograd_keeps(kind):
     module, ready, work = make_step(kind)
     batch = [ready.aux_OD, ready.input_ids, ready.supervision.hidden_SD]
     with watch_saved([*module.parameters(), work.draft.lm_head.weight, *batch]) as saved:
         loss = module.score(ready).loss
-    predicted = work.kept(work.counted(ready.plan), width=4)
-    assert predicted == pytest.approx(saved.total_bytes, rel=0.03)
+    predicted, found = work.kept(work.counted(ready.plan), width=4), held_by_nodes(loss)
+    assert found > 0
+    found += saved.total_bytes
+    assert predicted == pytest.approx(found, rel=0.03)
     loss.backward()
     # what is predicted without a plan: as many anchors as a usual row has places for
-    assert work.kept_bytes(T, 4) == pytest.approx(saved.total_bytes, rel=0.1)
+    assert work.kept_bytes(T, 4) == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -1,5 +1,7 @@
 """Features alone: a pass that ends behind the last aux layer."""
 
+import sys
+
 import pytest
 import torch
 from test_target_packing import packed_rows, some_documents
@@ -46,6 +48,26 @@ def test_the_states_of_a_whole_pass_without_its_end(architecture, rows):
     again = target.answer(rows)
     assert torch.equal(again.last_hidden_states, want.last_hidden_states)
     assert torch.equal(again.aux_hidden_states, want.aux_hidden_states)
+
+
+def test_a_pass_that_ends_early_leaves_nothing_in_its_frames(rows):
+    """An exception ends it, whose traceback leads to every frame that it passed through."""
+    model, frames = tiny_model("llama"), []
+    target = HFEagle3TargetModel(model, [0, 1], supervision="hidden", num_aux_layers=2)
+    target.features(rows)
+    layer = find_layers(model)[1]
+    forward = layer.forward
+
+    def watched(hidden, *args, **options):
+        frames.append(sys._getframe(1))  # torch's own, which holds what the layer was given
+        return forward(hidden, *args, **options)
+
+    layer.forward = watched
+    target.features(rows)
+    assert frames
+    for frame in frames:
+        assert not any(isinstance(value, torch.Tensor) for value in frame.f_locals.values())
+        assert "args" not in frame.f_locals
 
 
 @pytest.mark.parametrize("case", ["logits", "last layer", "last state", "refuses"])

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,8 @@ def measure_step(
     on_step: Callable[[], None] = lambda: None,
     look: Callable[[Parts, StepBatch], None] | None = None,
 ) -> StepFigures:
-    """Run `warmup` + `steps` steps; `look` may run one more in its own way."""
+    """Run `warmup` + `steps` steps, one behind the other as training does: the host does not wait
+    for them. `look` may run one more in its own way."""
     gpu = device.type == "cuda"
     parts = build_parts(case, device)
     batches = build_batches(case, warmup + steps)
@@ -192,33 +194,49 @@ def measure_step(
         parts.target = remembering(case, parts.target, batches)
     built = torch.cuda.memory_allocated() if gpu else 0
     moments = sum(p.numel() for p in parts.parameters) * 8
-    seconds, phases = [], []
+    times = [_Moment(device)]
     for index, batch in enumerate(batches):
-        if gpu and index == warmup:
-            torch.cuda.reset_peak_memory_stats()
-        parts.clock.read()
-        start = time.perf_counter()
+        if index == warmup:
+            parts.clock.read()  # waits for what compiles; from here on nothing does
+            if gpu:
+                torch.cuda.reset_peak_memory_stats()
+            times.append(_Moment(device))
         train_step(parts, batch, lr=1e-4)
-        _, spent = parts.clock.read()
-        seconds.append(time.perf_counter() - start)
-        phases.append(spent)
+        times.append(_Moment(device))
         on_step()
+    _, phases = parts.clock.read()
     above = torch.cuda.max_memory_allocated() - built - moments if gpu else None
+    seconds = [after - before for before, after in pairwise(times[warmup + 1 :])]
     if look is not None:
         look(parts, batches[-1])
     return StepFigures(
         tokens=batches[0].micro[0].input_ids.numel() if batches[0].micro[0] else 0,
-        seconds=statistics.median(seconds[warmup:]),
-        slowest_seconds=max(seconds[warmup:]),
-        phases={
-            name: statistics.median(spent[name] for spent in phases[warmup:]) for name in phases[0]
-        },
-        first_seconds=seconds[0],
+        seconds=statistics.median(seconds),
+        slowest_seconds=max(seconds),
+        phases={name: spent / steps for name, spent in phases.items()},
+        first_seconds=times[1] - times[0],
         resident_bytes=built + moments,
         above_bytes=above,
         flops=step_flops(parts, batches[-1], work_of(case, parts)),
         ceiling=matmul_ceiling(device) if gpu else None,
     )
+
+
+class _Moment:
+    """When the device had done what was asked of it so far; read when all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._now = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def __sub__(self, other: "_Moment") -> float:
+        """Seconds."""
+        if self._event is None or other._event is None:
+            return self._now - other._now
+        return float(other._event.elapsed_time(self._event)) / 1000
 
 
 def remembering(

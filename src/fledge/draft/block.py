@@ -36,7 +36,7 @@ from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.block_plan import BlockRows
 from fledge.target.base import Eagle3TargetBackend, HasWeight
 
-KEPT_MLP_GIB = 2.75  # of MLPs' activations; the backward pass computes the others again
+KEPT_MLP_GIB = 3.75  # of MLPs' activations; the backward pass computes the others again
 
 
 class BlockDraftModel(DraftModel):
@@ -307,7 +307,7 @@ class BlockDraftModel(DraftModel):
         q, k, v, *own = make(*projected)
         out = block_attention(
             q, (k, v), (own[0], own[1]), rows, sight, kind=attention,
-            again=Again(projected, make) if layer.recompute_norms else None,
+            again=Again(projected, make) if layer.used_once else None,
         ).flatten(0, 1)  # fmt: skip
         if wanted_P is not None:
             state, out = _pick(state, wanted_P), _pick(out, wanted_P)

@@ -146,7 +146,7 @@ class DraftLayer(nn.Module):
             mlp_biases=_mlp_biases(mlp, dtype),
             eps=self.post_attention_layernorm.eps or 0.0,
             recompute_mlp=recompute_mlp,
-            recompute_norms=used_once,
+            used_once=used_once,
         )
 
 
@@ -222,7 +222,7 @@ class LayerWeights:
     mlp_biases: tuple[Tensor, Tensor, Tensor] | None
     eps: float
     recompute_mlp: bool = False  # the MLP's activations are recomputed: long batches need memory
-    recompute_norms: bool = False  # and so is what the norms say
+    used_once: bool = False  # and so is what norms say; what is kept serves one backward pass
     merge_EE: Tensor | None = None  # EAGLE-1's layer 0: fc's half for the state
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
@@ -243,7 +243,7 @@ class LayerWeights:
 
     def project_normed(self, state_NE: Tensor) -> Tensor:
         """All q, k, v outputs of a state."""
-        if self.recompute_norms and self.state_norm is not None and self.state_bias is None:
+        if self.used_once and self.state_norm is not None and self.state_bias is None:
             return norm_linear(state_NE, self.state_norm, self.state_qkv, self.eps)
         return self.project(self.normed(state_NE), None, slice(None))
 
@@ -275,9 +275,10 @@ class LayerWeights:
 
     def _mlp(self, state_NE: Tensor) -> Tensor:
         weights = (self.gate, self.up, self.down)
-        if self.recompute_norms and self.mlp_biases is None:
+        if self.used_once and self.mlp_biases is None:
             norm = (self.mlp_norm, self.eps)
-            return gated_mlp(state_NE, *weights, norm=norm, recompute=self.recompute_mlp)
+            recompute = self.recompute_mlp
+            return gated_mlp(state_NE, *weights, norm=norm, recompute=recompute, once=True)
         x_NE = rms_norm(state_NE, self.mlp_norm, self.eps)
         if self.mlp_biases is None:
             return gated_mlp(x_NE, *weights, recompute=self.recompute_mlp)

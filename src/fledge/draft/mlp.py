@@ -19,6 +19,9 @@ class _GatedMlp(torch.autograd.Function):
     kept: the backward pass multiplies once more. With a norm, x is normed first, and what that says
     is computed once more, too. Weights wider than x are cast where they are used, each time: a cast
     costs less than keeping its result from one pass to the other.
+
+    Where only one backward pass will come (`once`), what was kept becomes the gradients, each gone
+    as soon as it is used: at that moment a step has the least memory.
     """
 
     @staticmethod
@@ -31,12 +34,15 @@ class _GatedMlp(torch.autograd.Function):
         down_EI: Tensor,
         eps: float,
         recompute: bool,
+        once: bool,
     ) -> Tensor:
-        ctx.eps, dtype = eps, x_NE.dtype
+        ctx.eps, ctx.recompute, dtype = eps, recompute, x_NE.dtype
         read_NE = rms_norm(x_NE, norm_E, eps)
         gate_NI, up_NI = F.linear(read_NE, gate_IE.to(dtype)), F.linear(read_NE, up_IE.to(dtype))
         kept = () if recompute else (gate_NI, up_NI)
-        ctx.save_for_backward(x_NE, norm_E, gate_IE, up_IE, down_EI, *kept)
+        # what torch saves it holds to the end of a backward pass; this is let go of on the way
+        ctx.kept = list(kept) if once else None
+        ctx.save_for_backward(x_NE, norm_E, gate_IE, up_IE, down_EI, *(() if once else kept))
         if kernel_runs(gate_NI, what="SwiGLU"):
             from fledge.kernels.swiglu import gate
 
@@ -47,11 +53,18 @@ class _GatedMlp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout_NE,) = grads
         x_NE, norm_E, gate_IE, up_IE, down_EI, *kept = ctx.saved_tensors
+        once = ctx.kept is not None
+        if once:
+            kept, ctx.kept = ctx.kept, []
+            if not kept and not ctx.recompute:
+                raise RuntimeError("backward: a second pass, where the draft was run for one")
         normed = None if norm_E is None else Renormed(x_NE, norm_E, ctx.eps)
         read_NE, dtype = x_NE if normed is None else normed.out, x_NE.dtype
         gate_NI, up_NI = kept or (F.linear(read_NE, w.to(dtype)) for w in (gate_IE, up_IE))
         dgated_NI = dout_NE @ down_EI.to(dtype)
-        gated_NI, dgate_NI, dup_NI = _gate_backward(gate_NI, up_NI, dgated_NI)
+        gated_NI, dgate_NI, dup_NI = _gate_backward(
+            gate_NI, up_NI, dgated_NI, use_up=once or not kept
+        )
         del gate_NI, up_NI, kept, dgated_NI
         ddown_EI = _weight_grad(dout_NE, gated_NI, down_EI.dtype)
         del gated_NI  # as wide as the others: memory for what follows
@@ -60,7 +73,7 @@ class _GatedMlp(torch.autograd.Function):
         dx_NE = torch.addmm(dgate_NI @ gate_IE.to(dtype), dup_NI, up_IE.to(dtype))
         del dgate_NI, dup_NI
         behind = (dx_NE, None) if normed is None else normed.back(dx_NE)
-        return *behind, dgate_IE, dup_IE, ddown_EI, None, None
+        return *behind, dgate_IE, dup_IE, ddown_EI, None, None, None
 
 
 def _weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,13 +85,14 @@ def _weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gate_backward(
-    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor
+    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor, *, use_up: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up once more, and the gradients of gate and up; dgated's memory is used up."""
+    """silu(gate) * up once more, and the gradients of gate and up. dgated's memory is used up, and
+    where that is allowed, on a GPU, that of gate and up."""
     if kernel_runs(gate_NI, what="SwiGLU"):
         from fledge.kernels.swiglu import gate_backward
 
-        return gate_backward(gate_NI, up_NI, dgated_NI)
+        return gate_backward(gate_NI, up_NI, dgated_NI, use_up=use_up)
     act_NI = F.silu(gate_NI)
     gated_NI = act_NI * up_NI
     dup_NI = act_NI.mul_(dgated_NI)
@@ -94,8 +108,9 @@ def gated_mlp(
     *,
     norm: Norm | None = None,
     recompute: bool = False,
+    once: bool = False,
 ) -> Tensor:
-    """SwiGLU of x, or of what a norm makes of it."""
+    """SwiGLU of x, or of what a norm makes of it; `once`: differentiated no more than that."""
     kind = x_NE.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # the backward pass is written out, and runs where autocast casts nothing
@@ -103,7 +118,7 @@ def gated_mlp(
         x_NE, gate_IE, up_IE, down_EI = (x.to(dtype) for x in (x_NE, gate_IE, up_IE, down_EI))
     norm_E, eps = norm or (None, 0.0)
     out_NE: Tensor = _GatedMlp.apply(  # type: ignore[no-untyped-call]
-        x_NE, norm_E, gate_IE, up_IE, down_EI, eps, recompute
+        x_NE, norm_E, gate_IE, up_IE, down_EI, eps, recompute, once
     )
     return out_NE
 

@@ -65,11 +65,14 @@ def gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
 
 
 def gate_backward(
-    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor
+    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor, *, use_up: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up once more, and the gradients of gate and up; dgated's memory is used up."""
+    """silu(gate) * up once more, and the gradients of gate and up. dgated's memory is used up, and
+    on request that of gate and up: they are the widest tensors of a step."""
     gate_NI, up_NI, dgated_NI = (x.contiguous() for x in (gate_NI, up_NI, dgated_NI))
-    gated_NI, dgate_NI = torch.empty_like(gate_NI), torch.empty_like(gate_NI)
+    gated_NI, dgate_NI = (
+        (gate_NI, up_NI) if use_up else (torch.empty_like(gate_NI), torch.empty_like(gate_NI))
+    )
     rows, width = gate_NI.shape
     if gate_NI.numel():
         with on_device_of(gate_NI):

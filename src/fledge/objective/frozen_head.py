@@ -155,6 +155,7 @@ class _Sweep:
             scored = self._score(logits_JW, part, coefficient_N[part])
             row_loss_N[part], correct_N[part], distance_N[part], dlogits_JW = scored
             self._send_back(dlogits_JW, element_J, part)
+            del logits_JW, scored, dlogits_JW  # before the next chunk's: each is half a gigabyte
         correct_N &= row_loss_N.isfinite()
         return row_loss_N, correct_N, distance_N
 

@@ -6,9 +6,10 @@ once into the tensor that will be returned, so nothing else of the model's memor
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -89,8 +90,12 @@ def stop_behind(
             answer(states.new_zeros(()).expand_as(states))
             raise _AllHeard
 
-    with suppress(_AllHeard):
+    try:
         yield write_and_stop
+    except _AllHeard as heard:
+        # it has passed through the model's own frames, and would keep their tensors alive until
+        # Python looks for cycles
+        clear_frames(heard.__traceback__)
 
 
 class AuxBuffer:
