@@ -32,6 +32,7 @@ from fledge.target.room import KeptStates
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
 from fledge.train.optimizer import StepGuard, make_optimizer
+from fledge.train.recorded import recorded_steps
 from fledge.train.step import Parts, train_step
 
 SHAPE_FIELDS = (
@@ -65,6 +66,7 @@ class Case:
     partitions: int = 1
     checkpointing: bool = False
     kept: str = ""  # "device", "host": a later epoch, whose states were kept there
+    record: bool = True  # steps of small drafts as CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,9 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     return Parts(
         target, objective, device, World(), parameters, (optimizer,), StepGuard(None, device), 1.0,
         Clock(device),
+        recorded=recorded_steps(objective, parameters, tokens=case.seq * case.batch)
+        if case.record
+        else None,
     )  # fmt: skip
 
 

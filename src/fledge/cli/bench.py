@@ -69,6 +69,9 @@ def bench_train(
     kept: Annotated[
         str, Option(help="Measure a later epoch, whose states are kept: device or host.")
     ] = "",
+    record: Annotated[
+        bool, Option("--record/--no-record", help="Steps of small drafts as CUDA graphs.")
+    ] = True,
     steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
@@ -102,6 +105,7 @@ def bench_train(
         shape=shape, kind=kind, seq=seq, batch=batch, documents=documents, depths=depths,
         layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
         compile=compile_target, partitions=partitions, checkpointing=checkpointing, kept=kept,
+        record=record,
     )  # fmt: skip
     notes: list[str] = []
 

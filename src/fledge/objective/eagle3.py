@@ -32,8 +32,9 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
     dtype of the step's matrices when it differs from the parameters'. With `depth_keep` < 1 a
     rollout in training is followed one depth deeper with that chance only, and weighted so that the
     expected gradient is that of the full unroll. `feature_dropout` is the share of the target's
-    features that training leaves out. `compact=False` and `attention="reference"` are
-    the slow twins that tests compare with.
+    features that training leaves out. `quantum` rounds the sizes of a step up (`rollout/even.py`):
+    for whole rollouts on one rank. `compact=False` and `attention="reference"` are the slow twins
+    that tests compare with.
     """
 
     draft_model: LlamaEagle3DraftModel
@@ -58,6 +59,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         attention: AttentionKind = "fast",
         context: ContextRanks | None = None,
         compact: bool = True,
+        quantum: int = 0,
     ) -> None:
         if isinstance(ttt_steps, bool) or not isinstance(ttt_steps, int) or ttt_steps < 1:
             raise ValueError(f"ttt_steps: must be a positive int, got {ttt_steps!r}")
@@ -71,7 +73,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         super().__init__(draft_model, vocabulary, chosen, *options)
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
-        self.feature_dropout = feature_dropout
+        self.feature_dropout, self.quantum = feature_dropout, quantum
         draft_model.config.ttt_steps = ttt_steps  # files without their run say how deep they draft
 
     @property
@@ -92,8 +94,14 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
             seed=seed,
             device=self.selected_token_ids.device,
             ranks=self._ranks,
+            quantum=self.quantum if self.draft_model.training else 0,
         )
         return noisy(plan, masks, seed) if drops else NoisyPlan(**vars(plan))
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether its steps may have round sizes (`quantum`)."""
+        return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
 
     @property
     def _keep(self) -> float:

@@ -60,6 +60,11 @@ class ReadyBatch(Generic[Plan]):
     charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
 
 
+def _real(plan: RolloutPlan, which_N: Tensor) -> Tensor:
+    """Of some head elements those that are not there for the size alone."""
+    return which_N if plan.head.real_N is None else which_N & plan.head.real_N
+
+
 class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     """A draft and its objective; call it with `**batch.to_trainer_inputs()`."""
 
@@ -187,7 +192,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             supervision = self._supervision(plan, **rest)
             covered_M = self._covered(plan, input_ids, supervision)
         if plan.asked_MK is None:
-            charged_K = self._per_depth(plan, self._charged(covered_M[plan.head.target_N]))
+            charged_K = self._per_depth(plan, self._charged_elements(plan, covered_M))
         else:  # thinned: the rest stands for all of them
             charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
         if plan.share is None:
@@ -232,7 +237,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             scored = self._score(ready, task, hidden_PE, coefficient_N, acceptance)
             loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
             # a target that the draft cannot say is a rejection, charged or not
-            covered_N = ready.covered_M[plan.head.target_N]
+            covered_N = _real(plan, ready.covered_M[plan.head.target_N])
             charged_K = self._per_depth(plan, task.charged_N)
             return self._output(
                 plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N
@@ -273,12 +278,16 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             input_ids = plan.on_key_axis(input_ids)
         return self._states(plan, ready.aux_OD, input_ids, self.compute_dtype or asked_dtype)
 
+    def _charged_elements(self, plan: Plan, covered_M: Tensor) -> Tensor:
+        """[N] bool"""
+        return _real(plan, self._charged(covered_M[plan.head.target_N]))
+
     def _head_task(self, ready: ReadyBatch[Plan]) -> HeadTask:
         elements = ready.plan.head
         return HeadTask(
             elements=elements,
             supervision=ready.supervision,
-            charged_N=self._charged(ready.covered_M[elements.target_N]),
+            charged_N=self._charged_elements(ready.plan, ready.covered_M),
             loss=self.loss,
             num_losses=self._num_losses,
             chunk_rows=self.chunk_rows,

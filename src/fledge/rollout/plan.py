@@ -83,6 +83,7 @@ class HeadElements:
     depth_N: Tensor
     target_N: Tensor  # index into `RolloutPlan.target_M`, ascending
     target_host: Ints  # the same on the host, to cut chunks without a sync
+    real_N: Tensor | None = None  # bool, only when some are there for the size alone: see `even.py`
 
     def __len__(self) -> int:
         return len(self.target_host)
@@ -144,6 +145,7 @@ def plan_rollout(
     seed: int = 0,
     device: torch.device | None = None,
     ranks: ContextRanks | None = None,
+    quantum: int = 0,
 ) -> RolloutPlan:
     """Read the masks (the only host sync of a step) and lay out the rollout on `device`.
 
@@ -156,7 +158,11 @@ def plan_rollout(
     document's own loss mask.
 
     With `ranks`, which all read the same rows, the plan is this rank's part.
+
+    With `quantum` there are few sizes, so that they come back (`even.py`).
     """
+    from fledge.rollout.even import lay_out_evenly  # which is made of the pieces of this file
+
     slots = flatten_slots(masks)
     asked_SK = supervised_SK = _supervised(slots, num_depths)
     device = device or masks.loss_mask.device
@@ -165,6 +171,10 @@ def plan_rollout(
         supervised_SK = asked_SK & (np.arange(num_depths) <= survived_S[:, None])
     last_S = _last_depth(slots, supervised_SK, compact=compact)
     axis = key_axis(slots, last_S, num_depths)
+    if quantum:
+        if ranks is not None or keep < 1:
+            raise ValueError("quantum: for whole rollouts on one rank")
+        return lay_out_evenly(slots, supervised_SK, axis, quantum=quantum, device=device)
     if ranks is None:
         plan = lay_out(slots, supervised_SK, axis, device=device)
     else:
@@ -218,7 +228,7 @@ def lay_out(
     supervised_P = np.concatenate([supervised_SK[rows[:n], k] for k, n in enumerate(counts)])
     arrays = [keep, axis.position, key_first, row_key, row_first, *orders]
     arrays += [np.flatnonzero(slots.target), *head, supervised_P.astype(np.int64)]
-    arrays += [_supervised_so_far(supervised_SK)]
+    arrays += [supervised_so_far(supervised_SK)]
 
     it = iter(to_device(arrays, device))
     slot_T, position_T, first_T, slot_N, first_N = (next(it) for _ in range(5))
@@ -241,7 +251,7 @@ def lay_out(
     )
 
 
-def _supervised_so_far(supervised_SK: Bools) -> Ints:
+def supervised_so_far(supervised_SK: Bools) -> Ints:
     """[K] slots that are supervised at all depths <= k."""
     counts, alive_S = [], np.ones(len(supervised_SK), dtype=np.bool_)
     for supervised_S in supervised_SK.T:

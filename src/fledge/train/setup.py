@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
@@ -45,6 +45,7 @@ from fledge.train.checkpoint import newest_step, restore_rng, rng_tensors
 from fledge.train.clock import Clock
 from fledge.train.drafts import make_draft
 from fledge.train.optimizer import StepGuard, learning_rate, make_optimizers
+from fledge.train.recorded import RecordedSteps, recorded_steps
 from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
@@ -310,6 +311,17 @@ def _open(recipe: Recipe, ground: _Ground, *, alone: bool = True) -> OpenRun:
     )
 
 
+def _recorded(
+    recipe: Recipe, models: Models, parameters: Sequence[nn.Parameter]
+) -> RecordedSteps | None:
+    """Where a step is one micro-batch on one GPU, and nothing else is wanted."""
+    training = recipe.training
+    if not training.record_steps or training.accumulate > 1 or models.world.size > 1:
+        return None
+    tokens = training.micro_batch * recipe.packing.tokens
+    return recorded_steps(models.objective, parameters, tokens=tokens)
+
+
 def _parts(recipe: Recipe, models: Models) -> Parts:
     training, draft = recipe.training, models.objective.draft_model
     if models.world.shard > 1:
@@ -324,6 +336,7 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
         clock=Clock(models.device),
         seed=training.seed,
         average=None if training.ema is None else Average(parameters, training.ema),
+        recorded=_recorded(recipe, models, parameters),
     )
 
 

@@ -5,7 +5,7 @@ by the number of charged elements over all micro-batches and ranks; so is the me
 LK-lambda weighs by. Nothing waits for the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -24,6 +24,7 @@ from fledge.train.batches import StepBatch
 from fledge.train.checkpoint import restore_rng, rng_tensors
 from fledge.train.clock import Clock
 from fledge.train.optimizer import Skipping, StepGuard, clip_gradients
+from fledge.train.recorded import RecordedSteps
 from fledge.train.sharding import backward, whole
 
 
@@ -62,6 +63,7 @@ class Parts(Models):
     clock: Clock
     seed: int = 0
     average: Average | None = None  # of the weights, where it is the average that counts
+    recorded: RecordedSteps | None = None  # where the GPU would wait for Python
 
     def averaged(self) -> AbstractContextManager[None]:
         """While open, the draft is the one that counts: to be measured, to be saved."""
@@ -139,39 +141,11 @@ def answers_of(
 
 def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
     """Target's answers, global count, forward and backward per micro-batch, clip, update."""
-    objective, world = parts.objective, parts.world
+    world = parts.world
     # One seed a step: what is drawn for a document depends on it alone, not on ranks or packing.
     seed = parts.seed + 1_000_003 * batch.step
-    layers = objective.draft_model.config.num_aux_hidden_states
-    prepared, verdicts = [], []
-    features = not getattr(objective, "reads_target", True)
-    for rows, answer in answers_of(parts, batch, features=features):
-        with parts.clock.phase("supervision"):
-            # Planned from host masks while the GPU is still busy with the target.
-            prepared.append(objective.prepare(rows, answer, seed))
-        verdicts.append(inspect(answer, layers))  # read with the step, later
-        del answer  # of several ranks on the same rows, each has taken its part
-    # [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
-    counts = torch.zeros(objective.depths + 2, dtype=torch.int64, device=parts.device)
-    for ready in prepared:
-        counts[:-2] += ready.charged_K
-    for verdict in verdicts:
-        counts[-2] += verdict.broken
-    counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
-    world.sum_(counts)
-    sums = Sums.zeros(objective.depths, parts.device)
-    with whole(objective.draft_model):
-        with parts.clock.phase("forward"):
-            acceptance = objective.acceptance(prepared, world)
-        for ready in prepared:
-            with parts.clock.phase("forward"):
-                output = objective.score(ready, counts[:-2], acceptance)
-            with parts.clock.phase("backward"):
-                backward(objective.draft_model, output.loss)
-            sums.add(output)
-        for _ in range(len(batch.micro) - len(prepared)):
-            backward(objective.draft_model, None)
-
+    passes = _in_one if _recordable(parts, batch) else _one_by_one
+    sums, counts, verdicts = passes(parts, batch, seed, stopping=stopping)
     with parts.clock.phase("update"):
         if world.shard == 1:
             world.sum_gradients(parts.parameters)
@@ -188,3 +162,72 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     return StepResult(
         sums, norm, bad, tuple(verdicts), parts.guard.bad_in_a_row.clone(), counts[-1]
     )
+
+
+# [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
+Counts = Tensor
+
+
+def _one_by_one(
+    parts: Parts, batch: StepBatch, seed: int, *, stopping: bool
+) -> tuple[Sums, Counts, list[Verdict]]:
+    """Micro-batch after micro-batch, once it is known how much is charged in all of them."""
+    objective, world = parts.objective, parts.world
+    layers = objective.draft_model.config.num_aux_hidden_states
+    prepared, verdicts = [], []
+    features = not getattr(objective, "reads_target", True)
+    for rows, answer in answers_of(parts, batch, features=features):
+        with parts.clock.phase("supervision"):
+            # Planned from host masks while the GPU is still busy with the target.
+            prepared.append(objective.prepare(rows, answer, seed))
+        verdicts.append(inspect(answer, layers))  # read with the step, later
+        del answer  # of several ranks on the same rows, each has taken its part
+    counts = _count(parts, [ready.charged_K for ready in prepared], verdicts, stopping=stopping)
+    world.sum_(counts)
+    sums = Sums.zeros(objective.depths, parts.device)
+    with whole(objective.draft_model):
+        with parts.clock.phase("forward"):
+            acceptance = objective.acceptance(prepared, world)
+        for ready in prepared:
+            with parts.clock.phase("forward"):
+                output = objective.score(ready, counts[:-2], acceptance)
+            with parts.clock.phase("backward"):
+                backward(objective.draft_model, output.loss)
+            sums.add(output)
+        for _ in range(len(batch.micro) - len(prepared)):
+            backward(objective.draft_model, None)
+    return sums, counts, verdicts
+
+
+def _in_one(
+    parts: Parts, batch: StepBatch, seed: int, *, stopping: bool
+) -> tuple[Sums, Counts, list[Verdict]]:
+    """The only micro-batch, in one recorded call."""
+    objective: Any = parts.objective
+    assert parts.recorded is not None
+    [(rows, answer)] = answers_of(parts, batch)
+    with parts.clock.phase("supervision"):
+        plan = objective.plan_rows(rows, seed)
+    with parts.clock.phase("forward"):
+        output = parts.recorded(plan, answer)
+    verdicts = [inspect(answer, objective.draft_model.config.num_aux_hidden_states)]
+    sums = Sums.zeros(objective.depths, parts.device)
+    sums.add(output)
+    return sums, _count(parts, [output.charged], verdicts, stopping=stopping), verdicts
+
+
+def _recordable(parts: Parts, batch: StepBatch) -> bool:
+    alone = parts.world.size == 1 and len(batch.micro) == 1 and batch.micro[0] is not None
+    return alone and parts.recorded is not None
+
+
+def _count(
+    parts: Parts, charged: Sequence[Tensor], verdicts: Sequence[Verdict], *, stopping: bool
+) -> Counts:
+    counts = torch.zeros(parts.objective.depths + 2, dtype=torch.int64, device=parts.device)
+    for charged_K in charged:
+        counts[:-2] += charged_K
+    for verdict in verdicts:
+        counts[-2] += verdict.broken
+    counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
+    return counts

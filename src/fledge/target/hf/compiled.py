@@ -5,9 +5,10 @@ positions, activations and residuals become a few kernels each. `RecordedPass` g
 small models, whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
 """
 
+import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +30,7 @@ class CompiledLayers:
             for layer in layers
             if "forward" not in layer.__dict__  # offloading tools put their own forward there
         ]
+        self._untidy = bool(self._forwards)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -39,6 +41,9 @@ class CompiledLayers:
         finally:
             for layer, _ in self._forwards:
                 del layer.forward
+        if self._untidy:  # the compiler leaves cycles behind, which hold tensors of this pass
+            self._untidy = False
+            gc.collect()
 
     def give_up(self, error: BaseException) -> None:
         reason = first_line(error)
@@ -54,11 +59,29 @@ def compile_errors() -> tuple[type[BaseException], ...]:
     return TorchDynamoException, InductorError
 
 
+class CommonMemory:
+    """What passes of several sizes compute in, one at a time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        # what was freed on one stream is never given to another
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._inputs: dict[Hashable, Tensor] = {}
+
+    def copy_of(self, name: str, tensor: Tensor) -> Tensor:
+        """Where an input of this name and shape lies."""
+        key = (name, tensor.shape, tensor.dtype)
+        if key not in self._inputs:
+            self._inputs[key] = torch.empty_like(tensor)
+        return self._inputs[key].copy_(tensor)
+
+
 class RecordedPass(Generic[Result]):
     """`run(**inputs)` recorded once for inputs of one shape; each call copies new inputs in.
 
     The results lie in the graph's own memory: the next call overwrites them. Passes that are given
-    the same `pool` share their memory: there, the next call of *any* of them does.
+    the same `pool` and `stream`, or `common` memory, share it: there, the next call of *any* of
+    them does.
 
     A pass that waits for the GPU cannot be recorded, and the failed attempt leaves traces in torch.
     `strict` detects it beforehand: such a pass raises `RuntimeError` in its trial run. (During the
@@ -72,9 +95,15 @@ class RecordedPass(Generic[Result]):
         *,
         pool: Any = None,  # torch.cuda.graph_pool_handle()
         stream: torch.cuda.Stream | None = None,  # to record on; each keeps memory of its own
+        common: CommonMemory | None = None,
         strict: bool = False,
     ) -> None:
-        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        self._run = run  # the graph reads whatever it refers to, wherever it lay
+        if common is None:
+            self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        else:
+            pool, stream = common.pool, common.stream
+            self._inputs = {name: common.copy_of(name, given) for name, given in inputs.items()}
         side = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile, choose algorithms, fill caches
@@ -83,8 +112,11 @@ class RecordedPass(Generic[Result]):
                 run(**self._inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # a stream of its own: the default one of torch belongs to the device that recorded first
-        with torch.cuda.graph(self._graph, pool=pool, stream=side):
+        # a stream of its own: the default one of torch belongs to the device that recorded first;
+        # thread_local: other threads may go on preparing batches meanwhile
+        with torch.cuda.graph(
+            self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
+        ):
             self._results = run(**self._inputs)
 
     def __call__(self, inputs: dict[str, Tensor]) -> Result:
@@ -96,33 +128,38 @@ class RecordedPass(Generic[Result]):
 
 class RecordedSizes(Generic[Result]):
     """Recorded passes by size: only of sizes that come back, and only so many, the last used ones,
-    because each holds memory of its own."""
+    because each holds memory of its own. Those that are `sharing` it hold little, and have results
+    until the next call of any."""
 
-    MOST = 8
-
-    def __init__(self) -> None:
-        self._met: set[int] = set()
-        self._held: dict[int, RecordedPass[Result]] = {}
+    def __init__(self, most: int = 8, *, sharing: bool = False) -> None:
+        self._most, self._sharing = most, sharing
+        self._met: set[Hashable] = set()
+        self._held: dict[Hashable, RecordedPass[Result]] = {}
+        self._common: CommonMemory | None = None
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> list[Hashable]:
         """Those that are recorded, last used last."""
         return list(self._held)
 
-    def comes_back(self, size: int) -> bool:
+    def comes_back(self, size: Hashable) -> bool:
         """Whether this size was asked about before: where every batch has a size of its own,
         recording gains nothing."""
         met = size in self._met
         self._met.add(size)
         return met
 
-    def __call__(self, size: int, run: Callable[..., Result], inputs: dict[str, Tensor]) -> Result:
+    def __call__(
+        self, size: Hashable, run: Callable[..., Result], inputs: dict[str, Tensor]
+    ) -> Result:
         """`run(**inputs)`, which depends on nothing else but its size."""
         recorded = self._held.pop(size, None)
         if recorded is None:
-            while len(self._held) >= self.MOST:
+            while len(self._held) >= self._most:
                 del self._held[next(iter(self._held))]
-            recorded = RecordedPass(run, inputs)
+            if self._sharing and self._common is None:
+                self._common = CommonMemory()
+            recorded = RecordedPass(run, inputs, common=self._common)
         self._held[size] = recorded
         return recorded(inputs)
 

@@ -1,0 +1,87 @@
+"""Forward and backward passes of a step as CUDA graphs, for drafts that leave a GPU idle.
+
+A step of a small draft is a thousand small launches, and the GPU waits for Python most of the time.
+What is launched depends on the sizes of a rollout alone, and those are rounded up
+(`rollout/even.py`). So the passes of a size that comes back are recorded, from the target's answer
+to the gradients, and started with one call.
+
+One micro-batch on one rank, whose own count is the step's. The numbers are those of `train_step`'s
+other way, which tests compare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.objective.base import RolloutOutput
+from fledge.rollout.even import plan_tensors, with_tensors
+from fledge.rollout.plan import RolloutPlan
+from fledge.target.hf.compiled import RecordedSizes
+
+_READ = ("input_ids", "attention_mask", "loss_mask", "aux_hidden_states")
+_ANSWER = "target_last_hidden_states"
+
+_WIDEST = 1024  # hidden size: larger drafts keep a GPU busy
+_SIZES = 16  # rows a step may have are so many: some are padding, and each is recorded
+
+
+def recorded_steps(
+    objective: Any, parameters: Sequence[nn.Parameter], *, tokens: int
+) -> "RecordedSteps | None":
+    """Recorded steps of micro-batches of so many tokens; None: it does not pay, or cannot be."""
+    draft = objective.draft_model
+    small = draft.config.hidden_size <= _WIDEST and not draft.gradient_checkpointing
+    if draft.device.type != "cuda" or not small or not getattr(objective, "can_be_even", False):
+        return None
+    objective.quantum = max(64, tokens // _SIZES)  # rows are about as many as tokens, or fewer
+    return RecordedSteps(objective, parameters)
+
+
+class RecordedSteps:
+    """Of an objective whose plans are even (`quantum`)."""
+
+    def __init__(self, objective: Any, parameters: Sequence[nn.Parameter]) -> None:
+        self._objective, self._parameters = objective, parameters
+        # of all sizes in one place: those of a pass would be kept as long as it is
+        self._grads: list[Tensor | None] = []
+        self._sizes = RecordedSizes[RolloutOutput](_SIZES, sharing=True)
+
+    def __call__(self, plan: RolloutPlan, answer: Eagle3TargetBatch) -> RolloutOutput:
+        """Loss and metrics; the gradients are where a backward pass leaves them. All of it lies in
+        memory that the next call writes over."""
+
+        def run(**given: Tensor) -> RolloutOutput:
+            return self._passes(with_tensors(plan, given), given)
+
+        told = answer.to_trainer_inputs()
+        inputs = {name: told[name] for name in (*_READ, _ANSWER)} | plan_tensors(plan)
+        size = tuple(tuple(tensor.shape) for tensor in inputs.values())
+        comes_back = self._sizes.comes_back(size)
+        output = self._sizes(size, run, inputs) if comes_back else run(**inputs)
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = grad
+        return output
+
+    def _passes(self, plan: RolloutPlan, given: dict[str, Tensor]) -> RolloutOutput:
+        for parameter in self._parameters:
+            parameter.grad = None
+        inputs = {name: given[name] for name in (*_READ, _ANSWER)}
+        ready = self._objective.prepare_inputs(**inputs, plan=plan)
+        output = self._objective.score(ready, ready.charged_K)
+        output.loss.backward()
+        self._take_gradients()
+        found = {each.name: getattr(output, each.name).detach() for each in fields(output)}
+        return RolloutOutput(**found)
+
+    def _take_gradients(self) -> None:
+        found = [parameter.grad for parameter in self._parameters]
+        if not self._grads:  # never while recording: the first step is not
+            self._grads = [None if grad is None else torch.empty_like(grad) for grad in found]
+        held, theirs = ([x for x in grads if x is not None] for grads in (self._grads, found))
+        torch._foreach_copy_(held, theirs)
+        for parameter in self._parameters:
+            parameter.grad = None

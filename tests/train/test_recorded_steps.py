@@ -1,0 +1,78 @@
+"""Recorded steps train as others do."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from fledge.bench.train_step import Case, build_batches, build_parts
+from fledge.target.hf import compiled
+from fledge.train.recorded import RecordedSteps
+from fledge.train.step import train_step
+
+CASE = Case(shape="tiny", seq=96, documents=20, depths=4, batch=2)
+
+
+class PretendPass:
+    """Rehearsed; then runs on inputs that all passes share, into results that stay where they are
+    until any of them runs."""
+
+    made = 0
+    held: ClassVar[dict] = {}
+
+    def __init__(self, run, inputs, *, common):
+        assert common is not None
+        PretendPass.made += 1
+        self._run = run
+        self._inputs = {name: self.place(name, tensor) for name, tensor in inputs.items()}
+        self._output = run(**self._inputs)
+
+    def place(self, name, tensor):
+        return self.held.setdefault((name, tensor.shape), tensor.clone())
+
+    def __call__(self, inputs):
+        for name, tensor in inputs.items():
+            assert tensor.shape == self._inputs[name].shape
+            self._inputs[name].copy_(tensor)
+        output = self._run(**self._inputs)
+        for name, held in vars(self._output).items():
+            held.copy_(getattr(output, name))
+        return self._output
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    monkeypatch.setattr(compiled, "RecordedPass", PretendPass)
+    monkeypatch.setattr(compiled, "CommonMemory", object)
+    monkeypatch.setattr(PretendPass, "made", 0)
+    monkeypatch.setattr(PretendPass, "held", {})
+
+
+def trained(batches, *, quantum):
+    torch.manual_seed(0)
+    parts = build_parts(CASE, torch.device("cpu"))
+    parts.objective.attention = "reference"  # as a kernel, it walks over no blocks
+    if quantum:
+        parts.objective.quantum = quantum
+        parts.recorded = RecordedSteps(parts.objective, parts.parameters)
+    results = [train_step(parts, batch, lr=1e-3) for batch in batches]
+    return parts, results
+
+
+@pytest.mark.parametrize("quantum", [8, 64])
+def test_recorded_steps_are_the_steps(pretend, quantum):
+    batches = build_batches(CASE, 6)
+    plainly, wanted = trained(batches, quantum=0)
+    ours, found = trained(batches, quantum=quantum)
+    assert 0 < PretendPass.made < len(batches)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.grad_norm, theirs.grad_norm, rtol=1e-4, atol=1e-6)
+        for name, value in vars(theirs.sums).items():
+            close = (
+                {"rtol": 1e-4, "atol": 1e-5}
+                if value.is_floating_point()
+                else {"rtol": 0, "atol": 0}
+            )
+            torch.testing.assert_close(vars(mine.sums)[name], value, **close)
+    for mine, theirs in zip(ours.parameters, plainly.parameters, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
