@@ -2,11 +2,11 @@
 
     python benchmarks/tune.py benchmarks/variants/smollm2_eagle3.yaml --data smollm2_chat.jsonl \
         --prompts eval_gsm8k.jsonl eval_alpaca.jsonl --unseen eval_mt_bench.jsonl mixed \
-        --tokens 8e6 --seeds 2 --workers 6 --minutes 9 --out build/tune.json
+        --tokens 8e6 --seeds 2 --workers 3 --minutes 9 --out build/tune.json
 
 The target is run once over all rows; its states stay on its device (`--keep cpu`: in the host's
 memory), and the workers, each a process of its own, train from them through the ordinary step, side
-by side: a small draft leaves a GPU mostly idle. Every draft sees the same number of tokens and is
+by side: one sets up or is judged while another trains. Every draft sees the same number of tokens and is
 judged by replay of rounds: on held-out rows, on prompts that the target answered (once: its answers
 are kept), and on kinds of rows that no draft was trained on (`--leave-out`, by the first part of a
 row's id). Finished runs are in the file of `--out` at once, and the same command goes on with those
@@ -179,7 +179,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[], help="variants by name, or a+b")
     parser.add_argument("--also", nargs="*", default=[], help="further ones: a+b")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of all of them")
-    parser.add_argument("--workers", type=int, default=6, help="side by side; 0: in this process")
+    parser.add_argument("--workers", type=int, default=3, help="side by side; 0: in this process")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no run that ends later")
     parser.add_argument("--points", type=int, default=1, help="measurements in a run")
     parser.add_argument("--rows", type=int, default=256, help="rows of a set, at most")
