@@ -6,11 +6,11 @@
 
 The target is run once over all rows; its states stay on its device (`--keep cpu`: in the host's
 memory), and the workers, each a process of its own, train from them through the ordinary step, side
-by side: one sets up or is judged while another trains. Every draft sees the same number of tokens and is
-judged by replay of rounds: on held-out rows, on prompts that the target answered (once: its answers
-are kept), and on kinds of rows that no draft was trained on (`--leave-out`, by the first part of a
-row's id). Finished runs are in the file of `--out` at once, and the same command goes on with those
-that are missing: after a kill, after `--minutes`, or with more seeds.
+by side: one sets up or is judged while another trains. Every draft sees the same number of tokens
+and is judged by replay of rounds: on held-out rows, on prompts that the target answered (once: its
+answers are kept), and on kinds of rows that no draft was trained on (`--leave-out`, by the first
+part of a row's id). Finished runs are in the file of `--out` at once, and the same command goes on
+with those that are missing: after a kill, after `--minutes`, or with more seeds.
 
 A file of variants:
 
