@@ -134,6 +134,10 @@ class DraftModel(nn.Module):
     def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
         self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
 
+    def start_as_target(self, model: nn.Module) -> None:
+        """Start the layers as the target's last ones."""
+        raise ValueError(f"layers_from_target: not for a {type(self).__name__}")
+
     def borrow_from(self, target: Eagle3TargetBackend) -> None:
         """Take what belongs to the target and is in none of the draft's files; called whenever a
         draft is made or read."""

@@ -16,6 +16,7 @@ from fledge.draft.config import check_draft_config
 from fledge.draft.layer import DeepDraftLayer, FusedDraftLayer, linear
 from fledge.draft.norms import rms_norm
 from fledge.draft.rotary import Rotary
+from fledge.draft.target_layer import start_as_target
 from fledge.draft.unroll import UnrolledDraftModel
 
 
@@ -69,6 +70,9 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
             ],
             dim=-1,
         )
+
+    def start_as_target(self, model: nn.Module) -> None:
+        start_as_target(self, model)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., E] as carried from depth to depth -> [..., W]; normed here unless carried so."""

@@ -23,6 +23,7 @@ class BlockMethod(Method):
     draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 5, "draft_vocab_size": None}
     fixed_draft: ClassVar[Mapping[str, Any]] = {
         "head_from_target": True,
+        "layers_from_target": False,
         "freeze_embeddings": True,
         "qk_norm": True,
         "fc_norm": False,

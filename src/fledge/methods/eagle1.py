@@ -28,6 +28,7 @@ class Eagle1(Method):
     fixed_draft: ClassVar[Mapping[str, Any]] = {
         "draft_vocab_size": None,
         "head_from_target": True,
+        "layers_from_target": False,
         "freeze_embeddings": True,
         "fc_norm": False,
         "norm_output": False,

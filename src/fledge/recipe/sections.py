@@ -111,6 +111,10 @@ class Draft(Section):
     head_from_target: bool = True
     """Start the head from the target's rows of the draft vocabulary."""
 
+    layers_from_target: bool = False
+    """EAGLE-3, P-EAGLE: start the layers as copies of the target's last ones, with its norm; fc
+    hands on the last state heard. The target must be in this process, its layers like Llama's."""
+
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
     others); its vocabulary map is kept."""

@@ -38,6 +38,8 @@ def make_draft(
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
+        if section.layers_from_target:
+            _copy_layers(draft, target)
     # The layers a draft reads are part of it: states of other layers are noise to it.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
     if (module := target.info().module) is not None:  # elsewhere nobody can look at its rotary
@@ -53,6 +55,15 @@ def make_draft(
     if recipe.training.gradient_checkpointing:
         draft.gradient_checkpointing_enable()
     return draft.to(device)
+
+
+def _copy_layers(draft: DraftModel, target: Eagle3TargetBackend) -> None:
+    module = target.info().module
+    if module is None:
+        where = "draft.layers_from_target"
+        what = "the target is not in this process, and shows no layers"
+        raise BadInput(what, where=where, fix=f"{where}=false")
+    draft.start_as_target(module)
 
 
 def _draft_config(

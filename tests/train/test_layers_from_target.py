@@ -1,0 +1,107 @@
+"""A draft that starts as the end of its target."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.draft.derive import derive_draft_config
+from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.draft.target_layer import start_as_target
+from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.recipe.schema import load_recipe
+from fledge.rollout.slots import RowMasks
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.layers import find_layers
+from fledge.train.setup import set_up
+from target.tiny_models import tiny_model
+from train.tiny import make_chats, recipe_for
+
+
+def end_of(model, layers):
+    """A draft that hears the states before the last layers, and starts as them."""
+    depth = len(find_layers(model))
+    heard = depth - 1 - layers
+    ids = [*(i for i in range(depth) if i != heard), heard][-3:]
+    target = HFEagle3TargetModel(model, ids, supervision="hidden")
+    vocab = model.config.vocab_size
+    normed = hasattr(find_layers(model)[0].self_attn, "q_norm")
+    config = derive_draft_config(
+        model.config, draft_vocab_size=vocab, num_hidden_layers=layers, qk_norm=normed
+    )
+    draft = LlamaEagle3DraftModel(config)
+    draft.set_vocab_mapping(torch.arange(vocab), torch.ones(vocab, dtype=torch.bool))
+    draft.copy_embeddings_from_target(target.get_input_embeddings())
+    draft.copy_head_from_target(model.get_output_embeddings())
+    start_as_target(draft, model)
+    return draft, target
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_without_the_tokens_half_it_says_what_the_target_says(architecture, layers):
+    model = tiny_model(architecture)
+    draft, target = end_of(model, layers)
+    size = model.config.hidden_size
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(draft.layers[0].self_attn, name).weight[:, :size].zero_()
+    ids = torch.randint(0, model.config.vocab_size, (1, 12))
+    answer = target.answer(TokenBatch(ids, torch.ones_like(ids), torch.ones_like(ids)))
+    objective = Eagle3TrainerModule(
+        draft, selected_token_ids=torch.arange(model.config.vocab_size),
+        selected_token_mask=torch.ones(model.config.vocab_size, dtype=torch.bool), ttt_steps=1,
+        target_head=target.info().head,
+    )  # fmt: skip
+    plan = objective.plan(RowMasks(torch.ones(1, 12), torch.ones(1, 12)))
+    with torch.no_grad():
+        [states] = draft(answer.aux_hidden_states[0], answer.input_ids[0], plan)
+        ours = states @ draft.lm_head.weight.t()
+        theirs = model(ids).logits[0, plan.slot_T[plan.depths[0].slot_N]]
+    torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_that_adds_one_is_copied_as_what_it_does():
+    model = tiny_model("llama")
+    layer = find_layers(model)[-1]
+
+    class AddsOne(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight - 1)
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * (1 + self.weight)
+
+    wanted = torch.rand_like(layer.input_layernorm.weight) + 0.5
+    layer.input_layernorm = AddsOne(wanted)
+    draft, _ = end_of(model, 1)
+    torch.testing.assert_close(draft.layers[0].hidden_norm.weight, wanted)
+
+
+def test_what_does_not_fit_is_said_in_one_line():
+    model, qwen3 = tiny_model("llama"), tiny_model("qwen3")
+    draft, _ = end_of(model, 1)
+    del find_layers(qwen3)[-1].mlp.up_proj
+    with pytest.raises(BadInput, match=r"no plain weight mlp\.up_proj; .*from_target=false"):
+        start_as_target(draft, qwen3)
+    find_layers(model)[-1].mlp.up_proj = torch.nn.Linear(3, 5, bias=False)
+    with pytest.raises(BadInput, match=r"the target's is \(5, 3\), the draft's"):
+        start_as_target(draft, model)
+
+
+def test_a_recipe_that_asks_for_it(tiny_target, tmp_path):
+    chats, run = make_chats(tmp_path / "chats.jsonl"), tmp_path / "run"
+    training = set_up(recipe_for(tiny_target, chats, run, "draft.layers_from_target=true"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    last = find_layers(model)[-1]
+    assert torch.equal(training.draft.layers[0].mlp.up_proj.weight, last.mlp.up_proj.weight)
+    torch.testing.assert_close(training.draft.norm.weight, model.model.norm.weight)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "dflash", "dspark"])
+def test_other_methods_refuse_it(kind):
+    words = [f"objective.kind={kind}", "draft.draft_vocab_size=null"]
+    with pytest.raises(BadInput, match="layers_from_target: must be false"):
+        load_recipe("smollm2_gpu", [*words, "draft.layers_from_target=true"])
