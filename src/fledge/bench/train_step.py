@@ -30,7 +30,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.target.room import KeptStates
 from fledge.train.batches import StepBatch
-from fledge.train.clock import Clock
+from fledge.train.clock import Clock, timed_event
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.recorded import recorded_steps
 from fledge.train.step import Parts, train_step
@@ -234,7 +234,7 @@ class _Moment:
         self._event: torch.cuda.Event | None = None
         self._now = time.perf_counter()
         if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event = timed_event()
             self._event.record()
 
     def __sub__(self, other: "_Moment") -> float:

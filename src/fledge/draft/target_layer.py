@@ -5,6 +5,7 @@ own last layers do nearly what it has to learn: they turn the states that it hea
 the head reads. So its layers can start as copies of them, its norm as the target's, and fc as the
 one that hands the last of the heard states on. With the embedding's half of the first layer set to
 nothing, such a draft says what the target says (if it hears the states before those layers).
+Biases of the target's projections are left out where the draft has none.
 """
 
 from collections.abc import Iterator

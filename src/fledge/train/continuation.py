@@ -12,9 +12,10 @@ from fledge.core.files import check_place
 if TYPE_CHECKING:
     from fledge.recipe.schema import Recipe
 
-# Fields that may differ between a run and its continuation: they do not touch the arithmetic. Data
-# and target may lie elsewhere: what they hold is checked by fingerprint. A step may be cut into
-# other pieces for other ranks: `fit` looks that it stays the same one.
+# Fields that may differ between a run and its continuation: they do not touch the arithmetic, or
+# (`record_steps`) its last digits only. Data and target may lie elsewhere: what they hold is
+# checked by fingerprint. A step may be cut into other pieces for other ranks: `fit` looks that it
+# stays the same one.
 _FREE = (
     "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
@@ -23,7 +24,7 @@ _FREE = (
     "target.wait_s", "target.shared_memory", "training.shard", "training.context",
     "training.micro_batch", "training.accumulate", "target.address", "target.workers",
     "target.worker_cpus", "target.worker_gpus", "target.placement", "target.url:",
-    "target.shared_dir",
+    "target.shared_dir", "training.record_steps",
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class CommonMemory:
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         # what was freed on one stream is never given to another
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.stream = _new_stream()
         self._inputs: dict[Hashable, Tensor] = {}
 
     def copy_of(self, name: str, tensor: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class RecordedPass(Generic[Result]):
         else:
             pool, stream = common.pool, common.stream
             self._inputs = {name: common.copy_of(name, given) for name, given in inputs.items()}
-        side = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = stream or _new_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile, choose algorithms, fill caches
             run(**self._inputs)
@@ -165,6 +165,10 @@ class RecordedSizes(Generic[Result]):
 
     def forget(self) -> None:
         self._held.clear()
+
+
+def _new_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 @contextmanager
