@@ -1,6 +1,7 @@
 """Compact curves of real runs, and how far off forecasts from their beginnings are.
 
     python benchmarks/collect_curves.py RUN ... --out tests/train/curves     keep their curves
+    python benchmarks/collect_curves.py tuned.json ... --out tests/train/curves   those of tune.py
     python benchmarks/collect_curves.py tests/train/curves/*.json            check all of them
 
 A curve is a few kilobytes: length over steps, in training and held out, and the schedule. The check
@@ -13,6 +14,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.train.curves import Curve, read_curve
@@ -37,9 +39,21 @@ def compact(curve: Curve) -> dict[str, object]:
     return value
 
 
-def named(path: Path, curve: Curve, out: Path) -> Path:
-    name = "-".join(path.absolute().parts[-2:])
-    return out / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}.json"
+def named(*parts: Path | str) -> str:
+    """A file's name from a run's place, or from words."""
+    words = [
+        part if isinstance(part, str) else "-".join(part.absolute().parts[-2:]) for part in parts
+    ]
+    return re.sub(r"[^A-Za-z0-9]+", "_", "-".join(words))
+
+
+def tuned(path: Path, runs: list[dict[str, Any]]) -> dict[str, Curve]:
+    """Those runs of `tune.py` that were measured at several points."""
+    return {
+        named(path.stem, run["name"], str(run["seed"])): Curve.from_json(run["course"])
+        for run in runs
+        if "course" in run
+    }
 
 
 def check(curves: dict[str, Curve]) -> None:
@@ -76,15 +90,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to keep the curves of runs")
     parser.add_argument("--steps", type=int, default=0)
     args = parser.parse_args()
-    curves = {}
+    curves: dict[str, Curve] = {}
     for place in args.places:
-        if place.is_file():
-            curves[place.stem] = Curve.from_json(json.loads(place.read_text()))
+        held = json.loads(place.read_text()) if place.is_file() else None
+        if held is None:
+            found = {named(place): read_curve(place, steps=args.steps)}
+        elif "runs" in held:
+            found = tuned(place, held["runs"])
+        else:
+            curves[place.stem] = Curve.from_json(held)
             continue
-        curve = read_curve(place, steps=args.steps)
-        path = named(place, curve, args.out or Path())
-        curves[path.stem] = curve
-        if args.out:
+        curves |= found
+        for name, curve in found.items() if args.out else ():
+            path = args.out / f"{name}.json"
             path.write_text(json.dumps(compact(curve)) + "\n")
             print(path)
     check(curves)

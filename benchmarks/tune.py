@@ -20,7 +20,12 @@ A file of variants:
       shipped: []                          # the first is what others are compared with
       warm-up: training.warmup_steps=100   # one override, or a list
       wsd: [training.schedule=wsd, training.final_lr_share=0.05]
-    together: [warm-up+wsd]                # the overrides of both, in this order; also: --also
+      dspark: {recipe: smollm2_dspark_gpu, set: training.lr=1e-3}   # on the same states
+    parts: {steady: training.ema=0.99}     # only together with others
+    together: [warm-up+wsd, wsd+steady]    # the overrides of both, in this order; also: --also
+
+With `--seconds` it is not tokens that are equal but time: a short run of each variant says how many
+steps fit. Give `--workers 0` there, so that nothing else has the GPU.
 """
 
 import argparse
@@ -40,7 +45,7 @@ from fledge.core.files import write_json
 from fledge.core.machine import describe_machine
 from fledge.recipe.schema import load_recipe
 from tune_report import table
-from tune_runs import Job, Judges, capture, results, set_name, without_kinds
+from tune_runs import Job, Judges, Limits, capture, results, set_name, without_kinds
 
 # The target is asked once about each row: it neither remembers nor is compiled.
 QUIET = ("target.keep_states_gb=0", "target.compile=false", "run.output_dir=tuned/nothing")
@@ -50,12 +55,26 @@ QUIET = ("target.keep_states_gb=0", "target.compile=false", "run.output_dir=tune
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What is changed, in the recipe that all have in common or in one of its own."""
+
+    overrides: tuple[str, ...]
+    recipe: str | None = None
+
+    @classmethod
+    def read(cls, value: Any) -> "Variant":
+        if isinstance(value, dict):
+            return cls(_words(value.get("set")), value["recipe"])
+        return cls(_words(value))
+
+
+@dataclass(frozen=True)
 class Variants:
     """A recipe, and what is changed in it, by name."""
 
     recipe: str
     base: tuple[str, ...]
-    known: dict[str, tuple[str, ...]]
+    known: dict[str, Variant]
     asked: tuple[str, ...]
 
     @classmethod
@@ -63,28 +82,34 @@ class Variants:
         held = yaml.safe_load(path.read_text())
         if not isinstance(held, dict) or not isinstance(held.get("variants"), dict):
             raise BadInput("no variants in it", where=str(path), fix="see benchmarks/tune.py")
-        known = {name: _words(value) for name, value in held["variants"].items()}
+        known = {name: Variant.read(value) for name, value in held["variants"].items()}
         everything = (*known, *_words(held.get("together")), *also)
+        parts = held.get("parts") or {}
+        known |= {name: Variant.read(value) for name, value in parts.items()}
         for name in (*everything, *only):
             if missing := [part for part in name.split("+") if part not in known]:
                 what = f"no variant '{missing[0]}'"
                 raise BadInput(what, where=str(path), fix=f"those there are: {', '.join(known)}")
         return cls(held["recipe"], _words(held.get("base")), known, tuple(only) or everything)
 
-    def overrides(self, name: str) -> tuple[str, ...]:
-        return tuple(word for part in name.split("+") for word in self.known[part])
+    def together(self, name: str) -> Variant:
+        """One variant, or several one after another."""
+        parts = [self.known[part] for part in name.split("+")]
+        overrides = tuple(word for part in parts for word in part.overrides)
+        return Variant(overrides, next((part.recipe for part in parts if part.recipe), self.recipe))
 
     def jobs(self, common: Sequence[str], *, tokens: float, seeds: int) -> list[Job]:
         """All variants with the first seed, then all with the next."""
         jobs = []
         for seed, name in itertools.product(range(seeds), self.asked):
-            own = self.overrides(name)
-            words = [*self.base, *common, *own, *QUIET]
+            own = self.together(name)
+            source = own.recipe or self.recipe
+            words = [*self.base, *common, *own.overrides, *QUIET]
             words += [f"training.seed={seed}", f"packing.seed={seed}"]
-            recipe = load_recipe(self.recipe, words)
+            recipe = load_recipe(source, words)
             step = recipe.training.micro_batch * recipe.training.accumulate * recipe.packing.tokens
             words += [f"training.steps={max(1, round(tokens / step))}"]
-            jobs.append(Job(name, own, seed, self.recipe, tuple(words)))
+            jobs.append(Job(name, own.overrides, seed, source, tuple(words)))
         return jobs
 
 
@@ -124,7 +149,8 @@ def setting_of(args: argparse.Namespace, variants: Variants, judges: Judges) -> 
     """What all runs of a file have in common, or their lengths could not be compared."""
     return {
         "recipe": variants.recipe, "base": list(variants.base), "set": args.set,
-        "tokens": args.tokens, "data": [Path(file).name for file in args.data],
+        "tokens": args.tokens, "seconds": args.seconds,
+        "data": [Path(file).name for file in args.data],
         "sets": [*args.leave_out, *map(set_name, judges.prompts)], "rows": judges.rows,
         "unseen": [*args.leave_out, *map(set_name, args.unseen)],
         "max_new_tokens": judges.max_new_tokens, "draft_tokens": judges.draft_tokens,
@@ -146,7 +172,8 @@ def tune(args: argparse.Namespace) -> None:
     done = {run["id"] for run in runs}
     todo = Deadline([job for job in jobs if job.id not in done], begin + 60 * args.minutes)
     if todo.jobs:
-        ground = capture(jobs, judges, on_device=args.keep == "device", points=args.points)
+        limits = Limits(args.points, args.seconds)
+        ground = capture(jobs, judges, limits, on_device=args.keep == "device")
         size = ground.states.aux_ND.nbytes + ground.states.hidden_ND.nbytes
         print(f"captured {size / 2**30:.1f} GiB in {time.monotonic() - begin:.0f} s", flush=True)
         for run in results(ground, todo, workers=args.workers):
@@ -175,13 +202,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--leave-out", nargs="*", default=[], help="kinds of rows to judge on only")
     parser.add_argument("--out", type=Path, required=True, help="results, JSON")
     parser.add_argument("--tokens", type=float, default=8e6, help="of each run, padding included")
+    parser.add_argument("--seconds", type=float, default=0, help="of each run, instead of tokens")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="variants by name, or a+b")
     parser.add_argument("--also", nargs="*", default=[], help="further ones: a+b")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of all of them")
     parser.add_argument("--workers", type=int, default=3, help="side by side; 0: in this process")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no run that ends later")
-    parser.add_argument("--points", type=int, default=1, help="measurements in a run")
+    parser.add_argument(
+        "--points",
+        type=int,
+        default=1,
+        help="measurements in a run; several make a curve to forecast",
+    )
     parser.add_argument("--rows", type=int, default=256, help="rows of a set, at most")
     parser.add_argument("--draft-tokens", type=int, default=0, help="0: as the recipe is trained")
     parser.add_argument("--max-new-tokens", type=int, default=256)

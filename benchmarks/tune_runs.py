@@ -11,6 +11,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import wait
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from collect_curves import MOST_WINDOWS, compact
 from fledge.core.distributed import pick_device
 from fledge.core.errors import BadInput
 from fledge.core.files import cache_dir, write_text
@@ -36,12 +38,16 @@ from fledge.target.finite import checked_answer
 from fledge.target.kinds import target_tokenizer
 from fledge.target.remember import RememberingTarget, States, colocated
 from fledge.target.room import KeptStates
+from fledge.train.batches import StepBatch
+from fledge.train.curves import Curve, curve_of
+from fledge.train.metrics import acceptance_metrics
 from fledge.train.setup import Training, prepare_data, set_up, tokenised
-from fledge.train.step import train_step
+from fledge.train.step import StepResult, Sums, train_step
 from fledge.train.targets import open_target
 
 HELD_OUT = "held out"
 PACK = 16384  # tokens that the target runs on at a time
+PROBE = 200  # steps that say how fast a variant is
 Sets = dict[str, list[TokenBatch]]  # by name: what a draft is judged on
 
 
@@ -117,7 +123,15 @@ class Judges:
     draft_tokens: int  # drafted in a round
 
 
-def capture(jobs: Sequence[Job], judges: Judges, *, on_device: bool, points: int) -> "Ground":
+@dataclass(frozen=True)
+class Limits:
+    """How long a run is, and how often it is measured."""
+
+    points: int = 1  # measurements
+    seconds: float = 0.0  # of training; 0: the steps of its recipe
+
+
+def capture(jobs: Sequence[Job], judges: Judges, limits: Limits, *, on_device: bool) -> "Ground":
     """Run the target over all that is trained and judged on."""
     recipe = jobs[0].recipe
     device = pick_device(recipe.training.device)
@@ -136,7 +150,7 @@ def capture(jobs: Sequence[Job], judges: Judges, *, on_device: bool, points: int
     if not on_device:
         states = States(states.keys, states.lengths, states.aux_ND.cpu(), states.hidden_ND.cpu())
     # plain bytes: torch would hand every small tensor of a pack over as a file of its own
-    return Ground(list(jobs), states, pickle.dumps(sets), judges.draft_tokens, points)
+    return Ground(list(jobs), states, pickle.dumps(sets), judges.draft_tokens, limits)
 
 
 def _open(jobs: Sequence[Job], device: torch.device) -> Any:
@@ -157,7 +171,7 @@ class Ground:
     states: States
     packed_sets: bytes
     draft_tokens: int
-    points: int  # measurements in a run
+    limits: Limits
 
 
 class Bench:
@@ -177,56 +191,122 @@ class Bench:
 
     def run(self, job: Job) -> dict[str, Any]:
         begin = time.perf_counter()
-        training = set_up(job.recipe, target=self._target)
+        recipe = job.recipe
+        if self._ground.limits.seconds:
+            steps = max(1, int(self._pace(recipe) * self._ground.limits.seconds))
+            recipe = load_recipe(job.source, [*job.words, f"training.steps={steps}"])
+        training = set_up(recipe, target=self._target)
         stream, vocabulary = training.stream, training.vocabulary
-        curve, training_s = self._train(training)
+        course = self._train(training)
+        curve = {"course": compact(course.curve(recipe))} if course.logged else {}
         return {
             "id": job.id, "name": job.name, "overrides": list(job.overrides), "seed": job.seed,
             "steps": stream.steps, "tokens": stream.steps * stream.packs_per_step * stream.tokens,
-            "seconds": training_s, "wall_s": time.perf_counter() - begin,
+            "seconds": course.seconds, "wall_s": time.perf_counter() - begin,
             "vocabulary": vocabulary.size, "coverage": vocabulary.coverage,
-            **curve[-1], "curve": curve,
+            **course.points[-1], "curve": course.points, **curve,
         }  # fmt: skip
 
-    def _train(self, training: Training) -> tuple[list[dict[str, Any]], float]:
-        """(the draft at so many points, seconds of training between them)."""
-        parts, stream, points = training.parts, training.stream, self._ground.points
+    def _pace(self, recipe: Recipe) -> float:
+        """Steps a second, of the second half of a short run."""
+        training = set_up(recipe, target=self._target)
+        training.draft.train()
+        begin = 0.0
+        for batch in training.stream.prefetched(0, 2):
+            result = train_step(training.parts, batch, lr=0.0)
+            if batch.step + 1 in (PROBE // 2, PROBE):
+                bool(result.bad)  # waits for the device
+                begin, before = time.perf_counter(), begin
+            if batch.step + 1 >= PROBE:
+                return (PROBE - PROBE // 2) / (begin - before)
+        raise BadInput(f"--seconds needs runs of {PROBE} steps or more", where="--tokens")
+
+    def _train(self, training: Training) -> "Course":
+        parts, stream, points = training.parts, training.stream, self._ground.limits.points
         parts.objective.draft_model.train()
         due = {max(1, stream.steps * i // points) for i in range(1, points + 1)}
-        skipped, seconds, curve = 0, 0.0, []
-        begin, last = time.perf_counter(), None
+        course, last = Course(training, windows=MOST_WINDOWS if points > 1 else 0), None
         for batch in stream.prefetched(0, 2):
             result = train_step(parts, batch, lr=training.lr(batch.step))
-            skipped += 0 if last is None else int(last.bad)  # a step late: no waiting
+            course.skipped += 0 if last is None else int(last.bad)  # a step late: no waiting
+            course.stepped(batch, result)
             last = result
             if batch.step + 1 in due:
-                skipped, last = skipped + int(result.bad), None  # waits for the device
-                seconds += time.perf_counter() - begin
-                here = {"step": batch.step + 1, "loss": float(result.sums.loss), "skipped": skipped}
-                curve.append({**here, "lengths": self._measure(training)})
-                begin = time.perf_counter()
-        return curve, seconds
+                course.skipped, last = course.skipped + int(result.bad), None  # waits
+                with course.paused():
+                    whole = batch.step + 1 == stream.steps
+                    found = self._measure(training, self._sets if whole else [HELD_OUT])
+                course.measured(batch.step + 1, float(result.sums.loss), found)
+        return course
 
     @torch.no_grad()
-    def _measure(self, training: Training) -> dict[str, float]:
-        """Tokens a round, by set; of the average of the weights where there is one."""
+    def _measure(self, training: Training, names: Iterable[str]) -> dict[str, Acceptance]:
+        """Rounds by set; of the average of the weights where there is one."""
         parts, draft, count = training.parts, training.draft, self._ground.draft_tokens
         head = parts.target.info().head.to(parts.device)
-        lengths = {}
+        found = {}
         draft.eval()
         with parts.averaged():
             rollouts = rollouts_of(draft, count, dtype=parts.objective.compute_dtype)
-            for name, batches in self._sets.items():
-                total = Acceptance.none(count)
-                for index, batch in enumerate(batches):
+            for name in names:
+                found[name] = Acceptance.none(count)
+                for index, batch in enumerate(self._sets[name]):
                     answer = parts.target.answer(batch).to(parts.device)
                     if (name, index) not in self._picks:
                         picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
                         self._picks[name, index] = picks
-                    total += replay_held_out(answer, batch, rollouts, self._picks[name, index])
-                lengths[name] = total.length
+                    found[name] += replay_held_out(
+                        answer, batch, rollouts, self._picks[name, index]
+                    )
         draft.train()
-        return lengths
+        return found
+
+
+class Course:
+    """What a run has shown: its lengths at some points and, where there are `windows`, in training
+    in between, so that a forecast can be made of it."""
+
+    def __init__(self, training: Training, *, windows: int) -> None:
+        self._steps, self._depths = training.stream.steps, training.parts.objective.depths
+        self._device = training.parts.device
+        self._every = -(-self._steps // windows) if windows else 0
+        self._sums = Sums.zeros(self._depths, self._device)
+        self._begin, self._before = time.perf_counter(), 0.0
+        self.skipped = 0
+        self.points: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
+        self._evaluations: list[dict[str, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Of training."""
+        return self._before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._before += time.perf_counter() - self._begin
+        yield
+        self._begin = time.perf_counter()
+
+    def stepped(self, batch: StepBatch, result: StepResult) -> None:
+        if not self._every:
+            return
+        self._sums += result.sums
+        if (batch.step + 1) % self._every == 0:
+            seconds = self._before + time.perf_counter() - self._begin
+            here = {"step": batch.step + 1, "epoch": batch.epoch, "seconds": seconds}
+            self.logged.append({**here, **acceptance_metrics(self._sums)})
+            self._sums = Sums.zeros(self._depths, self._device)
+
+    def measured(self, step: int, loss: float, found: dict[str, Acceptance]) -> None:
+        lengths = {name: one.length for name, one in found.items()}
+        self.points.append(
+            {"step": step, "loss": loss, "skipped": self.skipped, "lengths": lengths}
+        )
+        self._evaluations.append({"step": step, "evaluation": found[HELD_OUT].to_json()})
+
+    def curve(self, recipe: Recipe) -> Curve:
+        return curve_of(recipe, self._steps, self.logged, self._evaluations)
 
 
 # --- several side by side -----------------------------------------------------------------------

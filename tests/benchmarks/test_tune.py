@@ -10,10 +10,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import collect_curves
 import tune
 import tune_report
 import tune_runs
 from fledge.recipe.schema import load_recipe
+from fledge.train.curves import Curve
 from fledge.train.evaluate import evaluate
 from fledge.train.fit import fit
 from fledge.train.setup import set_up
@@ -35,7 +37,7 @@ base: [training.clip=0.9]
 variants:
   plain: []
   wide: [packing.tokens=128, draft.head_from_target=false]
-  averaged: training.ema=0.99
+  averaged: training.ema=0.999
 """
 
 
@@ -77,12 +79,14 @@ def runs_in(path):
     """Without clock times."""
     timed = ("seconds", "wall_s")
     runs = json.loads(path.read_text())["runs"]
+    for run in runs:
+        run.get("course", {}).pop("seconds", None)
     return [{k: v for k, v in run.items() if k not in timed} for run in runs]
 
 
 @pytest.fixture(scope="module")
 def whole(place):
-    assert tune.main(command(place, "whole.json", "--points", "2")) == 0
+    assert tune.main(command(place, "whole.json", "--points", "5")) == 0
     return place / "whole.json"
 
 
@@ -93,7 +97,7 @@ def test_every_variant_and_seed_is_trained_and_judged(whole, capsys):
     assert [run["steps"] for run in runs[:3]] == [20, 15, 20]  # equal tokens
     assert all(set(run["lengths"]) == {"held out", "abc", "asked"} for run in runs)
     assert all(length >= 1 for run in runs for length in run["lengths"].values())
-    assert [point["step"] for point in runs[0]["curve"]] == [10, 20]
+    assert [point["step"] for point in runs[0]["curve"]] == [4, 8, 12, 16, 20]
     plain, wide, averaged = runs[:3]
     assert plain["loss"] == averaged["loss"]  # the same training, and what is measured is not
     assert [point["lengths"] for point in plain["curve"]] != [
@@ -108,6 +112,48 @@ def test_every_variant_and_seed_is_trained_and_judged(whole, capsys):
     assert "+0.0 %" in shown[2]
     drawn = ElementTree.parse(whole.with_suffix(".svg")).getroot()
     assert len(drawn.findall("{*}circle")) == 2 * len(runs)
+
+
+def test_a_curve_can_be_forecast(whole, tmp_path, capsys, monkeypatch):
+    """A run that was measured at several points is kept as `fledge forecast` reads it."""
+    monkeypatch.setattr("sys.argv", ["collect_curves", str(whole), "--out", str(tmp_path)])
+    collect_curves.main()
+    assert "| whole_averaged_1 | 20 | " in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.json"))) == 6
+    curve = Curve.from_json(json.loads((tmp_path / "whole_plain_0.json").read_text()))
+    run = runs_in(whole)[0]
+    assert [step for step, *_ in curve.measured] == [4, 8, 12, 16, 20]
+    assert curve.measured[-1][1] == pytest.approx(run["lengths"]["held out"], abs=1e-5)
+    assert [middle for middle, _ in curve.windows] == [0.5 + step for step in range(20)]
+    assert (curve.course.steps, curve.depths, curve.trained_depths) == (20, 3, 3)
+
+
+def test_another_method_trains_on_the_same_states(place, capsys):
+    """A variant may name a recipe of its own, and its draft may listen to other layers."""
+    other = (place / "recipe.yaml").read_text().replace("[0, 1, 2]", "[1, 2]")
+    other = other.replace("ttt_steps: 3", "kind: dflash, block_size: 4, listened_layers: 2")
+    (place / "blocks.yaml").write_text(other)
+    blocks = {"recipe": str(place / "blocks.yaml"), "set": "training.lr=5e-3"}
+    held = {"recipe": str(place / "recipe.yaml"), "variants": {"chain": [], "blocks": blocks}}
+    (place / "methods.yaml").write_text(json.dumps(held))
+    _, *rest = command(place, "methods.json", "--seeds", "1", "--draft-tokens", "3")
+    assert tune.main([str(place / "methods.yaml"), *rest]) == 0, capsys.readouterr().err
+    chain, blocks = runs_in(place / "methods.json")
+    assert (chain["name"], blocks["name"]) == ("chain", "blocks")
+    assert blocks["overrides"] == ["training.lr=5e-3"]
+    assert set(chain["lengths"]) == set(blocks["lengths"])
+
+
+def test_equal_seconds_instead_of_equal_tokens(place, monkeypatch, capsys):
+    monkeypatch.setattr(tune_runs, "PROBE", 20)
+    words = command(place, "timed.json", "--seconds", "1.5", "--seeds", "1", "--only", "plain")
+    assert tune.main(words) == 0, capsys.readouterr().err
+    [run] = runs_in(place / "timed.json")
+    [timed] = json.loads((place / "timed.json").read_text())["runs"]
+    assert run["steps"] > 20
+    assert 0.4 < timed["seconds"] < 4  # other tests run beside this one
+    assert tune.main(command(place, "timed.json", "--seconds", "9", "--seeds", "1")) == 2
+    assert "begun with other seconds" in capsys.readouterr().err
 
 
 def killed_at_the_third(words):
@@ -126,7 +172,7 @@ def killed_at_the_third(words):
 
 
 def test_the_same_command_goes_on_after_a_kill(place, whole):
-    words = command(place, "cut.json", "--points", "2")
+    words = command(place, "cut.json", "--points", "5")
     process = multiprocessing.get_context("fork").Process(target=killed_at_the_third, args=(words,))
     process.start()
     process.join()
@@ -153,9 +199,8 @@ def test_nothing_is_begun_that_would_end_too_late(place, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_workers_do_what_one_process_does(place, whole):
-    words = command(place, "side.json", "--points", "2", workers=2)
+    words = command(place, "side.json", "--points", "5", workers=2)
     assert tune.main(words) == 0
     by_id = {run["id"]: run for run in runs_in(place / "side.json")}
     for run in runs_in(whole):
