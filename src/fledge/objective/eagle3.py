@@ -104,6 +104,11 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
 
     @property
+    def rows_per_token(self) -> float:
+        """How many rollouts a token starts, at most about: what `quantum` rounds up."""
+        return 1.0
+
+    @property
     def _keep(self) -> float:
         return self.depth_keep if self.draft_model.training else 1.0
 
