@@ -117,10 +117,11 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
         """Whether its steps may have round sizes (`quantum`)."""
         return True
 
-    @property
-    def rows_per_token(self) -> float:
-        """How many blocks a token starts, at most about: what `quantum` rounds up."""
-        return min(1.0, self.anchors / ANCHOR_TOKENS)
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for batches of so many tokens. Blocks are drawn in proportion to these, so
+        that most batches have about as many: sizes half as far apart come back as well."""
+        blocks = min(tokens, tokens * self.anchors // ANCHOR_TOKENS)
+        return max(8, blocks // (2 * sizes))
 
     def _covered(self, plan: BlockPlan, input_ids_BT: Tensor, supervision: Supervision) -> Tensor:
         if not self._by_text:

@@ -103,10 +103,9 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         """Whether its steps may have round sizes (`quantum`)."""
         return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
 
-    @property
-    def rows_per_token(self) -> float:
-        """How many rollouts a token starts, at most about: what `quantum` rounds up."""
-        return 1.0
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for batches of so many tokens: rollouts are about as many, or fewer."""
+        return max(64, tokens // sizes)
 
     @property
     def _keep(self) -> float:

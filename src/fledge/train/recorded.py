@@ -34,8 +34,7 @@ def recorded_steps(
     small = draft.config.hidden_size <= _WIDEST and not draft.gradient_checkpointing
     if draft.device.type != "cuda" or not small or not getattr(objective, "can_be_even", False):
         return None
-    rows = int(tokens * objective.rows_per_token)
-    objective.quantum = max(64, rows // _SIZES)
+    objective.quantum = objective.quantum_for(tokens, sizes=_SIZES)
     return RecordedSteps(objective, parameters)
 
 
