@@ -241,3 +241,11 @@ def test_what_lies_in_padding_is_not_read():
     found = backward(module, module(**other, seed=SEED))
     assert_same(wanted, found)
     assert F.mse_loss(other["aux_hidden_states"], batch["aux_hidden_states"]) > 0
+
+
+def test_blocks_are_rounded_up_by_little():
+    module = make_module(anchors=512)
+    assert module.can_be_even
+    assert module.quantum_for(16_384, sizes=16) == 128  # of 4,096 blocks
+    assert module.quantum_for(64, sizes=16) == 8
+    assert make_module(anchors=10**6).quantum_for(16_384, sizes=16) == 512
