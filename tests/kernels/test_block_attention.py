@@ -60,7 +60,7 @@ def test_who_sees_whom():
     rows = make_rows(4)
     for sight in SIGHTS:
         context, own = block_visible(rows, KEYS, sight)
-        for n, (slot, first) in enumerate(zip(rows.slot_host, rows.first_host, strict=True)):
+        for n, (slot, first) in enumerate(zip(*rows.ends_host, strict=True)):
             for j in range(4):
                 at = slot + 1 + j
                 near = [sight.window is None or at - u < sight.window for u in range(KEYS)]

@@ -6,7 +6,8 @@ import torch
 import interpreted_triton  # before the kernels
 from fledge.kernels.attention.block import Sight, reference_blocks
 from fledge.kernels.attention.triton_block import fused_blocks
-from kernels.test_block_attention import SIGHTS, make_inputs, make_rows, results
+from fledge.rollout.block_plan import BlockRows
+from kernels.test_block_attention import KEYS, SIGHTS, make_inputs, make_rows, results
 
 DEVICE = interpreted_triton.DEVICE
 
@@ -68,6 +69,17 @@ def test_strided_keys_and_no_blocks_at_all():
     found = results(fused_blocks, make_inputs(none, dtype=torch.float32), none, Sight())
     assert found[0].numel() == 0
     assert all(bool((grad == 0).all()) for grad in found[1:])
+
+
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_padding_blocks_of_which_the_host_knows_nothing(sight):
+    """As in a recorded step: many blocks at one key behind the others, a document of its own."""
+    known = make_rows(4, DEVICE)
+    padding = known.slot_N.new_full((9,), KEYS)
+    ends = (torch.cat([ends_N, padding]) for ends_N in (known.slot_N, known.first_N))
+    rows = BlockRows(*ends, 4)
+    inputs = make_inputs(rows, keys=KEYS + 7, heads=2, groups=1, dtype=torch.float32)
+    check(inputs, rows, sight)
 
 
 def test_scores_far_below_zero():

@@ -1,7 +1,10 @@
 """Recorded steps on a GPU: the same bits as steps that are not, in the memory of one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from test_recorded_steps import KINDS
 
 from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.train.step import train_step
@@ -13,25 +16,48 @@ pytestmark = [
 CASE = Case(shape="135m", seq=2048, documents=150, batch=1)
 
 
-def trained(batches, *, record):
+def make_parts(kind, *, quantum):
     torch.manual_seed(0)
-    parts = build_parts(CASE, torch.device("cuda"))
-    parts.objective.quantum = 64  # many sizes
+    method, changes = KINDS[kind]
+    case = replace(CASE, kind=method, record=quantum > 0)
+    parts = build_parts(case, torch.device("cuda"))
+    for name, value in changes.items():
+        setattr(parts.objective, name, value)
+    parts.objective.quantum = quantum
+    return parts
+
+
+def trained(batches, *, record, kind="eagle3", lr=1e-3):
+    parts = make_parts(kind, quantum=64 if kind == "eagle3" else 8)  # many sizes
     if not record:
         parts.recorded._sizes.comes_back = lambda size: False
-    norms = [train_step(parts, batch, lr=1e-3).grad_norm for batch in batches]
+    norms = [train_step(parts, batch, lr=lr).grad_norm for batch in batches]
     return parts, torch.stack(norms)
 
 
-def test_recorded_steps_have_the_same_bits():
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_have_the_same_bits(kind):
     batches = build_batches(CASE, 12)[:10]
     batches = [*batches, *batches]  # every size comes back
-    ours, norms = trained(batches, record=True)
+    ours, norms = trained(batches, record=True, kind=kind)
     assert len(ours.recorded._sizes.sizes) > 1
-    theirs, wanted = trained(batches, record=False)
+    theirs, wanted = trained(batches, record=False, kind=kind)
     assert torch.equal(norms, wanted)
     for mine, other in zip(ours.parameters, theirs.parameters, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_are_those_of_exact_sizes(kind):
+    """But for the roundings of products of other shapes."""
+    batches = build_batches(CASE, 12)[:4]
+    batches = [*batches, *batches]
+    ours, norms = trained(batches, record=True, kind=kind, lr=1e-5)
+    assert ours.recorded._sizes.sizes
+    exact = make_parts(kind, quantum=0)
+    assert exact.recorded is None
+    wanted = torch.stack([train_step(exact, batch, lr=1e-5).grad_norm for batch in batches])
+    torch.testing.assert_close(norms, wanted, rtol=0.01, atol=0)
 
 
 def test_recorded_sizes_share_their_memory():

@@ -16,7 +16,7 @@ from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.losses.base import Loss
 from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
 from fledge.objective.supervision import Supervision
-from fledge.rollout.block_plan import BlockPlan, plan_blocks
+from fledge.rollout.block_plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.slots import RowMasks
 
@@ -62,6 +62,7 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
                 "target's head without one; use eagle3"
             )
         self.anchors, self.gamma = anchors, gamma
+        self.quantum = 0  # rounds the sizes of a step up (`rollout/even_blocks.py`)
         # draft's id of every token of the target; 0 where it has none
         draft_id_V = torch.zeros(len(self.selected_token_mask), dtype=torch.int64)
         draft_id_V[selected_token_ids.cpu()] = torch.arange(len(selected_token_ids))
@@ -107,7 +108,20 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
             seed=seed,
             contiguous=self._contiguous,
             device=self.selected_token_ids.device,
+            quantum=self.quantum if self.draft_model.training else 0,
+            share_targets=self.reads_target,
         )
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether its steps may have round sizes (`quantum`)."""
+        return True
+
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for batches of so many tokens. Blocks are drawn in proportion to these, so
+        that most batches have about as many: sizes half as far apart come back as well."""
+        blocks = min(tokens, tokens * self.anchors // ANCHOR_TOKENS)
+        return max(8, blocks // (2 * sizes))
 
     def _covered(self, plan: BlockPlan, input_ids_BT: Tensor, supervision: Supervision) -> Tensor:
         if not self._by_text:
@@ -153,5 +167,6 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
 
 
 def _behind(input_ids_BT: Tensor, slot_M: Tensor) -> Tensor:
-    """The token behind the one that each slot reads: documents are contiguous, one place on."""
-    return input_ids_BT.flatten().index_select(0, slot_M + 1)
+    """The token behind the one that each slot reads: documents are contiguous, one place on. The
+    last slot has none, and is never asked."""
+    return input_ids_BT.flatten().roll(-1).index_select(0, slot_M)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fledge.core.distributed import World
 from fledge.core.head import HeadLike
@@ -116,7 +117,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         total: Tensor | None,  # of D-PACE's weights, over the step
     ) -> TokenScores:
         plan = ready.plan
-        charged_N = self._charged(ready.covered_M[plan.head.target_N])
+        charged_N = self._charged_elements(plan, ready.covered_M)
 
         def weigh(row_loss_N: Tensor) -> Tensor:
             weight_N = dpace_weights(plan, row_loss_N, charged_N)
@@ -135,14 +136,18 @@ class DFlashTrainerModule(BlockTrainerModule):
 
 def dpace_weights(plan: BlockPlan, row_loss_N: Tensor, charged_N: Tensor) -> Tensor:
     """[N] from the cross entropies of a plan's elements; 0 where an element does not pay."""
-    head, blocks = plan.head, plan.counts[0]
-    starts_K = torch.tensor([0, *plan.counts]).cumsum(0).to(row_loss_N.device, non_blocking=True)
-    place_N = head.depth_N * blocks + head.element_N - starts_K[head.depth_N]
-    shape = (len(plan.counts), blocks)
-    pays_X = torch.zeros(shape, dtype=torch.bool, device=row_loss_N.device).flatten()
-    pays_X[place_N] = charged_N
-    smooth_X = torch.ones_like(pays_X, dtype=row_loss_N.dtype)
-    smooth_X[place_N] = torch.where(charged_N, 0.5 * (-row_loss_N).exp() + 0.5, 1.0)
-    upto_KN = smooth_X.view(shape).cumprod(0) * pays_X.view(shape)
-    weight_KN = upto_KN.flip(0).cumsum(0).flip(0)
-    return torch.where(charged_N, weight_KN.flatten()[place_N], 0.0)
+    element_N, blocks = plan.head.element_N, plan.counts[0]
+
+    def by_block(values_P: Tensor) -> Tensor:  # [K, blocks]; deeper than a block goes, 0
+        return torch.stack(
+            [F.pad(part, (0, blocks - len(part))) for part in plan.by_depth(values_P)]
+        )
+
+    pays_P = torch.zeros_like(plan.supervised_P)
+    pays_P[element_N] = charged_N
+    smooth_P = torch.ones_like(pays_P, dtype=row_loss_N.dtype)
+    smooth_P[element_N] = torch.where(charged_N, 0.5 * (-row_loss_N).exp() + 0.5, 1.0)
+    upto_KB = by_block(smooth_P).cumprod(0) * by_block(pays_P)
+    weight_KB = upto_KB.flip(0).cumsum(0).flip(0)
+    weight_P = torch.cat([row[:count] for row, count in zip(weight_KB, plan.counts, strict=True)])
+    return torch.where(charged_N, weight_P[element_N], 0.0)

@@ -103,6 +103,10 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         """Whether its steps may have round sizes (`quantum`)."""
         return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
 
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for batches of so many tokens: rollouts are about as many, or fewer."""
+        return max(64, tokens // sizes)
+
     @property
     def _keep(self) -> float:
         return self.depth_keep if self.draft_model.training else 1.0

@@ -148,11 +148,10 @@ class _Sweep:
         if coefficient_N is None:
             coefficient_N = torch.ones_like(row_loss_N)
         rows = self.task.chunk_rows or self._chunk_rows()
-        for begin in range(0, count, rows):
-            part = slice(begin, min(begin + rows, count))
+        for part, slots in elements.chunks(rows):
             element_J = elements.element_N[part]
             logits_JW = self._logits(element_J, part)
-            scored = self._score(logits_JW, part, coefficient_N[part])
+            scored = self._score(logits_JW, part, slots, coefficient_N[part])
             row_loss_N[part], correct_N[part], distance_N[part], dlogits_JW = scored
             self._send_back(dlogits_JW, element_J, part)
             del logits_JW, scored, dlogits_JW  # before the next chunk's: each is half a gigabyte
@@ -180,11 +179,11 @@ class _Sweep:
             self.dout_WR += dlogits_JW.t() @ self.features_NR[part]
 
     def _score(
-        self, logits_JW: Tensor, part: slice, coefficient_J: Tensor
+        self, logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Row losses, hits, distances, and coefficient * gradient [J, W] in the logits' place."""
         task, label_J = self.task, self.task.label_N[part]
-        probs_MW, slot_J = self._probs(part)
+        probs_MW, slot_J = self._probs(part, slots)
         if kernel_runs(logits_JW, what="head loss"):
             from fledge.kernels.text_rows import fused_text_rows
 
@@ -204,16 +203,14 @@ class _Sweep:
         dlogits_JW = dlogits_JW.mul_(coefficient_J[:, None].to(self.wide)).to(logits_JW.dtype)
         return loss_J, correct_J, distance_J, dlogits_JW
 
-    def _probs(self, part: slice) -> tuple[Tensor | None, Tensor | None]:
+    def _probs(self, part: slice, slots: slice) -> tuple[Tensor | None, Tensor | None]:
         """The target's distributions that a chunk needs, and each element's row of them."""
-        task, elements = self.task, self.task.elements
+        task = self.task
         if task.distance_weight == 0:
             return None, None
         assert task.supervision is not None
-        first = int(elements.target_host[part.start])
-        last = int(elements.target_host[part.stop - 1])
-        probs_MW = task.supervision.probs(first, last + 1).to(self.wide)
-        return probs_MW, elements.target_N[part] - first
+        probs_MW = task.supervision.probs(slots.start, slots.stop).to(self.wide)
+        return probs_MW, task.elements.target_N[part] - slots.start
 
 
 def text_rows(

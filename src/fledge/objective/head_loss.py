@@ -182,18 +182,12 @@ class _Targets:
 def _chunks(
     task: HeadTask, hidden_PE: Tensor, head: Tensor
 ) -> Iterator[tuple[slice, Tensor, _Targets]]:
-    """Chunk by chunk: which elements, their rows among the states, what the target says.
-
-    A slot that two chunks share is derived in both; all depths of it in one chunk share one.
-    """
+    """Chunk by chunk: which elements, their rows among the states, what the target says."""
     elements = task.elements
     rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head), task.loss)
-    for begin in range(0, len(elements), rows):
-        part = slice(begin, min(begin + rows, len(elements)))
-        first = int(elements.target_host[part.start])
-        last = int(elements.target_host[part.stop - 1])
-        slots_MW = task.supervision.probs(first, last + 1).to(_wide(hidden_PE))
-        slot_J = elements.target_N[part] - first
+    for part, slots in elements.chunks(rows):
+        slots_MW = task.supervision.probs(slots.start, slots.stop).to(_wide(hidden_PE))
+        slot_J = elements.target_N[part] - slots.start
         top_J = slots_MW.argmax(-1)[slot_J]
         yield part, elements.element_N[part], _Targets(slots_MW, slot_J, top_J)
 

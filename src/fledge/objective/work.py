@@ -281,7 +281,8 @@ class BlockWork(Work):
     def counted(self, plan: Any) -> Blocks:
         """Of a `BlockPlan`. Layers that slide are counted as if they did not."""
         rows = plan.blocks
-        before = int((rows.slot_host - rows.first_host + 1).sum()) * rows.size
+        slot, first = rows.ends_host
+        before = int((slot - first + 1).sum()) * rows.size
         own = rows.size * (rows.size + 1) / 2 if self.config.causal else rows.size**2
         pairs = before + len(rows) * own
         return Blocks(len(plan.slot_T), len(rows), len(plan.element_P), len(plan.head), pairs)

@@ -21,8 +21,10 @@ Blocks are drawn for each document by itself, from the seed and the document's o
 change what is drawn.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from torch import Tensor
 from fledge.core.transfer import send
 from fledge.rollout.cod import Bools, Ints, slot_words
 from fledge.rollout.plan import QueryRows, RolloutPlan, lay_out, to_device
-from fledge.rollout.slots import RowMasks, Slots, flatten_slots, key_axis
+from fledge.rollout.slots import KeyAxis, RowMasks, Slots, flatten_slots, key_axis
 
 ANCHOR_TOKENS = 2048  # `anchors` is how many blocks start in so many tokens of a document
 
@@ -43,16 +45,16 @@ class BlockRows:
     slot_N: Tensor  # key-axis index of the last slot that a block sees
     first_N: Tensor  # key-axis index of the first slot of its document
     size: int
-    slot_host: Ints
-    first_host: Ints
+    # the same on the host, to walk over blocks of scores; kernels never ask
+    ends_host: tuple[Ints, Ints] | None = None
 
     def __len__(self) -> int:
-        return len(self.slot_host)
+        return len(self.slot_N)
 
     @classmethod
     def of(cls, slot: Ints, first: Ints, size: int, device: torch.device) -> "BlockRows":
         slot_N, first_N = to_device([slot, first], device)
-        return cls(slot_N, first_N, size, slot, first)
+        return cls(slot_N, first_N, size, (slot, first))
 
     @cached_property
     def _flat(self) -> dict[int | None, QueryRows]:
@@ -62,30 +64,48 @@ class BlockRows:
         """Every query as a row of its own. A window is a later first key: the query at place j sits
         j + 1 places behind the last key, and sees less than `window` places back."""
         if window not in self._flat:
-            device, lowest, first = self.slot_N.device, self.first_host, self.first_host[:, None]
+            place_J = torch.arange(self.size, device=self.slot_N.device)
+            slot_NJ = self.slot_N[:, None].expand(-1, self.size)
+            first_NJ = self.first_N[:, None].expand(-1, self.size)
             if window is not None:
-                lowest = np.maximum(lowest, self.slot_host + 2 - window)
-                reach = self.slot_host[:, None] + 2 + np.arange(self.size) - window
-                first = np.maximum(first, reach)
-            slot = np.repeat(self.slot_host, self.size)
-            first = np.broadcast_to(first, (len(self), self.size)).reshape(-1)
-            order = np.arange(len(slot), dtype=np.int64)
-            slot_M, first_M, order_M = to_device([slot, first, order], device)
-            by_slot = (slot, np.repeat(lowest, self.size))
-            self._flat[window] = QueryRows(slot_M, first_M, order_M, by_slot)
+                first_NJ = torch.maximum(first_NJ, slot_NJ + 2 + place_J - window)
+            order_M = torch.arange(slot_NJ.numel(), device=place_J.device)
+            flat = (slot_NJ.reshape(-1), first_NJ.reshape(-1), order_M)
+            self._flat[window] = QueryRows(*flat, self._sorted_host(window))
         return self._flat[window]
+
+    def _sorted_host(self, window: int | None) -> tuple[Ints, Ints] | None:
+        if self.ends_host is None:
+            return None
+        slot, lowest = self.ends_host
+        if window is not None:
+            lowest = np.maximum(lowest, slot + 2 - window)
+        return np.repeat(slot, self.size), np.repeat(lowest, self.size)
 
     def part(self, begin: int, end: int) -> "BlockRows":
         """Some of the blocks."""
-        cut = slice(begin, end)
-        ends = (self.slot_host[cut], self.first_host[cut])
-        return BlockRows(self.slot_N[cut], self.first_N[cut], self.size, *ends)
+        cut, ends = slice(begin, end), self.ends_host
+        ends = None if ends is None else (ends[0][cut], ends[1][cut])
+        return BlockRows(self.slot_N[cut], self.first_N[cut], self.size, ends)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan(RolloutPlan):
     blocks: BlockRows
     element_P: Tensor  # where each element lies in the blocks' queries end to end
+
+    # --- of an even plan (`even_blocks.py`): its rows are the blocks, in the same order -----------
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {"target_X": self.head.target_N}
+
+    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
+        plan = super().with_tensors(given)
+        return replace(
+            plan,
+            head=replace(plan.head, target_N=given["target_X"]),
+            blocks=BlockRows(given["slot_N"], given["first_N"], self.blocks.size),
+        )
 
 
 def plan_blocks(
@@ -97,15 +117,28 @@ def plan_blocks(
     seed: int,
     contiguous: bool = False,  # what lies behind a token that is not supervised is not asked for
     device: torch.device | None = None,
+    quantum: int = 0,
+    share_targets: bool = True,
 ) -> BlockPlan:
-    """Draw the blocks of a batch and lay them out; one host sync, as `plan_rollout`."""
+    """Draw the blocks of a batch and lay them out; one host sync, as `plan_rollout`.
+
+    With `quantum` there are few sizes, so that they come back (`even_blocks.py`), with
+    `share_targets` fit for a loss that reads the target's distributions.
+    """
+    from fledge.rollout.even_blocks import lay_out_evenly  # made of the pieces of this file
+
     slots = flatten_slots(masks)
     asked_S = asked_slots(slots)
     chosen_S = draw_anchors(slots, slots.target & asked_S, anchors=anchors, seed=seed)
     device = device or masks.loss_mask.device
-    place = (size, first_place)
+    place, depths = (size, first_place), size - first_place
+    if quantum:
+        supervised_SK = _supervised(slots, asked_S, chosen_S, depths, contiguous=contiguous)
+        return lay_out_evenly(
+            slots, supervised_SK, place, quantum=quantum, share=share_targets, device=device
+        )
     return lay_out_blocks(
-        slots, asked_S, chosen_S, size - first_place, place, contiguous=contiguous, device=device
+        slots, asked_S, chosen_S, depths, place, contiguous=contiguous, device=device
     )
 
 
@@ -141,16 +174,8 @@ def lay_out_blocks(
     device: torch.device,
 ) -> BlockPlan:
     """The plan of a given draw."""
-    count = len(asked_S)
-    supervised_SK = np.zeros((count, num_depths), dtype=np.bool_)
-    for k in range(min(num_depths, count)):
-        within = asked_S[k:] & (k < slots.reach[: count - k])
-        supervised_SK[: count - k, k] = chosen_S[: count - k] & within
-    if contiguous:
-        supervised_SK = np.logical_and.accumulate(supervised_SK, axis=1)
-    deepest = num_depths - 1 - np.argmax(supervised_SK[:, ::-1], axis=1)
-    last_S = np.where(supervised_SK.any(axis=1), deepest, -1)
-    axis = key_axis(slots, last_S, num_depths)
+    supervised_SK = _supervised(slots, asked_S, chosen_S, num_depths, contiguous=contiguous)
+    axis = axis_of_blocks(slots, supervised_SK)
     plan = lay_out(
         replace(slots, target=_needed(supervised_SK)), supervised_SK, axis, device=device
     )
@@ -164,6 +189,27 @@ def lay_out_blocks(
     blocks = BlockRows.of(key, axis.first[key], size, device)
     shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
     return BlockPlan(**shared, blocks=blocks, element_P=element_P)
+
+
+def _supervised(
+    slots: Slots, asked_S: Bools, chosen_S: Bools, num_depths: int, *, contiguous: bool
+) -> Bools:
+    """[S, K]: a block starts here, and is asked for the token at this depth."""
+    count = len(asked_S)
+    supervised_SK = np.zeros((count, num_depths), dtype=np.bool_)
+    for k in range(min(num_depths, count)):
+        within = asked_S[k:] & (k < slots.reach[: count - k])
+        supervised_SK[: count - k, k] = chosen_S[: count - k] & within
+    if contiguous:
+        supervised_SK = np.logical_and.accumulate(supervised_SK, axis=1)
+    return supervised_SK
+
+
+def axis_of_blocks(slots: Slots, supervised_SK: Bools) -> KeyAxis:
+    num_depths = supervised_SK.shape[1]
+    deepest = num_depths - 1 - np.argmax(supervised_SK[:, ::-1], axis=1)
+    last_S = np.where(supervised_SK.any(axis=1), deepest, -1)
+    return key_axis(slots, last_S, num_depths)
 
 
 def _needed(supervised_SK: Bools) -> Bools:

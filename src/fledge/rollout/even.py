@@ -10,18 +10,14 @@ head's elements are all pairs of a target slot and a depth, those that are not s
 (`real_N` says which), which stand for a padding row and are charged nothing.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 import numpy as np
 import torch
-from torch import Tensor
 
 from fledge.rollout.cod import Bools, Ints
 from fledge.rollout.plan import HeadElements, QueryRows, RolloutPlan, supervised_so_far, to_device
 from fledge.rollout.slots import KeyAxis, Slots
 
-_ALIGNED = 64  # what matrix products like
+ALIGNED = 64  # what matrix products like
 
 
 def lay_out_evenly(
@@ -31,11 +27,11 @@ def lay_out_evenly(
     depths = supervised_SK.shape[1]
     target = np.flatnonzero(slots.target)
     # a padding slot has `depths` others behind it to read from, and there is a padding row
-    size_T = _rounded(len(slots.target) + depths, _ALIGNED)
-    size_N = size_M = _rounded(max(len(axis.row_key) + 1, len(target)), quantum)
+    size_T = rounded(len(slots.target) + depths, ALIGNED)
+    size_N = size_M = rounded(max(len(axis.row_key) + 1, len(target)), quantum)
     padding = np.arange(len(axis.slot), size_T)
     first = np.concatenate([axis.first, padding])
-    row_key = _filled(axis.row_key, size_N, padding[0])
+    row_key = filled(axis.row_key, size_N, padding[0])
     order = np.argsort(row_key, kind="stable")
     element_MK, real_MK = _grid(supervised_SK, axis.row_slot, target, (size_M, size_N))
     supervised_KN = np.zeros((depths, size_N), dtype=np.int64)
@@ -43,8 +39,8 @@ def lay_out_evenly(
     depth_MK = np.broadcast_to(np.arange(depths), (size_M, depths))
     target_MK = np.broadcast_to(np.arange(size_M)[:, None], (size_M, depths))
     arrays = [
-        *(_filled(axis.slot, size_T, 0), _filled(axis.position, size_T, 0), first),
-        *(row_key, first[row_key], order, _filled(target, size_M, 0)),
+        *(filled(axis.slot, size_T, 0), filled(axis.position, size_T, 0), first),
+        *(row_key, first[row_key], order, filled(target, size_M, 0)),
         *(grid.reshape(-1) for grid in (element_MK, depth_MK, target_MK, real_MK)),
         *(supervised_KN.reshape(-1), supervised_so_far(supervised_SK)),
     ]
@@ -85,40 +81,11 @@ def _grid(
     return element_MK, real_MK
 
 
-def _rounded(size: int, quantum: int) -> int:
+def rounded(size: int, quantum: int) -> int:
     return -(-max(1, size) // quantum) * quantum
 
 
-def _filled(values: Ints, size: int, with_: int) -> Ints:
+def filled(values: Ints, size: int, with_: int) -> Ints:
     filled = np.full(size, with_, dtype=np.int64)
     filled[: len(values)] = values
     return filled
-
-
-def plan_tensors(plan: RolloutPlan) -> dict[str, Tensor]:
-    """What of an even plan differs from batch to batch of the same sizes, and their shapes."""
-    rows, head = plan.depths[0], plan.head
-    assert head.real_N is not None
-    return {
-        "slot_T": plan.slot_T, "position_T": plan.position_T, "first_T": plan.every.first_N,
-        "slot_N": rows.slot_N, "first_N": rows.first_N, "order_N": rows.order_N,
-        "target_M": plan.target_M, "element_X": head.element_N, "real_X": head.real_N,
-        "supervised_P": plan.supervised_P, "step_valid_K": plan.step_valid_K,
-    }  # fmt: skip
-
-
-def with_tensors(plan: RolloutPlan, given: Mapping[str, Tensor]) -> RolloutPlan:
-    """The same plan with other tensors: those of another batch, or the same ones elsewhere."""
-    every, head = plan.every, plan.head
-    rows = QueryRows(given["slot_N"], given["first_N"], given["order_N"])
-    return replace(
-        plan,
-        slot_T=given["slot_T"],
-        position_T=given["position_T"],
-        every=QueryRows(every.slot_N, given["first_T"], every.order_N),
-        depths=(rows,) * len(plan.depths),
-        target_M=given["target_M"],
-        head=replace(head, element_N=given["element_X"], real_N=given["real_X"]),
-        supervised_P=given["supervised_P"],
-        step_valid_K=given["step_valid_K"],
-    )

@@ -26,8 +26,10 @@ depth 2: it is a row there, and no head element.
 Not for the arithmetic: attention lives next door, the head in `objective`.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -84,9 +86,22 @@ class HeadElements:
     target_N: Tensor  # index into `RolloutPlan.target_M`, ascending
     target_host: Ints  # the same on the host, to cut chunks without a sync
     real_N: Tensor | None = None  # bool, only when some are there for the size alone: see `even.py`
+    # (elements, target slots): elements are sorted by group only, so many to each, and ask for any
+    # of so many slots; `target_host` is the first of these. See `even_blocks.py`
+    group: tuple[int, int] = (1, 1)
 
     def __len__(self) -> int:
         return len(self.target_host)
+
+    def chunks(self, rows: int) -> Iterator[tuple[slice, slice]]:
+        """So many elements at a time, whole groups if they fit, and the target slots that they ask
+        for. A slot that two chunks share is in both; all depths of it in one chunk share one."""
+        size, spread = self.group
+        rows = max(rows // size * size, min(rows, size))
+        for begin in range(0, len(self), rows):
+            end = min(begin + rows, len(self))
+            first, last = int(self.target_host[begin]), int(self.target_host[end - 1])
+            yield slice(begin, end), slice(first, last + spread)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +149,36 @@ class RolloutPlan:
         if self.span is not None:
             return flat[self.span[0] : self.span[1]]
         return flat.index_select(0, self.slot_T)
+
+    # --- of an even plan (`even.py`) --------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What of it differs from batch to batch of the same sizes, and these sizes."""
+        rows, head = self.depths[0], self.head
+        assert head.real_N is not None
+        return {
+            "slot_T": self.slot_T, "position_T": self.position_T, "first_T": self.every.first_N,
+            "slot_N": rows.slot_N, "first_N": rows.first_N, "order_N": rows.order_N,
+            "target_M": self.target_M, "element_X": head.element_N, "real_X": head.real_N,
+            "supervised_P": self.supervised_P, "step_valid_K": self.step_valid_K,
+        }  # fmt: skip
+
+    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
+        """The same plan with other tensors: those of another batch, or the same ones elsewhere.
+        What the host knows of rows is left out, for it is another batch's."""
+        every, head = self.every, self.head
+        rows = QueryRows(given["slot_N"], given["first_N"], given["order_N"])
+        return replace(
+            self,
+            slot_T=given["slot_T"],
+            position_T=given["position_T"],
+            every=QueryRows(every.slot_N, given["first_T"], every.order_N),
+            depths=(rows,) * len(self.depths),
+            target_M=given["target_M"],
+            head=replace(head, element_N=given["element_X"], real_N=given["real_X"]),
+            supervised_P=given["supervised_P"],
+            step_valid_K=given["step_valid_K"],
+        )
 
 
 def plan_rollout(

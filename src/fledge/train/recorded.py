@@ -2,8 +2,8 @@
 
 A step of a small draft is a thousand small launches, and the GPU waits for Python most of the time.
 What is launched depends on the sizes of a rollout alone, and those are rounded up
-(`rollout/even.py`). So the passes of a size that comes back are recorded, from the target's answer
-to the gradients, and started with one call.
+(`rollout/even.py`, `even_blocks.py`). So the passes of a size that comes back are recorded, from
+the target's answer to the gradients, and started with one call.
 
 One micro-batch on one rank, whose own count is the step's. The numbers are those of `train_step`'s
 other way, which tests compare.
@@ -17,13 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.rows import PACKING_FIELDS
 from fledge.objective.base import RolloutOutput
-from fledge.rollout.even import plan_tensors, with_tensors
 from fledge.rollout.plan import RolloutPlan
 from fledge.target.hf.compiled import RecordedSizes
-
-_READ = ("input_ids", "attention_mask", "loss_mask", "aux_hidden_states")
-_ANSWER = "target_last_hidden_states"
 
 _WIDEST = 1024  # hidden size: larger drafts keep a GPU busy
 _SIZES = 16  # rows a step may have are so many: some are padding, and each is recorded
@@ -37,7 +34,7 @@ def recorded_steps(
     small = draft.config.hidden_size <= _WIDEST and not draft.gradient_checkpointing
     if draft.device.type != "cuda" or not small or not getattr(objective, "can_be_even", False):
         return None
-    objective.quantum = max(64, tokens // _SIZES)  # rows are about as many as tokens, or fewer
+    objective.quantum = objective.quantum_for(tokens, sizes=_SIZES)
     return RecordedSteps(objective, parameters)
 
 
@@ -55,10 +52,11 @@ class RecordedSteps:
         memory that the next call writes over."""
 
         def run(**given: Tensor) -> RolloutOutput:
-            return self._passes(with_tensors(plan, given), given)
+            return self._passes(plan.with_tensors(given), {name: given[name] for name in names})
 
         told = answer.to_trainer_inputs()
-        inputs = {name: told[name] for name in (*_READ, _ANSWER)} | plan_tensors(plan)
+        names = [name for name in told if name not in PACKING_FIELDS]  # which the plan has read
+        inputs = {name: told[name] for name in names} | plan.tensors()
         size = tuple(tuple(tensor.shape) for tensor in inputs.values())
         comes_back = self._sizes.comes_back(size)
         output = self._sizes(size, run, inputs) if comes_back else run(**inputs)
@@ -66,11 +64,10 @@ class RecordedSteps:
             parameter.grad = grad
         return output
 
-    def _passes(self, plan: RolloutPlan, given: dict[str, Tensor]) -> RolloutOutput:
+    def _passes(self, plan: RolloutPlan, told: dict[str, Tensor]) -> RolloutOutput:
         for parameter in self._parameters:
             parameter.grad = None
-        inputs = {name: given[name] for name in (*_READ, _ANSWER)}
-        ready = self._objective.prepare_inputs(**inputs, plan=plan)
+        ready = self._objective.prepare_inputs(**told, plan=plan)
         output = self._objective.score(ready, ready.charged_K)
         output.loss.backward()
         self._take_gradients()

@@ -175,8 +175,7 @@ def _one_by_one(
     objective, world = parts.objective, parts.world
     layers = objective.draft_model.config.num_aux_hidden_states
     prepared, verdicts = [], []
-    features = not getattr(objective, "reads_target", True)
-    for rows, answer in answers_of(parts, batch, features=features):
+    for rows, answer in answers_of(parts, batch, features=_reads_features(objective)):
         with parts.clock.phase("supervision"):
             # Planned from host masks while the GPU is still busy with the target.
             prepared.append(objective.prepare(rows, answer, seed))
@@ -205,7 +204,7 @@ def _in_one(
     """The only micro-batch, in one recorded call."""
     objective: Any = parts.objective
     assert parts.recorded is not None
-    [(rows, answer)] = answers_of(parts, batch)
+    [(rows, answer)] = answers_of(parts, batch, features=_reads_features(objective))
     with parts.clock.phase("supervision"):
         plan = objective.plan_rows(rows, seed)
     with parts.clock.phase("forward"):
@@ -214,6 +213,11 @@ def _in_one(
     sums = Sums.zeros(objective.depths, parts.device)
     sums.add(output)
     return sums, _count(parts, [output.charged], verdicts, stopping=stopping), verdicts
+
+
+def _reads_features(objective: Objective[Any]) -> bool:
+    """Whether it reads the aux states alone."""
+    return not getattr(objective, "reads_target", True)
 
 
 def _recordable(parts: Parts, batch: StepBatch) -> bool:
