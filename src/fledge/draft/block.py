@@ -36,7 +36,7 @@ from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.block_plan import BlockRows
 from fledge.target.base import Eagle3TargetBackend, HasWeight
 
-KEPT_MLP_GIB = 3.75  # of MLPs' activations; the backward pass computes the others again
+KEPT_MLP_GIB = 4.5  # of MLPs' activations; the backward pass computes the others again
 
 
 class BlockDraftModel(DraftModel):

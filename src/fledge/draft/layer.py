@@ -7,8 +7,9 @@ depends only on the token: it is computed once per token and read by offset at e
 layers are ordinary pre-norm Llama layers.
 
 The modules hold parameters under the names that engines read. `LayerWeights` is what a step
-computes with: cast once per step, so that fp32 masters can train in bf16. `forward_peagle` is the
-layer written out for one flat sequence of P-EAGLE elements under a flex-attention mask.
+computes with: cast once per step, so that fp32 masters can train in bf16, or, for a single pass,
+where they are used (`late.py`). `forward_peagle` is the layer written out for one flat sequence of
+P-EAGLE elements under a flex-attention mask.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from fledge.compat.flex_peagle import peagle_flex_attention
+from fledge.draft.late import late_linear
 from fledge.draft.mlp import gated_mlp
 from fledge.draft.norms import norm_linear, rms_norm
 from fledge.draft.rotary import Rotary, rotate
@@ -119,26 +121,16 @@ class DraftLayer(nn.Module):
         attn, mlp = self.self_attn, self.mlp
         late = used_once and not mlp.biased  # cast when they are used
         mlp_dtype = mlp.gate_proj.weight.dtype if late else dtype
-        projections = (attn.q_proj, attn.k_proj, attn.v_proj)
-        qkv = torch.cat([proj.weight.to(dtype) for proj in projections])
-        qkv_bias = None
-        if attn.biased:
-            qkv_bias = torch.cat([proj.bias.to(dtype) for proj in projections])
-        size = mlp.gate_proj.in_features
+        late_attention = used_once and not (attn.biased or self.fused)
         first = self.input_layernorm.weight.to(dtype) if self.normed else None
         return LayerWeights(
+            **(self._late_projections() if late_attention else self._projections(dtype)),
             token_norm=first if self.fused else None,
-            token_weight=qkv[:, :size] if self.fused else None,
-            token_bias=qkv_bias if self.fused else None,
             state_norm=self.hidden_norm.weight.to(dtype) if self.fused else first,
-            state_qkv=qkv[:, size:] if self.fused else qkv,
-            state_bias=None if self.fused else qkv_bias,
             q_norm=attn.q_norm.weight.to(dtype) if attn.normed else None,
             k_norm=attn.k_norm.weight.to(dtype) if attn.normed else None,
             q_size=attn.q_proj.out_features,
             norm_residual=self.norm_residual,
-            o=attn.o_proj.weight.to(dtype),
-            o_bias=attn.o_proj.bias.to(dtype) if attn.biased else None,
             mlp_norm=self.post_attention_layernorm.weight.to(dtype),
             gate=mlp.gate_proj.weight.to(mlp_dtype),
             up=mlp.up_proj.weight.to(mlp_dtype),
@@ -148,6 +140,30 @@ class DraftLayer(nn.Module):
             recompute_mlp=recompute_mlp,
             used_once=used_once,
         )
+
+    def _projections(self, dtype: torch.dtype) -> dict[str, Any]:
+        """q, k and v as one matrix, and o: cast for all passes of a step."""
+        attn, size = self.self_attn, self.mlp.gate_proj.in_features
+        projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+        qkv = torch.cat([proj.weight.to(dtype) for proj in projections])
+        bias = None
+        if attn.biased:
+            bias = torch.cat([proj.bias.to(dtype) for proj in projections])
+        return {
+            "token_weight": qkv[:, :size] if self.fused else None,
+            "token_bias": bias if self.fused else None,
+            "state_qkv": qkv[:, size:] if self.fused else qkv,
+            "state_bias": None if self.fused else bias,
+            "o": attn.o_proj.weight.to(dtype),
+            "o_bias": attn.o_proj.bias.to(dtype) if attn.biased else None,
+        }
+
+    def _late_projections(self) -> dict[str, Any]:
+        """The masters themselves: cast when they are used, and not kept in between."""
+        attn = self.self_attn
+        masters = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        names = ("token_weight", "token_bias", "state_qkv", "state_bias", "o_bias")
+        return dict.fromkeys(names) | {"late_qkv": masters, "o": attn.o_proj.weight}
 
 
 def _mlp_biases(mlp: DraftMLP, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -207,7 +223,7 @@ class LayerWeights:
     token_weight: Tensor | None
     token_bias: Tensor | None
     state_norm: Tensor | None
-    state_qkv: Tensor
+    state_qkv: Tensor | None  # None: `late_qkv` is there instead
     state_bias: Tensor | None  # of q, k, v where there is no token's part
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -223,6 +239,7 @@ class LayerWeights:
     eps: float
     recompute_mlp: bool = False  # the MLP's activations are recomputed: long batches need memory
     used_once: bool = False  # and so is what norms say; what is kept serves one backward pass
+    late_qkv: tuple[Tensor, Tensor, Tensor] | None = None  # masters of q, k, v; then `o` is one too
     merge_EE: Tensor | None = None  # EAGLE-1's layer 0: fc's half for the state
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
@@ -243,16 +260,21 @@ class LayerWeights:
 
     def project_normed(self, state_NE: Tensor) -> Tensor:
         """All q, k, v outputs of a state."""
-        if self.used_once and self.state_norm is not None and self.state_bias is None:
-            return norm_linear(state_NE, self.state_norm, self.state_qkv, self.eps)
-        return self.project(self.normed(state_NE), None, slice(None))
+        if self.late_qkv is None:
+            return self.project(self.normed(state_NE), None, slice(None))
+        if self.state_norm is None:
+            return late_linear(state_NE, self.late_qkv)
+        return norm_linear(state_NE, self.state_norm, self.late_qkv, self.eps)
 
     def project_keys(self, context_NE: Tensor) -> Tensor:
         """k and v outputs of what is not normed, and only looked at."""
+        if self.late_qkv is not None:
+            return late_linear(context_NE, self.late_qkv[1:])
         return self.project(context_NE, None, slice(self.q_size, None))
 
     def project(self, normed_NE: Tensor, token_N: Tensor | None, columns: slice) -> Tensor:
         """Some of the q, k, v outputs; `token_N` holds the embedding half of all of them."""
+        assert self.state_qkv is not None
         weight = self.state_qkv[columns]
         if token_N is None:
             bias = self.state_bias
@@ -270,8 +292,13 @@ class LayerWeights:
         """Output projection and SwiGLU, with their residuals."""
         if self.norm_residual:
             residual_NE = self.normed(residual_NE)
-        state_NE = residual_NE + F.linear(attended_NHC.flatten(1), self.o, self.o_bias)
+        state_NE = residual_NE + self._out(attended_NHC.flatten(1))
         return state_NE + self._mlp(state_NE)
+
+    def _out(self, attended_NX: Tensor) -> Tensor:
+        if self.late_qkv is not None:
+            return late_linear(attended_NX, (self.o,))
+        return F.linear(attended_NX, self.o, self.o_bias)
 
     def _mlp(self, state_NE: Tensor) -> Tensor:
         weights = (self.gate, self.up, self.down)

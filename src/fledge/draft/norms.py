@@ -1,10 +1,13 @@
 """RMS norms, and products with what they say that keep only what they read."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fledge.draft.late import master_grads, stacked
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -30,22 +33,22 @@ class Renormed:
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NE: Tensor, norm_E: Tensor, weight_OE: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x_NE, norm_E, weight_OE)
+    def forward(ctx: Any, x_NE: Tensor, norm_E: Tensor, eps: float, *masters: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NE, norm_E, *masters)
         ctx.eps = eps
-        return F.linear(rms_norm(x_NE, norm_E, eps), weight_OE)
+        return F.linear(rms_norm(x_NE, norm_E, eps), stacked(masters, x_NE.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_NE, norm_E, weight_OE = ctx.saved_tensors
+        x_NE, norm_E, *masters = ctx.saved_tensors
         normed = Renormed(x_NE, norm_E, ctx.eps)
-        dweight_OE = grads[0].t() @ normed.out
-        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            return None, None, dweight_OE, None
-        return *normed.back(grads[0] @ weight_OE), dweight_OE, None
+        behind: tuple[Tensor | None, ...] = (None, None)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            behind = normed.back(grads[0] @ stacked(masters, x_NE.dtype))
+        return *behind, None, *master_grads(grads[0], normed.out, masters)
 
 
-def norm_linear(x_NE: Tensor, norm_E: Tensor, weight_OE: Tensor, eps: float) -> Tensor:
-    """weight norm(x); the norm is computed once more instead of keeping what it said."""
-    out: Tensor = _NormLinear.apply(x_NE, norm_E, weight_OE, eps)  # type: ignore[no-untyped-call]
+def norm_linear(x_NE: Tensor, norm_E: Tensor, masters: Sequence[Tensor], eps: float) -> Tensor:
+    """`late_linear` of norm(x), which is computed once more instead of keeping what it said."""
+    out: Tensor = _NormLinear.apply(x_NE, norm_E, eps, *masters)  # type: ignore[no-untyped-call]
     return out

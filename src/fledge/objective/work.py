@@ -180,7 +180,7 @@ class BlockWork(Work):
         return frozen + 3 * (parts["layers"] + parts["small heads"])
 
     def kept(self, n: Blocks, width: int) -> float:
-        """Bytes that autograd keeps of such a batch."""
+        """Bytes that autograd keeps of such a batch: of weights nothing but their masters."""
         config = self.config
         rows, norm = n.blocks * config.block_size, 1 + self._twice_kept
         numbers = self._kept_by_layers(n) + self._kept_by_mlps(n, width)
@@ -188,7 +188,7 @@ class BlockWork(Work):
         numbers += (rows + n.tokens) * 2 * config.head_dim  # cos and sin
         numbers += n.picked * norm * config.hidden_size  # before the last norm
         numbers += n.elements * config.hidden_size  # the gradient that the head leaves
-        return float(numbers * width) + self._kept_by_small_heads(n, width) + self._weights(width)
+        return float(numbers * width) + self._kept_by_small_heads(n, width)
 
     def _kept_by_layers(self, n: Blocks) -> float:
         """Of a row: the state before both norms, q, k, v, and what attention says, which the last
@@ -229,14 +229,6 @@ class BlockWork(Work):
         if self.draft.confidence_head is not None:
             kept += n.elements * self.draft.confidence_head.proj.in_features * 4
         return kept
-
-    def _weights(self, width: int) -> float:
-        """q, k and v as one matrix; in another precision than the masters', all but the MLPs'."""
-        attention = [layer.self_attn for layer in self.draft.layers]
-        if width < 4:
-            return float(width * (_matrices(attention) + self.draft.fc.weight.numel()))
-        joined = [p for one in attention for p in (one.q_proj, one.k_proj, one.v_proj)]
-        return float(width * _matrices(joined))
 
     @property
     def _heads(self) -> int:

@@ -1,7 +1,7 @@
 """AdamW and Muon on float32 masters, the learning-rate schedule, and the guard against bad steps.
 
 Nothing here waits for the device: whether a step is bad is decided there, and a bad step is skipped
-there (by AdamW's own kernel; Muon's tensors are put back).
+there (by AdamW's kernels; Muon's tensors are put back).
 """
 
 import math
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fledge.kernels.gate import kernel_runs
 from fledge.train.sharding import whole_tensor
 
 if TYPE_CHECKING:
@@ -19,12 +21,57 @@ if TYPE_CHECKING:
 GUARD_WINDOW = 64  # gradient norms remembered
 GUARD_WARMUP = 16  # norms needed before one can be called a spike
 
+_LARGE = 2**20  # numbers of a tensor that is worth a kernel's launch
+
 
 class SkippingAdamW(torch.optim.AdamW):
-    """torch's AdamW, with names for what its fused kernel takes from whoever scales gradients."""
+    """torch's AdamW, with names for what its fused kernel takes from whoever scales gradients. On a
+    GPU large tensors are updated by a kernel of our own."""
 
     found_inf: Tensor | None = None  # above 0: the step is skipped
     grad_scale: Tensor | None = None  # what gradients are divided by
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updated = [p for group in self.param_groups for p in self._update_large(group)]
+        grads = [p.grad for p in updated]
+        for p in updated:
+            p.grad = None  # so that torch passes it by
+        super().step()
+        for p, grad in zip(updated, grads, strict=True):
+            p.grad = grad
+        return loss
+
+    def _update_large(self, group: dict[str, Any]) -> list[nn.Parameter]:
+        """Updates what our kernel can, and says what that was. The first step of a tensor is left
+        to torch, which makes its state."""
+        large = [p for p in group["params"] if self.state.get(p) and _is_large(p, self.state[p])]
+        if large:
+            from fledge.kernels.adamw import adamw
+
+            states = [self.state[p] for p in large]
+            adamw(
+                large,
+                [p.grad for p in large],
+                *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
+                **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+        return large
+
+
+def _is_large(p: nn.Parameter, state: dict[str, Tensor]) -> bool:
+    """Whether our kernel updates it. Small ones are faster all at once; shares of a tensor that
+    ranks hold together are torch's business."""
+    if p.grad is None or p.numel() < _LARGE or isinstance(p, DTensor):
+        return False
+    held = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+    return all(tensor.is_contiguous() for tensor in held) and kernel_runs(p, what="AdamW")
 
 
 def make_optimizer(

@@ -1,0 +1,147 @@
+"""Weights that are cast where they are used: the same numbers, and nothing of them kept."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fledge.bench.saved import watch_saved
+from fledge.draft.late import late_linear
+from fledge.draft.norms import norm_linear, rms_norm
+from objective.naive_block import make_block_draft
+
+EPS = 1e-5
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),  # a step in bf16 on fp32 masters
+]
+
+
+def random(*shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+
+def leaves(rows, outs, *, dtype, master):
+    """x, a norm's weight, and masters of so many outputs each."""
+    masters = [random(out, 13, dtype=master, seed=2 + i) for i, out in enumerate(outs)]
+    return random(rows, 13, dtype=dtype, seed=0), random(13, dtype=dtype, seed=1), *masters
+
+
+def results(function, given):
+    out = function(*given)
+    weight = random(*out.shape, dtype=out.dtype, seed=9).detach()
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), given, allow_unused=True)]
+
+
+def assert_equal(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        if theirs is None:
+            assert mine is None
+        else:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def cast_early(x, masters):
+    return F.linear(x, torch.cat([weight.to(x.dtype) for weight in masters]))
+
+
+@pytest.mark.parametrize(("dtype", "master"), DTYPES)
+@pytest.mark.parametrize("outs", [(11,), (7, 3, 3)])
+@pytest.mark.parametrize("rows", [1, 190])
+@pytest.mark.parametrize("normed", [False, True])
+def test_values_and_gradients_are_those_of_weights_cast_before(rows, outs, dtype, master, normed):
+    def late(x, norm, *masters):
+        return norm_linear(x, norm, masters, EPS) if normed else late_linear(x, masters)
+
+    def early(x, norm, *masters):
+        return cast_early(rms_norm(x, norm if normed else None, EPS), masters)
+
+    given = leaves(rows, outs, dtype=dtype, master=master)
+    found = results(late, given)
+    assert_equal(found, results(early, given))
+    assert [grad.dtype for grad in found[3:]] == [master] * len(outs)
+
+
+def test_an_input_without_gradients():
+    x, norm, *masters = leaves(5, (7, 3), dtype=torch.bfloat16, master=torch.float32)
+    x, norm = x.detach(), norm.detach()
+    assert_equal(
+        results(lambda *masters: late_linear(x, masters), masters),
+        results(lambda *masters: cast_early(x, masters), masters),
+    )
+    assert_equal(
+        results(lambda *masters: norm_linear(x, norm, masters, EPS), masters),
+        results(lambda *masters: cast_early(rms_norm(x, norm, EPS), masters), masters),
+    )
+
+
+def attention_and_mlp(layer, dtype, *, used_once):
+    """Everything that a layer does with its weights, and the gradients of all of them."""
+    weights = layer.weights(dtype, used_once=used_once)
+    assert (weights.late_qkv is not None) is used_once
+    size = layer.mlp.gate_proj.in_features
+    state, context = (random(rows, size, dtype=dtype, seed=rows) for rows in (9, 5))
+    qkv, kv = weights.project_normed(state), weights.project_keys(context)
+    out = weights.finish(state, qkv[:, : weights.q_size])
+    total = (qkv.square().sum() + kv.square().sum() + out.square().sum()).float()
+    named = dict(layer.named_parameters())
+    wanted = {"state": state, "context": context, **named}
+    grads = torch.autograd.grad(total, [*wanted.values()], allow_unused=True)
+    return {"qkv": qkv, "kv": kv, "out": out, **dict(zip(wanted, grads, strict=True))}
+
+
+@pytest.mark.parametrize(("dtype", "master"), DTYPES)
+def test_a_layer_used_once_computes_what_it_does_otherwise(dtype, master):
+    layer = make_block_draft(dtype=master).layers[0]
+    late, early = (attention_and_mlp(layer, dtype, used_once=once) for once in (True, False))
+    for name, theirs in early.items():
+        if theirs is None:
+            continue  # norms of heads, which are not asked here
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        if dtype == torch.bfloat16:  # k and v are used twice: two gradients, now added in fp32
+            tolerance = 2**-7
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(late[name], theirs, rtol=0, atol=tolerance * scale)
+    for name in ("qkv", "kv"):
+        assert torch.equal(late[name], early[name]), name
+
+
+def test_gradients_of_keys_used_twice_add_up_in_the_masters_precision():
+    layer = make_block_draft(dtype=torch.float32).layers[0]
+    size, k = layer.mlp.gate_proj.in_features, layer.self_attn.k_proj.weight
+    state, context = (random(rows, size, dtype=torch.bfloat16, seed=rows) for rows in (9, 5))
+
+    def grad(*passes):
+        weights = layer.weights(torch.bfloat16, used_once=True)
+        made = {"own": weights.project_normed(state), "context": weights.project_keys(context)}
+        return torch.autograd.grad(sum(made[name].square().sum() for name in passes), k)[0]
+
+    assert torch.equal(grad("own", "context"), grad("own") + grad("context"))
+    assert not torch.equal(grad("own", "context"), grad("own"))
+
+
+@pytest.mark.parametrize("function", ["late_linear", "norm_linear"])
+def test_only_masters_and_inputs_are_kept(function):
+    x, norm, *masters = leaves(5, (7, 3, 3), dtype=torch.bfloat16, master=torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        late_linear(x, masters) if function == "late_linear" else norm_linear(x, norm, masters, EPS)
+    there = {tensor.data_ptr() for tensor in (x, norm, *masters)}
+    assert kept
+    assert all(tensor.data_ptr() in there for tensor in kept)
+
+
+@pytest.mark.parametrize("used_once", [False, True])
+def test_a_layer_keeps_no_copy_of_a_matrix(used_once):
+    """The control keeps q, k and v side by side, and o."""
+    layer = make_block_draft(dtype=torch.float32).layers[0]
+    size = layer.mlp.gate_proj.in_features
+    with watch_saved(layer.parameters()) as saved:
+        weights = layer.weights(torch.bfloat16, used_once=used_once)
+        state, context = (random(rows, size, dtype=torch.bfloat16, seed=rows) for rows in (9, 5))
+        qkv, _ = weights.project_normed(state), weights.project_keys(context)
+        weights.finish(state, qkv[:, : weights.q_size])
+    matrices = {tuple(p.shape) for p in layer.parameters() if p.ndim == 2}
+    matrices |= {shape[::-1] for shape in matrices} | {(size, len(qkv[0])), (len(qkv[0]), size)}
+    assert bool(saved.shapes & matrices) is not used_once
