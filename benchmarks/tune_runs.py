@@ -228,7 +228,7 @@ class Bench:
         course, last = Course(training, windows=MOST_WINDOWS if points > 1 else 0), None
         for batch in stream.prefetched(0, 2):
             result = train_step(parts, batch, lr=training.lr(batch.step))
-            course.skipped += 0 if last is None else int(last.bad)  # a step late: no waiting
+            course.skipped += 0 if last is None else int(last.flags.read()[0])  # a step late
             course.stepped(batch, result)
             last = result
             if batch.step + 1 in due:

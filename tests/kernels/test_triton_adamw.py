@@ -221,5 +221,6 @@ def test_large_tensors_on_a_gpu():
         return torch.optim.AdamW(parameters, **SETTINGS | {"weight_decay": 0.0}, fused=True)
 
     found = run(ours)
-    assert_close(found, run(theirs))
+    # torch's kernel takes 1 - beta2 in float32: of 0.999 it is off by 1.3e-5
+    assert_close(found, run(theirs), tolerance=2e-5)
     assert all(torch.equal(a, b) for a, b in zip(found, run(ours), strict=True))

@@ -6,6 +6,7 @@ laptop CPU), later epochs then cost the draft alone.
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,6 +64,11 @@ class RememberingTarget(Eagle3TargetBackend):
     def get_input_embeddings(self) -> HasWeight:
         return self.inner.get_input_embeddings()
 
+    @cached_property
+    def _device(self) -> torch.device:
+        """Where answers lie. Asking a large model for it at every step would take a millisecond."""
+        return self.get_input_embeddings().weight.device
+
     def close(self) -> None:
         self._known.clear()
         self.inner.close()
@@ -100,7 +106,7 @@ class RememberingTarget(Eagle3TargetBackend):
         copy_all(copies)
 
     def _recall(self, rows: TokenBatch, spans: list[tuple[slice, bytes]]) -> Eagle3TargetBatch:
-        device = self.get_input_embeddings().weight.device
+        device = self._device
         parts = tuple(
             part.new_zeros((rows.tokens, part.shape[-1]), device=device)
             for part in self._known[spans[0][1]]

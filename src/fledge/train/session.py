@@ -107,9 +107,10 @@ class Session:
         if self._pending is None:
             return False
         batch, result = self._pending
-        if bool(result.bad):
+        bad, stop = result.flags.read().tolist()
+        if bad:
             self._skipped(batch, result)
-        return bool(result.stop)
+        return bool(stop)
 
     def _skipped(self, batch: StepBatch, result: StepResult) -> None:
         training = self.training

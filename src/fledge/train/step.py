@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
 from fledge.core.rows import TokenBatch
+from fledge.core.transfer import Fetched
 from fledge.objective.base import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite import Verdict, inspect
@@ -110,14 +111,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step left behind, all on the device."""
+    """What a step left behind: on the device, but for what is looked at after every step."""
 
     sums: Sums
     grad_norm: Tensor
     bad: Tensor  # the step was skipped
     verdicts: tuple[Verdict, ...]  # on this rank's answers
     bad_in_a_row: Tensor
-    stop: Tensor  # ranks that were asked to stop
+    flags: Fetched  # [2] int64: the step was skipped; ranks that were asked to stop
 
 
 def answers_of(
@@ -159,9 +160,8 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
             optimizer.zero_grad(set_to_none=True)
         if parts.average is not None:
             parts.average.update(parts.parameters, taken=parts.guard.good, bad=bad)
-    return StepResult(
-        sums, norm, bad, tuple(verdicts), parts.guard.bad_in_a_row.clone(), counts[-1]
-    )
+    flags = Fetched(torch.stack([bad.long(), counts[-1]]))
+    return StepResult(sums, norm, bad, tuple(verdicts), parts.guard.bad_in_a_row.clone(), flags)
 
 
 # [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
