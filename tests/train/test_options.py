@@ -13,7 +13,8 @@ from fledge.train.checkpoint import newest_checkpoint
 from fledge.train.evaluate import evaluate
 from fledge.train.fit import fit
 from fledge.train.memory import draft_bytes, kept_bytes
-from fledge.train.optimizer import SkippingMuon, learning_rate, trained_by_muon
+from fledge.train.muon import SkippingMuon
+from fledge.train.optimizer import learning_rate, trained_by_muon
 from fledge.train.setup import set_up
 from fledge.train.sharding import whole_tensor
 from fledge.train.step import train_step
@@ -49,22 +50,44 @@ def test_warm_up_stable_decay():
 # --- Muon ---------------------------------------------------------------------------------------
 
 
-def test_muon_is_torchs_and_a_bad_step_leaves_everything_as_it_was():
+SHAPES = [(6, 4), (4, 6), (6, 4), (5, 5), (8, 3), (6, 4)]  # one batch of four, two of one
+
+
+def test_muon_is_torchs_and_a_bad_step_leaves_everything_as_it_was(monkeypatch):
+    monkeypatch.setattr("fledge.train.muon._BATCH", 3 * 24)  # of those four, three fit
     torch.manual_seed(0)
-    ours, theirs = (torch.nn.Parameter(torch.ones(6, 4)) for _ in range(2))
-    options = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    muon, plain = SkippingMuon([ours], **options), torch.optim.Muon([theirs], **options)
-    for bad in (1.0, 0.0, 1.0, 0.0):
-        gradient = torch.randn(6, 4)
-        ours.grad = torch.full_like(gradient, math.nan) if bad else gradient.clone()
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES] for _ in range(2))
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    muon = SkippingMuon(ours, **options)
+    plain = torch.optim.Muon(theirs, **options, adjust_lr_fn="match_rms_adamw")
+    for bad in (1.0, 0.0, 1.0, 0.0, 0.0):
+        before = [(p.clone(), muon.state[p].get("momentum_buffer")) for p in ours]
+        before = [(p, None if buffer is None else buffer.clone()) for p, buffer in before]
+        for mine, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn_like(mine)
+            mine.grad = torch.full_like(mine, math.nan) if bad else other.grad.clone()
         muon.found_inf = torch.tensor(bad)
         muon.step()
-        if not bad:
-            theirs.grad = gradient
-            plain.step()
-        assert torch.equal(ours, theirs)
-        buffer = plain.state[theirs].get("momentum_buffer", torch.zeros(6, 4))
-        assert torch.equal(muon.state[ours]["momentum_buffer"], buffer)
+        if bad:
+            for mine, (old, buffer) in zip(ours, before, strict=True):
+                assert torch.equal(mine, old)
+                now = muon.state[mine]["momentum_buffer"]
+                assert torch.equal(now, torch.zeros_like(now) if buffer is None else buffer)
+            continue
+        plain.step()
+        for mine, other in zip(ours, theirs, strict=True):
+            held = [o.state[p]["momentum_buffer"] for o, p in ((muon, mine), (plain, other))]
+            torch.testing.assert_close(*held, rtol=1e-6, atol=1e-7)
+            # steps are rounded to bfloat16, and products of another shape round otherwise
+            torch.testing.assert_close(mine, other, rtol=0, atol=0.02 * 0.1)
+
+
+def test_muon_takes_no_step_where_there_is_no_gradient():
+    still, moved = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    moved.grad = torch.randn(4, 4)
+    SkippingMuon([still, moved], lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(still, torch.ones(4, 4))
+    assert not torch.equal(moved, torch.ones(4, 4))
 
 
 def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest(recipe):

@@ -1,7 +1,7 @@
 """AdamW and Muon on float32 masters, the learning-rate schedule, and the guard against bad steps.
 
 Nothing here waits for the device: whether a step is bad is decided there, and a bad step is skipped
-there (by AdamW's kernels; Muon's tensors are put back).
+there.
 """
 
 import math
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fledge.kernels.gate import kernel_runs
+from fledge.train.muon import SkippingMuon
 from fledge.train.sharding import whole_tensor
 
 if TYPE_CHECKING:
@@ -93,29 +94,6 @@ def make_optimizer(
     )
 
 
-class SkippingMuon(torch.optim.Muon):
-    """torch's Muon for one matrix. It knows no `found_inf`, so what a bad step did is undone; one
-    matrix at a time, so that no more than one is held twice."""
-
-    found_inf: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        [matrix] = self.param_groups[0]["params"]
-        if matrix.grad is None:
-            return None
-        state = self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        held = (matrix, state["momentum_buffer"])
-        before = [tensor.clone() for tensor in held]
-        loss = super().step(closure)  # type: ignore[no-untyped-call]  # torch gives it no types
-        if self.found_inf is not None:
-            for tensor, old in zip(held, before, strict=True):
-                tensor.copy_(torch.where(self.found_inf > 0, old, tensor))
-        return loss
-
-
 Skipping = SkippingAdamW | SkippingMuon
 
 
@@ -130,7 +108,7 @@ def make_optimizers(draft: nn.Module, training: "Training") -> tuple[Skipping, .
     rest = [p for name, p in draft.named_parameters() if p.requires_grad and name not in muon]
     return (
         make_optimizer(rest, betas=training.betas, eps=training.eps, **both),
-        *(SkippingMuon([p], adjust_lr_fn="match_rms_adamw", **both) for p in muon.values()),
+        *([SkippingMuon(muon.values(), **both)] if muon else []),
     )
 
 
