@@ -49,9 +49,8 @@ def test_eight_gpus_and_one_gpu_take_equal_optimizer_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2_dflash_gpu", "smollm2_dspark_gpu", "qwen25_coder_dspark_gpu",
-             "qwen3_8b_dflash_1gpu", "qwen3_8b_dspark_1gpu"],
-)  # fmt: skip
+    "name", ["qwen25_coder_dspark_gpu", "qwen3_8b_dflash_1gpu", "qwen3_8b_dspark_1gpu"]
+)
 def test_block_drafts_are_trained_as_published_ones_were(name: str) -> None:
     recipe = load_recipe(ROOT / f"recipes/{name}.yaml")
     training, objective = recipe.training, recipe.objective
@@ -63,6 +62,16 @@ def test_block_drafts_are_trained_as_published_ones_were(name: str) -> None:
     assert recipe.draft.draft_vocab_size is None
     text = (ROOT / f"recipes/{name}.yaml").read_text()
     assert "NOT RUN" in text
+
+
+@pytest.mark.parametrize("method", ["", "_peagle", "_dflash", "_dspark"])
+def test_what_won_for_one_method_is_in_the_recipes_of_all(method: str) -> None:
+    """As benchmarks/results/tuning.md has it; `tune.py` compares others with these."""
+    recipe = load_recipe(ROOT / f"recipes/smollm2{method}_gpu.yaml")
+    training = recipe.training
+    assert (training.optimizer, training.lr, recipe.packing.tokens) == ("muon", 2e-3, 4096)
+    assert (training.warmup_steps, training.final_lr_share) == (100, 0.05)
+    assert "tuning.md" in (ROOT / f"recipes/smollm2{method}_gpu.yaml").read_text()
 
 
 @pytest.mark.parametrize("written_as", ["1e-4", "'1e-4'", "0.0001", "1.0e-4", "1E-4"])
