@@ -122,6 +122,27 @@ def test_one_after_the_other(tmp_path):
     assert most == [1] * 8
 
 
+def test_a_claim_that_changes_hands_while_it_is_looked_at(tmp_path, monkeypatch):
+    """Given back by the first and taken by the third between the second's two looks."""
+    with Claims(tmp_path / "c") as first, Claims(tmp_path / "c") as second:
+        with Claims(tmp_path / "c") as third:
+            assert first.take("piece")
+            real = second._is_stale
+
+            def look(path):
+                monkeypatch.setattr(second, "_is_stale", real)
+                first.release("piece")
+                gone = real(path)
+                assert third.take("piece")
+                return gone
+
+            monkeypatch.setattr(second, "_is_stale", look)
+            assert not second.take("piece")
+            assert [path.name for path in (tmp_path / "c").glob("piece.*")] == ["piece.0"]
+            third.release("piece")
+        assert second.take("piece")
+
+
 def test_whoever_leaves_last_removes_what_the_killed_left(tmp_path):
     left = tmp_path / "target" / ".config.json.x.tmp"
     left.parent.mkdir()

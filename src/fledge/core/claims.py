@@ -77,6 +77,10 @@ class Claims:
             return False
         except FileNotFoundError:
             raise removed(self._directory.parent) from None
+        # what we looked at may have been given back since, and taken anew under a lower number
+        if not all(self._is_stale(other) for other in self._generations(name) if other != path):
+            path.unlink(missing_ok=True)
+            return False
         with self._lock:
             self._held[name] = path
         return True
