@@ -6,6 +6,8 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -141,6 +143,17 @@ def test_a_claim_that_changes_hands_while_it_is_looked_at(tmp_path, monkeypatch)
             assert [path.name for path in (tmp_path / "c").glob("piece.*")] == ["piece.0"]
             third.release("piece")
         assert second.take("piece")
+
+
+def test_whoever_is_killed_while_it_enters_is_not_in_the_way(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            Claims(tmp_path / "claims").__enter__()
+    assert not list((tmp_path / "claims").iterdir())
+    with Claims(tmp_path / "claims") as claims:
+        assert not claims.has_company()
+    assert not list(tmp_path.iterdir())
 
 
 def test_whoever_leaves_last_removes_what_the_killed_left(tmp_path):

@@ -44,10 +44,13 @@ class Claims:
         self._thread = threading.Thread(target=self._beat, daemon=True, name="fledge-claims")
 
     def __enter__(self) -> "Claims":
+        # renamed, for a process that is killed in between would leave a file that is nobody's
+        begun = self._directory.parent / f"{self._clock.name}.tmp"
         while not self._clock.exists():
             with contextlib.suppress(FileNotFoundError):  # the last one has just left
                 self._directory.mkdir(parents=True, exist_ok=True)
-                self._clock.write_text(_owner())
+                begun.write_text(_owner())
+                begun.replace(self._clock)
         self._thread.start()
         return self
 
