@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fledge.bench.cost import step_flops
 from fledge.core.distributed import World
 from fledge.core.rows import TokenRow
+from fledge.core.transfer import new_event
 from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.draft.derive import derive_draft_config
 from fledge.methods.base import TrainerInputs
@@ -30,7 +31,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remember import RememberingTarget
 from fledge.target.room import KeptStates
 from fledge.train.batches import StepBatch
-from fledge.train.clock import Clock, timed_event
+from fledge.train.clock import Clock
 from fledge.train.optimizer import StepGuard, make_optimizer
 from fledge.train.recorded import recorded_steps
 from fledge.train.step import Parts, train_step
@@ -234,7 +235,7 @@ class _Moment:
         self._event: torch.cuda.Event | None = None
         self._now = time.perf_counter()
         if device.type == "cuda":
-            self._event = timed_event()
+            self._event = new_event(timed=True)
             self._event.record()
 
     def __sub__(self, other: "_Moment") -> float:

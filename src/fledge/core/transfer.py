@@ -11,6 +11,11 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def new_event(*, timed: bool = False) -> torch.cuda.Event:
+    """Recorded on a stream, it knows whether the device came there, and when if it is timed."""
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]  # torch's own
+
+
 class Fetched:
     """A small tensor on its way to the host. Whoever reads it waits for what the device had been
     asked before; reading the tensor itself would wait for all that it was asked since, too."""
@@ -20,7 +25,7 @@ class Fetched:
         if tensor.is_cuda:
             self._here = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._here.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+            self._event = new_event()
             self._event.record()
 
     def read(self) -> Tensor:

@@ -48,5 +48,5 @@ class _LateLinear(torch.autograd.Function):
 
 def late_linear(x_NI: Tensor, masters: Sequence[Tensor]) -> Tensor:
     """[N, O]: x times the masters, one or several on top of one another, in the dtype of x."""
-    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]
+    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]  # torch's own
     return out_NO

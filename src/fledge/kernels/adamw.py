@@ -57,7 +57,7 @@ def adamw(
 ) -> None:
     """One step of contiguous tensors on one device, in place."""
     beta1, beta2 = betas
-    torch._foreach_add_(steps, 1)  # type: ignore[call-overload]
+    torch._foreach_add_(list(steps), 1)
     corrections_M2 = _corrections(steps, lr, betas)
     scale = corrections_M2.new_ones(()) if grad_scale is None else grad_scale
     skip = corrections_M2.new_zeros(()) if found_inf is None else found_inf
@@ -70,7 +70,7 @@ def adamw(
                 lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps, BLOCK=_BLOCK,
             )  # fmt: skip
     if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf] * len(steps))  # type: ignore[call-overload]
+        torch._foreach_sub_(list(steps), [found_inf] * len(steps))
 
 
 def _corrections(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Tensor:

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-
-def timed_event() -> torch.cuda.Event:
-    """Recorded on a stream, it knows when the device came there."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+from fledge.core.transfer import new_event
 
 
 class Clock:
@@ -24,7 +21,7 @@ class Clock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if self._gpu:
-            begin, end = timed_event(), timed_event()
+            begin, end = new_event(timed=True), new_event(timed=True)
             begin.record()
             yield
             end.record()

@@ -28,14 +28,10 @@ class SkippingMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        assert closure is None, "gradients are there before the step"
         for group in self.param_groups:
             for matrices in _alike([p for p in group["params"] if p.grad is not None]):
                 self._update(matrices, group)
-        return loss
 
     def _update(self, matrices: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         buffers = [self._momentum_buffer(matrix) for matrix in matrices]

@@ -34,10 +34,7 @@ class SkippingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        assert closure is None, "gradients are there before the step"
         updated = [p for group in self.param_groups for p in self._update_large(group)]
         grads = [p.grad for p in updated]
         for p in updated:
@@ -45,7 +42,6 @@ class SkippingAdamW(torch.optim.AdamW):
         super().step()
         for p, grad in zip(updated, grads, strict=True):
             p.grad = grad
-        return loss
 
     def _update_large(self, group: dict[str, Any]) -> list[nn.Parameter]:
         """Updates what our kernel can, and says what that was. The first step of a tensor is left
