@@ -40,7 +40,7 @@ from typing import Any
 
 import yaml
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, first_line
 from fledge.core.files import write_json
 from fledge.core.machine import describe_machine
 from fledge.recipe.schema import load_recipe
@@ -64,7 +64,9 @@ class Variant:
     @classmethod
     def read(cls, value: Any) -> "Variant":
         if isinstance(value, dict):
-            return cls(_words(value.get("set")), value["recipe"])
+            if unknown := sorted({*value} - {"recipe", "set"}):
+                raise BadInput(f"a variant has no '{unknown[0]}'", fix="it has recipe and set")
+            return cls(_words(value.get("set")), value.get("recipe"))
         return cls(_words(value))
 
 
@@ -79,7 +81,10 @@ class Variants:
 
     @classmethod
     def read(cls, path: Path, *, only: Sequence[str], also: Sequence[str]) -> "Variants":
-        held = yaml.safe_load(path.read_text())
+        try:
+            held = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise BadInput(first_line(error), where=str(path)) from None
         if not isinstance(held, dict) or not isinstance(held.get("variants"), dict):
             raise BadInput("no variants in it", where=str(path), fix="see benchmarks/tune.py")
         known = {name: Variant.read(value) for name, value in held["variants"].items()}

@@ -220,6 +220,16 @@ def test_refusals_are_one_line(place, whole, capsys, more, complaint):
     assert complaint in capsys.readouterr().err
 
 
+def test_files_of_variants_that_are_none_are_refused_in_one_line(place, capsys):
+    bad = place / "bad.yaml"
+    bad.write_text("recipe: smollm2_gpu\nvariants: {one: {recipes: smollm2_gpu}}\n")
+    for path, complaint in ((bad, "a variant has no 'recipes'"), (place / "none", "No such file")):
+        _, *rest = command(place, "bad.json")
+        assert tune.main([str(path), *rest]) == 2
+        assert complaint in capsys.readouterr().err
+    assert not (place / "bad.json").exists()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/variants").glob("*.yaml")), ids=str)
 def test_the_shipped_variants_are_recipes(path):
     variants = tune.Variants.read(path, only=(), also=())
