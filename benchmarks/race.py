@@ -8,6 +8,9 @@ The seeds of one recipe train side by side, which leaves no method an idle GPU t
 itself. A short run says how many steps fit; each seed then trains so many, schedule included, and
 what it took is printed. All drafts are replayed over the target's own answers, side by side
 (`fledge eval`); those of the first seed are also decoded live, alone on the machine.
+
+Whatever is finished is in --out, and the same command goes on with what is missing, where the runs
+are still there: give them a place of their own with RACE_RUNS.
 """
 
 import argparse
@@ -21,9 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fledge.core.files import write_json
+
 FLEDGE = [sys.executable, "-m", "fledge"]
 QUIET = ("evaluation.every_steps=1000000", "checkpoint.every_steps=1000000")
-PROBE = 120  # steps of the run that says how fast steps are, unless told otherwise
+PROBE = 400  # steps of the run that says how fast steps are, unless told otherwise
 
 
 def fledge(*words: str) -> dict[str, Any]:
@@ -142,19 +147,40 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="overrides of every recipe")
     args = parser.parse_args()
     place = Path(os.environ.get("RACE_RUNS") or tempfile.mkdtemp(prefix="race-"))
-    entrants: dict[str, Any] = {}
-    for recipe in args.recipes:
-        entrants[recipe] = race(recipe, place, args)
-        print(json.dumps({recipe: entrants[recipe]}), flush=True)
-        args.out.write_text(json.dumps(entrants, indent=1))
-    sets = [Path(path).stem.removeprefix("eval_") for path in args.prompts]
-    for name, path in zip(sets, args.prompts, strict=True):
+    known = json.loads(args.out.read_text()) if args.out.exists() else {}
+    entrants = {recipe: known.get(recipe, {}) for recipe in args.recipes}
+    for stage in (trained, judged, decoded):
+        stage(entrants, place, args)
+    show(entrants, [set_name(path) for path in args.prompts])
+
+
+def trained(entrants: dict[str, Any], place: Path, args: argparse.Namespace) -> None:
+    for recipe, found in entrants.items():
+        if "runs" not in found:
+            found |= race(recipe, place, args)
+            print(json.dumps({recipe: found}), flush=True)
+            write_json(args.out, entrants)
+
+
+def judged(entrants: dict[str, Any], _: Path, args: argparse.Namespace) -> None:
+    for path in args.prompts:
+        name = set_name(path)
+        if all(name in found.get("length", {}) for found in entrants.values()):
+            continue
         for recipe, found in lengths(entrants, path, args).items():
             entrants[recipe].setdefault("length", {})[name] = found
-    for entrant in entrants.values():
-        entrant["live"] = live(entrant, args)
-    args.out.write_text(json.dumps(entrants, indent=1))
-    show(entrants, sets)
+        write_json(args.out, entrants)
+
+
+def decoded(entrants: dict[str, Any], _: Path, args: argparse.Namespace) -> None:
+    for found in entrants.values():
+        if "live" not in found:
+            found["live"] = live(found, args)
+            write_json(args.out, entrants)
+
+
+def set_name(path: str) -> str:
+    return Path(path).stem.removeprefix("eval_")
 
 
 if __name__ == "__main__":
