@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import interpreted_triton  # before the kernels
-from fledge.kernels.adamw import _corrections, adamw
+from fledge.kernels.adamw import _factors, adamw
 from fledge.train import optimizer as optimizer_module
 from fledge.train.optimizer import make_optimizer
 
@@ -98,12 +98,14 @@ def test_the_reference_in_float64(use):
         torch.testing.assert_close(mine.double(), theirs, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("step", [1, 2, 7, 100_000])
-def test_corrections_are_precise_when_betas_are_almost_one(step):
-    lr, (beta1, beta2) = 3e-4, (0.99, 0.9999)
+def test_factors_are_precise_when_betas_are_almost_one(step, on_device):
+    lr, (beta1, beta2) = 2.0**-12, (0.99, 0.9999)
     steps = [torch.tensor(float(n), device=DEVICE) for n in (step, 3)]
-    [found, _] = _corrections(steps, lr, (beta1, beta2)).tolist()
-    exact = [lr / (1 - beta1**step), (1 - beta2**step) ** -0.5]
+    given = torch.tensor(lr, device=DEVICE) if on_device else lr
+    [found, _] = _factors(steps, given, (beta1, beta2), 0.1).tolist()
+    exact = [lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, 0.1 * lr]
     assert found == pytest.approx(exact, rel=1e-7)
 
 

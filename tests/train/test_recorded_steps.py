@@ -8,7 +8,11 @@ import torch
 
 from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.objective.losses.total_variation import TotalVariation
+from fledge.recipe.sections import Training
+from fledge.target.finite import Verdict
 from fledge.target.hf import compiled
+from fledge.train.average import Average
+from fledge.train.optimizer import make_optimizers
 from fledge.train.recorded import RecordedSteps
 from fledge.train.step import train_step
 
@@ -30,24 +34,29 @@ class PretendPass:
     made = 0
     held: ClassVar[dict] = {}
 
-    def __init__(self, run, inputs, *, common):
-        assert common is not None
-        PretendPass.made += 1
+    def __init__(self, run, inputs, *, common=None):
+        PretendPass.made += common is not None
+        self._pretended = common is not None
         self._run = run
         self._inputs = {name: self.place(name, tensor) for name, tensor in inputs.items()}
         self._output = run(**self._inputs)
 
     def place(self, name, tensor):
-        return self.held.setdefault((name, tensor.shape), tensor.clone())
+        held = self.held if self._pretended else {}
+        return held.setdefault((name, tensor.shape), tensor.clone())
 
     def __call__(self, inputs):
         for name, tensor in inputs.items():
             assert tensor.shape == self._inputs[name].shape
             self._inputs[name].copy_(tensor)
         output = self._run(**self._inputs)
-        for name, held in vars(self._output).items():
-            held.copy_(getattr(output, name))
+        for held, new in zip(tensors_of(self._output), tensors_of(output), strict=True):
+            held.copy_(new)
         return self._output
+
+
+def tensors_of(results):
+    return results if isinstance(results, tuple) else vars(results).values()
 
 
 @pytest.fixture
@@ -58,7 +67,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(PretendPass, "held", {})
 
 
-def trained(kind, batches, *, quantum):
+def trained(kind, batches, *, quantum, muon=False):
     torch.manual_seed(0)
     method, changes = KINDS[kind]
     parts = build_parts(replace(CASE, kind=method), torch.device("cpu"))
@@ -68,6 +77,8 @@ def trained(kind, batches, *, quantum):
     if quantum:
         parts.objective.quantum = quantum
         parts.recorded = RecordedSteps(parts.objective, parts.parameters)
+    if muon:
+        with_muon(parts)
     results = [train_step(parts, batch, lr=1e-3) for batch in batches]
     return parts, results
 
@@ -93,6 +104,46 @@ def test_recorded_steps_are_the_steps(pretend, kind, quantum):
         moved = (theirs - start).norm()  # AdamW makes much of roundings where a gradient is nothing
         assert moved > 0
         assert (mine - theirs).norm() < 1e-3 * moved
+
+
+def with_muon(parts):
+    """And with an average, and with weights that decay."""
+    training = Training(optimizer="muon", weight_decay=0.1, lr=1e-3)
+    parts.optimizers = make_optimizers(parts.objective.draft_model, training)
+    parts.average = Average(parts.parameters, 0.9)
+
+
+@pytest.mark.parametrize("bad", [None, 2, 4])
+def test_recorded_updates_are_the_updates(pretend, bad, monkeypatch):
+    """Of one that is rehearsed nothing is seen; a step that is broken is skipped in both."""
+    batches = build_batches(CASE, 7)
+
+    def run(*, record):
+        parts, _ = trained("eagle3", [], quantum=8, muon=True)
+        parts.clip = 0.01
+        parts.recorded._updates = 0 if record else -len(batches)
+        found = []
+        for index, batch in enumerate(batches):
+            monkeypatch.setattr(Verdict, "broken", torch.tensor(index == bad))
+            found.append(train_step(parts, batch, lr=1e-3 / (1 + index)))
+        return parts, found
+
+    ours, found = run(record=True)
+    assert ours.recorded._update is not None
+    assert [bool(one.bad) for one in found] == [index == bad for index in range(len(batches))]
+    plainly, wanted = run(record=False)
+    assert plainly.recorded._update is None
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine.grad_norm, theirs.grad_norm)
+        assert torch.equal(mine.bad_in_a_row, theirs.bad_in_a_row)
+        assert torch.equal(mine.flags.read(), theirs.flags.read())
+    assert torch.equal(ours.guard.norms.nan_to_num(), plainly.guard.norms.nan_to_num())
+    for mine, theirs in zip(
+        (*ours.parameters, *ours.average.aside),
+        (*plainly.parameters, *plainly.average.aside),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

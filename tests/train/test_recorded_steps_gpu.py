@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_recorded_steps import KINDS
+from test_recorded_steps import KINDS, with_muon
 
 from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.train.step import train_step
@@ -27,21 +27,26 @@ def make_parts(kind, *, quantum):
     return parts
 
 
-def trained(batches, *, record, kind="eagle3", lr=1e-3):
+def trained(batches, *, record, kind="eagle3", lr=1e-3, muon=False):
     parts = make_parts(kind, quantum=64 if kind == "eagle3" else 8)  # many sizes
+    if muon:
+        with_muon(parts)
     if not record:
         parts.recorded._sizes.comes_back = lambda size: False
+        parts.recorded._updates = -len(batches)
     norms = [train_step(parts, batch, lr=lr).grad_norm for batch in batches]
     return parts, torch.stack(norms)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recorded_steps_have_the_same_bits(kind):
+@pytest.mark.parametrize(
+    ("kind", "muon"), [*((kind, False) for kind in KINDS), ("eagle3", True), ("dspark", True)]
+)
+def test_recorded_steps_have_the_same_bits(kind, muon):
     batches = build_batches(CASE, 12)[:10]
     batches = [*batches, *batches]  # every size comes back
-    ours, norms = trained(batches, record=True, kind=kind)
+    ours, norms = trained(batches, record=True, kind=kind, muon=muon)
     assert len(ours.recorded._sizes.sizes) > 1
-    theirs, wanted = trained(batches, record=False, kind=kind)
+    theirs, wanted = trained(batches, record=False, kind=kind, muon=muon)
     assert torch.equal(norms, wanted)
     for mine, other in zip(ours.parameters, theirs.parameters, strict=True):
         assert torch.equal(mine, other)

@@ -20,8 +20,8 @@ _BLOCK = 1024  # numbers of a program
 
 @triton.jit
 def _update(
-    param, grad, exp_avg, exp_avg_sq, corrections, grad_scale, found_inf, count,
-    decay, beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr,
+    param, grad, exp_avg, exp_avg_sq, factors, grad_scale, found_inf, count,
+    beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf) <= 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -31,10 +31,10 @@ def _update(
         m = tl.load(exp_avg + i, mask=live, other=0.0).to(tl.float32)
         v = tl.load(exp_avg_sq + i, mask=live, other=0.0).to(tl.float32)
         g *= tl.div_rn(1.0, tl.load(grad_scale))  # divided by once, not for every number
-        p -= decay * p
+        p -= tl.load(factors + 2) * p
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * g * g
-        size, widen = tl.load(corrections), tl.load(corrections + 1)
+        size, widen = tl.load(factors), tl.load(factors + 1)
         p -= tl.div_rn(size * m, tl.sqrt_rn(v) * widen + eps)
         tl.store(param + i, p.to(param.dtype.element_ty), mask=live)
         tl.store(exp_avg + i, m.to(exp_avg.dtype.element_ty), mask=live)
@@ -48,7 +48,7 @@ def adamw(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     *,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -58,24 +58,28 @@ def adamw(
     """One step of contiguous tensors on one device, in place."""
     beta1, beta2 = betas
     torch._foreach_add_(list(steps), 1)
-    corrections_M2 = _corrections(steps, lr, betas)
-    scale = corrections_M2.new_ones(()) if grad_scale is None else grad_scale
-    skip = corrections_M2.new_zeros(()) if found_inf is None else found_inf
-    each = zip(params, grads, exp_avgs, exp_avg_sqs, corrections_M2.unbind(), strict=True)
-    for param, grad, exp_avg, exp_avg_sq, correction in each:
+    factors_M3 = _factors(steps, lr, betas, weight_decay)
+    scale = factors_M3.new_ones(()) if grad_scale is None else grad_scale
+    skip = factors_M3.new_zeros(()) if found_inf is None else found_inf
+    each = zip(params, grads, exp_avgs, exp_avg_sqs, factors_M3.unbind(), strict=True)
+    for param, grad, exp_avg, exp_avg_sq, factors in each:
         count = param.numel()
         with on_device_of(param):
             _update[(triton.cdiv(count, _BLOCK),)](
-                param, grad, exp_avg, exp_avg_sq, correction, scale, skip, count,
-                lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps, BLOCK=_BLOCK,
+                param, grad, exp_avg, exp_avg_sq, factors, scale, skip, count,
+                beta1, 1 - beta1, beta2, 1 - beta2, eps, BLOCK=_BLOCK,
             )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(list(steps), [found_inf] * len(steps))
 
 
-def _corrections(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Tensor:
-    """[M, 2] for each tensor: what the first moment is multiplied by, and the second one's root. In
-    float64, for 1 - beta^step loses all but a few digits where beta is almost 1."""
+def _factors(
+    steps: Sequence[Tensor], lr: float | Tensor, betas: tuple[float, float], weight_decay: float
+) -> Tensor:
+    """[M, 3] for each tensor: what the first moment is multiplied by, the second one's root, and
+    the share of the parameter that decays. On the device, for the rate may be there. In float64,
+    for 1 - beta^step loses all but a few digits where beta is almost 1."""
     step_M = torch.stack(list(steps)).double()
     size_M, widen_M = lr / (1 - betas[0] ** step_M), (1 - betas[1] ** step_M).rsqrt()
-    return torch.stack([size_M, widen_M], dim=1).float()
+    decay_M = torch.zeros_like(step_M) + lr * weight_decay
+    return torch.stack([size_M, widen_M, decay_M], dim=1).float()

@@ -1,15 +1,16 @@
-"""Forward and backward passes of a step as CUDA graphs, for drafts that leave a GPU idle.
+"""The passes and the update of a step as CUDA graphs, for drafts that leave a GPU idle.
 
 A step of a small draft is a thousand small launches, and the GPU waits for Python most of the time.
 What is launched depends on the sizes of a rollout alone, and those are rounded up
 (`rollout/even.py`, `even_blocks.py`). So the passes of a size that comes back are recorded, from
-the target's answer to the gradients, and started with one call.
+the target's answer to the gradients, and started with one call. So is the update, which is the same
+every time: clipping, the verdict, AdamW, Muon, the average.
 
 One micro-batch on one rank, whose own count is the step's. The numbers are those of `train_step`'s
 other way, which tests compare.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,9 +21,11 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import PACKING_FIELDS
 from fledge.objective.base import RolloutOutput
 from fledge.rollout.plan import RolloutPlan
-from fledge.target.hf.compiled import RecordedSizes
+from fledge.target.hf import compiled
+from fledge.target.hf.compiled import RecordedPass, RecordedSizes
 
 _WIDEST = 1024  # hidden size: larger drafts keep a GPU busy
+_ALONE = 2  # updates before one is recorded: optimizers make their states, kernels are chosen
 _SIZES = 16  # rows a step may have are so many: some are padding, and each is recorded
 
 
@@ -46,6 +49,8 @@ class RecordedSteps:
         # of all sizes in one place: those of a pass would be kept as long as it is
         self._grads: list[Tensor | None] = []
         self._sizes = RecordedSizes[RolloutOutput](_SIZES, sharing=True)
+        self._updates = 0
+        self._update: RecordedPass[tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, plan: RolloutPlan, answer: Eagle3TargetBatch) -> RolloutOutput:
         """Loss and metrics; the gradients are where a backward pass leaves them. All of it lies in
@@ -82,3 +87,25 @@ class RecordedSteps:
         torch._foreach_copy_(held, theirs)
         for parameter in self._parameters:
             parameter.grad = None
+
+    def update(
+        self,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        lr: float,
+        broken: Tensor,
+        *,
+        changed: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """`run(lr, broken)`, with the rate on the device; `changed` is all that a step which is
+        skipped, for it was `broken`, writes to."""
+        inputs = {"lr": torch.full((), lr, device=broken.device), "broken": broken}
+        self._updates += 1
+        if self._updates <= _ALONE:
+            return run(**inputs)
+        if self._update is None:
+            before = [tensor.clone() for tensor in changed]
+            # it is rehearsed, and must not train the draft twice
+            self._update = compiled.RecordedPass(run, inputs | {"broken": torch.ones_like(broken)})
+            torch._foreach_copy_(list(changed), before)
+        norm, bad = self._update(inputs)
+        return norm.clone(), bad.clone()

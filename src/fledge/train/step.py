@@ -8,6 +8,7 @@ LK-lambda weighs by. Nothing waits for the device.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,18 +151,34 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
     with parts.clock.phase("update"):
         if world.shard == 1:
             world.sum_gradients(parts.parameters)
-        norm = clip_gradients(parts.optimizers, parts.parameters, parts.clip)
-        bad = parts.guard.judge(norm, broken=counts[-2] > 0)
+        # which reads gradients where recorded passes leave them
+        update = _recorded_update if passes is _in_one else _update
+        norm, bad = update(parts, lr, counts[-2] > 0)
         for optimizer in parts.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.found_inf = bad.float()  # skips a bad step
-            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if parts.average is not None:
-            parts.average.update(parts.parameters, taken=parts.guard.good, bad=bad)
     flags = Fetched(torch.stack([bad.long(), counts[-1]]))
     return StepResult(sums, norm, bad, tuple(verdicts), parts.guard.bad_in_a_row.clone(), flags)
+
+
+def _update(parts: Parts, lr: float | Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
+    """Clip, judge, update, average: the gradients' norm, and whether the step was skipped."""
+    norm = clip_gradients(parts.optimizers, parts.parameters, parts.clip)
+    bad = parts.guard.judge(norm, broken=broken)
+    for optimizer in parts.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.found_inf = bad.float()  # skips a bad step
+        optimizer.step()
+    if parts.average is not None:
+        parts.average.update(parts.parameters, taken=parts.guard.good, bad=bad)
+    return norm, bad
+
+
+def _recorded_update(parts: Parts, lr: float, broken: Tensor) -> tuple[Tensor, Tensor]:
+    assert parts.recorded is not None
+    grads = [p.grad for p in parts.parameters if p.grad is not None]
+    changed = [parts.guard.bad_in_a_row, *grads]  # by a bad step, besides nothing
+    return parts.recorded.update(partial(_update, parts), lr, broken, changed=changed)
 
 
 # [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
