@@ -17,10 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fledge.core.rows import TokenBatch, check_lengths, check_positions
 from fledge.core.transfer import send
+
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,10 @@ class Group:
 
 def right_padded(attention_mask: Tensor) -> Tensor:
     """The mask [B, T] as booleans on the CPU; only padding on the right is taken."""
-    real_BT = attention_mask.detach().cpu().bool()
-    if not torch.equal(real_BT, torch.arange(real_BT.shape[1]) < real_BT.sum(1, keepdim=True)):
+    real_BT: Bools = attention_mask.detach().cpu().numpy().astype(np.bool_)
+    if (real_BT != (np.arange(real_BT.shape[1]) < real_BT.sum(1, keepdims=True))).any():
         raise ValueError("attention_mask must be ones followed by zeros in every row")
-    return real_BT
+    return torch.from_numpy(real_BT)
 
 
 def find_documents(rows: TokenBatch) -> Documents | None:
@@ -78,11 +81,12 @@ def find_documents(rows: TokenBatch) -> Documents | None:
     if seq_lens.device.type != "cpu":  # not looked at before
         seq_lens = seq_lens.detach().cpu()
         check_lengths(seq_lens, width)
-    real_BT = right_padded(rows.attention_mask)
-    real_B = real_BT.sum(1)
+    # numpy: of so few numbers, and at every step, torch's threads take longer to wake than to work
+    real_BT: Bools = right_padded(rows.attention_mask).numpy()
     starts: list[int] = []
     lengths: list[int] = []
-    for row, (documents, filled) in enumerate(zip(seq_lens.tolist(), real_B.tolist(), strict=True)):
+    filled_B = real_BT.sum(1).tolist()
+    for row, (documents, filled) in enumerate(zip(seq_lens.tolist(), filled_B, strict=True)):
         begin = 0
         for length in documents:
             real = min(length, filled - begin)
@@ -91,13 +95,11 @@ def find_documents(rows: TokenBatch) -> Documents | None:
                 lengths.append(real)
             begin += length
     if position_ids.device.type == "cpu":  # position ids of padding do not matter
-        start_D, length_D = torch.tensor([starts, lengths], dtype=torch.long)
-        slot_N = torch.arange(rows.tokens)[real_BT.flatten()]
-        expected_N = slot_N - start_D.repeat_interleave(length_D)
-        wrong_BT = torch.zeros_like(real_BT)
-        wrong_BT[real_BT] = position_ids[real_BT] != expected_N
-        if bool(wrong_BT.any()):
-            row = int(wrong_BT.any(1).nonzero()[0])
+        slot_N = np.flatnonzero(real_BT)
+        expected_N = slot_N - np.repeat(*np.array([starts, lengths], dtype=np.int64))
+        wrong_N = position_ids.numpy()[real_BT] != expected_N
+        if wrong_N.any():
+            row = slot_N[wrong_N][0] // width
             raise ValueError(
                 f"position_ids must restart at 0 with each document of seq_lens; wrong in row {row}"
             )

@@ -32,7 +32,7 @@ class SkippingAdamW(torch.optim.AdamW):
     found_inf: Tensor | None = None  # above 0: the step is skipped
     grad_scale: Tensor | None = None  # what gradients are divided by
 
-    def _cuda_graph_capture_health_check(self) -> None:
+    def _accelerator_graph_capture_health_check(self) -> None:
         """Torch would want `capturable`, which is for kernels that are not fused: what this step
         counts is on the device, and so is the learning rate of whoever records it."""
 
