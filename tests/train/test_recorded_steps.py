@@ -24,6 +24,7 @@ KINDS = {
     "dflash by distance": ("dflash", {"loss": TotalVariation()}),
     "dflash dpace": ("dflash", {"weights": "dpace"}),
     "dspark": ("dspark", {}),
+    "peagle": ("peagle", {}),
 }
 
 

@@ -152,6 +152,7 @@ class _ParallelStep:
             (keys[slots:], values[slots:]),
             rows,
             segment.counts,
+            starts_K=segment.starts_K,
             kind=self.kind,
         )
         return layer.finish(state, out), *left

@@ -78,6 +78,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         self.down_sample_ratio = down_sample_ratio
         self.down_sample_ratio_min = down_sample_ratio_min
         self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
+        self.quantum = 0  # rounds the sizes of a step up (`rollout/even_parallel.py`)
         trained_for = {
             "num_depths": num_depths,
             "down_sample_ratio": down_sample_ratio,
@@ -106,7 +107,17 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             partitions=self.sequence_partitions,
             device=self.selected_token_ids.device,
             ranks=self._ranks,
+            quantum=self.quantum if self.draft_model.training else 0,
         )
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether its steps may have round sizes (`quantum`)."""
+        return self.sequence_partitions == 1 and self.context is None
+
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for batches of so many tokens, each of which may start a rollout."""
+        return max(16, tokens // sizes)
 
     def _states(
         self, plan: ParallelPlan, aux_OD: Tensor, input_ids_O: Tensor, dtype: torch.dtype | None

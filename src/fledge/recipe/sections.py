@@ -200,8 +200,8 @@ class Training(Section):
     """Recompute activations in the backward: less memory, one more forward."""
 
     record_steps: bool = True
-    """On one GPU, run the steps of small EAGLE-3, DFlash and DSpark drafts as CUDA graphs, which
-    takes Python's time away; false: step by step, as everywhere else."""
+    """On one GPU, run the steps of small EAGLE-3, P-EAGLE, DFlash and DSpark drafts as CUDA graphs,
+    which takes Python's time away; false: step by step, as everywhere else."""
 
     shard: PositiveCount = 1
     """Processes that share one copy of the draft's weights and moments (FSDP2)."""

@@ -111,8 +111,9 @@ def sample_depths(
     key = _keys(supervised, document, place)
     valid_count = np.bincount(document[supervised], minlength=_documents(document))
     pool = np.flatnonzero(supervised & (place > 0))
+    shares = kept_shares(num_depths, ratio, ratio_min)
     for depth in range(1, num_depths):
-        size = (np.maximum(0, valid_count - depth) * max(ratio**depth, ratio_min)).astype(np.int64)
+        size = (np.maximum(0, valid_count - depth) * shares[depth]).astype(np.int64)
         noise = _noise(seed, depth, key[pool], place[pool])
         kept = pool[_rank(document[pool], noise) < size[document[pool]]]
         if depth == 1 and max_anchors is not None and row is not None:
@@ -121,6 +122,11 @@ def sample_depths(
         deepest[kept - depth] = depth
         pool = kept[goes_on[kept]] + 1
     return deepest
+
+
+def kept_shares(num_depths: int, ratio: float, ratio_min: float) -> tuple[float, ...]:
+    """[K] of all supervised positions no greater share is sampled at a depth."""
+    return tuple(max(ratio**depth, ratio_min) if depth else 1.0 for depth in range(num_depths))
 
 
 def surviving_depths(documents: Documents, *, num_depths: int, keep: float, seed: int) -> Ints:

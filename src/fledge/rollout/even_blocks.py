@@ -55,7 +55,9 @@ def lay_out_evenly(
     real_NK[: len(begins)] = supervised_SK[begins]
     asked_NK = filled(begins, size_N, 0)[:, None] + np.arange(depths)
     group = GROUP if share else 1
-    target, target_NK, spread = _targets_by_group(asked_NK, real_NK, group)
+    target, target_NK, spread = targets_by_group(
+        asked_NK, real_NK, group, step=depths * max(1, group // SHARES)
+    )
     element_NK = np.arange(size_N)[:, None] + np.arange(depths) * size_N
     depth_NK = np.broadcast_to(np.arange(depths), element_NK.shape)
     lies_NK = np.arange(size_N)[:, None] * place[0] + place[1] + np.arange(depths)
@@ -91,16 +93,18 @@ def lay_out_evenly(
     )
 
 
-def _targets_by_group(asked_NK: Ints, real_NK: Bools, group: int) -> tuple[Ints, Ints, int]:
+def targets_by_group(
+    asked_NK: Ints, real_NK: Bools, group: int, *, step: int
+) -> tuple[Ints, Ints, int]:
     """The target slots of all groups end to end, each pair's place among them (any of its group
-    where it is not real), and how many a group has."""
-    blocks, depths = asked_NK.shape
+    where it is not real), and how many a group has, a multiple of `step`."""
+    blocks = len(asked_NK)
     group_N1 = np.arange(blocks)[:, None] // group
     wide = asked_NK.max() + 1
     found, which = np.unique((group_N1 * wide + asked_NK)[real_NK], return_inverse=True)
     owner, slot = np.divmod(found, wide)
     rank = np.arange(len(found)) - np.searchsorted(owner, owner)
-    spread = rounded(int(rank.max(initial=-1)) + 1, depths * max(1, group // SHARES))
+    spread = rounded(int(rank.max(initial=-1)) + 1, step)
     target = np.zeros(-(-blocks // group) * spread, dtype=np.int64)
     target[owner * spread + rank] = slot
     target_NK = np.broadcast_to(group_N1 * spread, asked_NK.shape).copy()

@@ -15,14 +15,16 @@ slots 0..2 and 3..5.
     segment 1   Q = slot 3, slot 4, slot 5, (2, 1)             counts 1, 0
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fledge.core.transfer import send
-from fledge.rollout.cod import Ints, sample_depths
+from fledge.rollout.cod import Bools, Ints, kept_shares, sample_depths
 from fledge.rollout.context import ContextRanks, Gathering, Part, gathering, owners, part_of
 from fledge.rollout.plan import QueryRows, RolloutPlan, lay_out, query_rows, to_device
 from fledge.rollout.slots import KeyAxis, RowMasks, Slots, flatten_slots, key_axis
@@ -33,6 +35,7 @@ class Segment:
     begin: int  # its depth-0 slots are [begin, end) of the key axis, or of this rank's part of it
     end: int
     counts: tuple[int, ...]  # chain rows at depths 1, 2, ...
+    starts_K: Tensor  # where the chain rows of each of these depths begin; behind the last one
     chain_position_M: Tensor  # rotary positions of the chain rows: anchor's + depth
     every: QueryRows  # its slots and chain rows, as they ask in all layers but the last
     anchor_N: Tensor  # the slots that ask in the last layer, counted from `begin`
@@ -49,6 +52,34 @@ class ParallelPlan(RolloutPlan):
         """The segments' last-layer rows end to end -> all depths' rows end to end."""
         return rows_PE if self.element_P is None else rows_PE.index_select(0, self.element_P)
 
+    # --- of an even plan (`even_parallel.py`): one segment, whose slots are the key axis ----------
+
+    def tensors(self) -> dict[str, Tensor]:
+        [segment], head = self.segments, self.head
+        return super().tensors() | {
+            "depth_X": head.depth_N, "target_X": head.target_N,
+            "starts_K": segment.starts_K, "chain_position_M": segment.chain_position_M,
+            "every_slot_Q": segment.every.slot_N, "every_first_Q": segment.every.first_N,
+            "every_order_Q": segment.every.order_N,
+            "asking_slot_P": segment.asking.slot_N, "asking_first_P": segment.asking.first_N,
+            "asking_order_P": segment.asking.order_N,
+        }  # fmt: skip
+
+    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
+        plan, [segment] = super().with_tensors(given), self.segments
+        segment = replace(
+            segment,
+            starts_K=given["starts_K"],
+            chain_position_M=given["chain_position_M"],
+            every=QueryRows(given["every_slot_Q"], given["every_first_Q"], given["every_order_Q"]),
+            anchor_N=given["slot_N"],
+            asking=QueryRows(
+                given["asking_slot_P"], given["asking_first_P"], given["asking_order_P"]
+            ),
+        )
+        head = replace(plan.head, depth_N=given["depth_X"], target_N=given["target_X"])
+        return replace(plan, head=head, segments=(segment,))
+
 
 def plan_parallel(
     masks: RowMasks,
@@ -61,9 +92,13 @@ def plan_parallel(
     partitions: int = 1,
     device: torch.device | None = None,
     ranks: ContextRanks | None = None,
+    quantum: int = 0,
 ) -> ParallelPlan:
     """Sample the rollouts of a batch and lay them out; one host sync, as `plan_rollout`. With
-    `ranks`, which all read the same rows, the plan is this rank's part."""
+    `ranks`, which all read the same rows, the plan is this rank's part. With `quantum` there are
+    few sizes, so that they come back (`even_parallel.py`)."""
+    from fledge.rollout.even_parallel import lay_out_evenly  # made of the pieces of this file
+
     slots = flatten_slots(masks)
     deepest_S = sample_depths(
         slots.documents,
@@ -75,6 +110,12 @@ def plan_parallel(
         max_anchors=max_anchors,
     )
     device = device or masks.loss_mask.device
+    if quantum:
+        if ranks is not None or partitions > 1:
+            raise ValueError("quantum: for one segment on one rank")
+        shares = kept_shares(num_depths, ratio, ratio_min)
+        limit = None if max_anchors is None else max_anchors * len(masks.loss_mask)
+        return lay_out_evenly(slots, deepest_S, shares, limit=limit, quantum=quantum, device=device)
     return lay_out_parallel(
         slots, deepest_S, num_depths, partitions=partitions, device=device, ranks=ranks
     )
@@ -90,11 +131,7 @@ def lay_out_parallel(
     ranks: ContextRanks | None = None,
 ) -> ParallelPlan:
     """The plan of a given draw: the deepest depth of each slot's rollout."""
-    supervised_SK = np.zeros((len(deepest_S), num_depths), dtype=np.bool_)
-    supervised_SK[:, 0] = slots.target
-    supervised_SK[:, 1:] = deepest_S[:, None] >= np.arange(1, num_depths)
-    last_S = np.where(supervised_SK.any(axis=1), deepest_S, -1)
-    axis = key_axis(slots, last_S, num_depths)
+    supervised_SK, axis = elements_of(slots, deepest_S, num_depths)
     ends = _boundaries(axis, partitions)
     part, share = None, None
     if ranks is not None:
@@ -107,6 +144,15 @@ def lay_out_parallel(
     segments, element_P = _Cut(axis, part, ranks, device).segments(ends)
     shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
     return ParallelPlan(**(shared | {"share": share}), segments=segments, element_P=element_P)
+
+
+def elements_of(slots: Slots, deepest_S: Ints, num_depths: int) -> tuple[Bools, KeyAxis]:
+    """Which (slot, depth) pairs a draw supervises, and the axes that they need."""
+    supervised_SK = np.zeros((len(deepest_S), num_depths), dtype=np.bool_)
+    supervised_SK[:, 0] = slots.target
+    supervised_SK[:, 1:] = deepest_S[:, None] >= np.arange(1, num_depths)
+    last_S = np.where(supervised_SK.any(axis=1), deepest_S, -1)
+    return supervised_SK, key_axis(slots, last_S, num_depths)
 
 
 def _boundaries(axis: KeyAxis, partitions: int) -> list[int]:
@@ -159,11 +205,15 @@ class _Cut:
         every = np.concatenate([self.own[first:last], chain])
         asking = np.concatenate([axis.row_key[anchors], chain])
         anchor = np.searchsorted(self.own, axis.row_key[anchors]) - first
-        position_M, anchor_N = to_device([axis.position[chain] + depth, anchor], device)
+        starts = np.cumsum((0, *counts))
+        position_M, anchor_N, starts_K = to_device(
+            [axis.position[chain] + depth, anchor, starts], device
+        )
         segment = Segment(
             begin=first,
             end=last,
             counts=counts,
+            starts_K=starts_K,
             chain_position_M=position_M,
             every=query_rows(every, axis.first[every], device),
             anchor_N=anchor_N,

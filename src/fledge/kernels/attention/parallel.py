@@ -36,6 +36,7 @@ def parallel_attention(
     rows: QueryRows,
     counts: Sequence[int],  # chain rows at depths 1, 2, ...: nested, see `parallel_plan.py`
     *,
+    starts_K: Tensor | None = None,  # where each depth's chain rows begin; None: not on the device
     kind: AttentionKind = "fast",
 ) -> Tensor:
     """Attend; [Q, H, C] in the dtype of q."""
@@ -44,7 +45,7 @@ def parallel_attention(
     if kernel_runs(q_QHC, *prefix, *chain):
         from fledge.kernels.attention.triton_parallel import fused_parallel
 
-        return fused_parallel(q_QHC, prefix, chain, rows, counts)
+        return fused_parallel(q_QHC, prefix, chain, rows, counts, starts_K)
     out: Tensor = _ParallelAttention.apply(rows, tuple(counts), q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out
 

@@ -18,13 +18,19 @@ from fledge.rollout.plan import QueryRows
 
 
 def fused_parallel(
-    q_QHC: Tensor, prefix: KeysValues, chain: KeysValues, rows: QueryRows, counts: Sequence[int]
+    q_QHC: Tensor,
+    prefix: KeysValues,
+    chain: KeysValues,
+    rows: QueryRows,
+    counts: Sequence[int],
+    starts_K: Tensor | None = None,  # given where a step is recorded: no copy from the host can be
 ) -> Tensor:
     """`parallel.parallel_attention`: chain rows last, `counts` of them at depths 1, 2, ..."""
     present = [count for count in counts if count]
-    starts = torch.tensor([0, *accumulate(present)])
-    # not blocking: a tensor this small is copied before the call returns
-    starts_K = starts.to(q_QHC.device, non_blocking=True)
+    if starts_K is None:
+        starts = torch.tensor([0, *accumulate(counts)])
+        # not blocking: a tensor this small is copied before the call returns
+        starts_K = starts.to(q_QHC.device, non_blocking=True)
     nested = Nested(starts_K, len(present), max(present, default=0))
     out: Tensor = _FusedParallel.apply(rows, nested, q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out
