@@ -153,6 +153,19 @@ def test_for_any_documents(lengths, pad, supervised, quantum, max_anchors, atten
     asked = plan.target_M[plan.head.target_N][plan.head.real_N]
     assert asked.tolist() == exact.target_M[exact.head.target_N].tolist()
     assert sorted(plan.head.element_N.tolist()) == list(range(sum(plan.counts)))
+    check_padding(plan, exact)
+
+
+def check_padding(plan, exact):
+    """Slots and rows that are padding are documents of their own."""
+    real_T, real_N, [segment] = len(exact.slot_T), exact.counts[0], plan.segments
+    assert torch.equal(plan.every.first_N[real_T:], torch.arange(real_T, len(plan.slot_T)))
+    assert (plan.every.first_N[:real_T] < max(1, real_T)).all()
+    row = torch.cat([torch.arange(count) for count in plan.counts])
+    padding = segment.asking.slot_N[row >= real_N]
+    assert (padding == real_T).all()
+    assert torch.equal(padding, segment.asking.first_N[row >= real_N])
+    assert (segment.asking.slot_N[row < real_N] < real_T).all()
 
 
 @settings(max_examples=10, deadline=None)
