@@ -105,7 +105,8 @@ class RecordedSteps:
         if self._update is None:
             before = [tensor.clone() for tensor in changed]
             # it is rehearsed, and must not train the draft twice
-            self._update = compiled.RecordedPass(run, inputs | {"broken": torch.ones_like(broken)})
+            rehearsed = inputs | {"broken": torch.ones_like(broken)}
+            self._update = compiled.RecordedPass(run, rehearsed, common=self._sizes.memory)
             torch._foreach_copy_(list(changed), before)
         norm, bad = self._update(inputs)
         return norm.clone(), bad.clone()

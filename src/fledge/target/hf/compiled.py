@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -135,7 +136,11 @@ class RecordedSizes(Generic[Result]):
         self._most, self._sharing = most, sharing
         self._met: set[Hashable] = set()
         self._held: dict[Hashable, RecordedPass[Result]] = {}
-        self._common: CommonMemory | None = None
+
+    @cached_property
+    def memory(self) -> CommonMemory | None:
+        """What those that share compute in; other passes in between may, too."""
+        return CommonMemory() if self._sharing else None
 
     @property
     def sizes(self) -> list[Hashable]:
@@ -157,9 +162,7 @@ class RecordedSizes(Generic[Result]):
         if recorded is None:
             while len(self._held) >= self._most:
                 del self._held[next(iter(self._held))]
-            if self._sharing and self._common is None:
-                self._common = CommonMemory()
-            recorded = RecordedPass(run, inputs, common=self._common)
+            recorded = RecordedPass(run, inputs, common=self.memory)
         self._held[size] = recorded
         return recorded(inputs)
 
