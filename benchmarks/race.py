@@ -75,7 +75,8 @@ def rate(runs: list[Path], probe: int) -> float:
 
 
 def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
-    data = [f"data.train={args.data}", "tracking.every_steps=5", *args.set]
+    every = max(1, args.probe // 20)
+    data = [f"data.train={args.data}", f"tracking.every_steps={every}", *args.set]
     name = Path(recipe).stem  # it may be a file
     probes = [place / f"{name}-probe{seed}" for seed in range(args.seeds)]
     train(recipe, probes, [*data, *QUIET, f"training.steps={args.probe}", "data.valid_rows=8"])
@@ -95,23 +96,36 @@ def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def lengths(entrants: dict[str, Any], prompts: str, args: argparse.Namespace) -> dict[str, Any]:
-    """recipe -> acceptance lengths of its seeds, on one set of prompts."""
+def judged(entrants: dict[str, Any], args: argparse.Namespace) -> None:
+    """Acceptance lengths of all seeds, set by set."""
     drafts = [run for entrant in entrants.values() for run in entrant["runs"]]
-    words = ["eval", *drafts, "--prompts", prompts, "--live", "0", "--limit", str(args.limit)]
-    found = iter(fledge(*words)["drafts"])
-    return {
-        recipe: [next(found)["acceptance_length"] for _ in entrant["runs"]]
-        for recipe, entrant in entrants.items()
-    }
+    found = iter(evaluated(drafts, args, live=0))
+    for entrant in entrants.values():
+        seeds = [next(found)["by_set"] for _ in entrant["runs"]]
+        entrant["length"] = {
+            set_name(path): [seed[Path(path).stem]["acceptance_length"] for seed in seeds]
+            for path in args.prompts
+        }
 
 
-def live(entrant: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The first seed's draft, decoded live with nothing beside it."""
-    words = ["eval", entrant["runs"][0], "--live", str(args.live), "--limit", str(args.limit)]
-    report = fledge(*words, *(word for path in args.prompts for word in ("--prompts", path)))
-    [draft] = report["drafts"]
-    return {"proof": draft["live"], "speed": draft["speed"]}
+def decoded(entrants: dict[str, Any], args: argparse.Namespace) -> None:
+    """The first seeds' drafts, live, one after another with nothing beside them."""
+    drafts = [entrant["runs"][0] for entrant in entrants.values()]
+    found = evaluated(drafts, args, live=args.live)
+    for entrant, draft in zip(entrants.values(), found, strict=True):
+        entrant["live"] = {"proof": draft["live"], "speed": draft["speed"]}
+
+
+def evaluated(drafts: list[str], args: argparse.Namespace, *, live: int) -> list[dict[str, Any]]:
+    words = ["eval", *drafts, "--live", str(live), "--limit", str(args.limit), "--batch", "64"]
+    words += ["--max-new-tokens", str(args.max_new_tokens)]
+    sets = (word for path in args.prompts for word in ("--prompts", path))
+    found: list[dict[str, Any]] = fledge(*words, *sets)["drafts"]
+    return found
+
+
+def set_name(path: str) -> str:
+    return Path(path).stem.removeprefix("eval_")
 
 
 def show(entrants: dict[str, Any], sets: list[str]) -> None:
@@ -133,8 +147,10 @@ def show(entrants: dict[str, Any], sets: list[str]) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--data", required=True)
     parser.add_argument("--prompts", nargs="+", required=True)
@@ -142,45 +158,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=0, help="prompts of each set; 0: all")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of their answers")
     parser.add_argument("--live", type=int, default=12, help="answers decoded live")
     parser.add_argument("--probe", type=int, default=PROBE, help="steps of a first, short run")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of every recipe")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     place = Path(os.environ.get("RACE_RUNS") or tempfile.mkdtemp(prefix="race-"))
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
     entrants = {recipe: known.get(recipe, {}) for recipe in args.recipes}
-    for stage in (trained, judged, decoded):
-        stage(entrants, place, args)
-    show(entrants, [set_name(path) for path in args.prompts])
-
-
-def trained(entrants: dict[str, Any], place: Path, args: argparse.Namespace) -> None:
     for recipe, found in entrants.items():
         if "runs" not in found:
             found |= race(recipe, place, args)
             print(json.dumps({recipe: found}), flush=True)
             write_json(args.out, entrants)
-
-
-def judged(entrants: dict[str, Any], _: Path, args: argparse.Namespace) -> None:
-    for path in args.prompts:
-        name = set_name(path)
-        if all(name in found.get("length", {}) for found in entrants.values()):
-            continue
-        for recipe, found in lengths(entrants, path, args).items():
-            entrants[recipe].setdefault("length", {})[name] = found
-        write_json(args.out, entrants)
-
-
-def decoded(entrants: dict[str, Any], _: Path, args: argparse.Namespace) -> None:
-    for found in entrants.values():
-        if "live" not in found:
-            found["live"] = live(found, args)
+    for stage, what in ((judged, "length"), (decoded, "live")):
+        if any(what not in found for found in entrants.values()):
+            stage(entrants, args)
             write_json(args.out, entrants)
-
-
-def set_name(path: str) -> str:
-    return Path(path).stem.removeprefix("eval_")
+    show(entrants, [set_name(path) for path in args.prompts])
 
 
 if __name__ == "__main__":
