@@ -18,7 +18,8 @@ from fledge.recipe.schema import load_recipe
 from fledge.train import forecast as forecasting
 from fledge.train.curves import Course, Curve, read_curve
 from fledge.train.fit import fit
-from fledge.train.forecast import Estimate, Forecast, forecast, length_of, rate_of
+from fledge.train.forecast import Estimate, Forecast, forecast
+from fledge.train.formula import length_of, rate_of
 from fledge.train.limits import limits_of
 from fledge.train.optimizer import learning_rate
 from fledge.train.setup import set_up
