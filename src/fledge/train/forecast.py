@@ -148,7 +148,7 @@ def _estimates(fit: Guided, curve: Curve, course: Course, steps: Any) -> list[Es
 
 
 def _voices(fit: Guided, course: Course) -> tuple[Voice, ...]:
-    shares = fit.shares(course).items()
+    shares = fit.shares(course)
     voices = [Voice(name, share) for name, share in shares if share >= _WORTH_NAMING]
     return tuple(sorted(voices, key=lambda voice: -voice.share))
 

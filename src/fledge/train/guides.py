@@ -94,7 +94,7 @@ class _Guide:
     """A known run, moved to where this one is."""
 
     def __init__(self, known: Known, own: _Trace, fit: Fit) -> None:
-        self._misfit, self._trace = known.misfit, _Trace(known.curve)
+        self.name, self._misfit, self._trace = known.name, known.misfit, _Trace(known.curve)
         self._own, self._fit, trace = own, fit, self._trace
         self._gap = trace.odds - np.interp(trace.held, trace.bins, trace.trained)
         self._shifts = _SHIFTS if known.misfit else np.zeros(1)
@@ -173,8 +173,8 @@ class Guided:
 
     def __init__(self, curve: Curve, known: Sequence[Known]) -> None:
         self._fit, own = Fit(curve), _Trace(curve)
-        guides = {one.name: _Guide(one, own, self._fit) for one in known}
-        self._guides = {name: guide for name, guide in guides.items() if guide.leads}
+        guides = [_Guide(one, own, self._fit) for one in known]
+        self._guides = [guide for guide in guides if guide.leads]
 
     def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:
         """(log-odds, variance) at these steps of a course."""
@@ -185,17 +185,18 @@ class Guided:
         # what is measured in the end is an evaluation, too
         return middle, (weights * (variances + (middles - middle) ** 2)).sum(0) + NOISE**2
 
-    def shares(self, course: Course) -> dict[str, float]:
-        """How much each known run says at the end."""
+    def shares(self, course: Course) -> list[tuple[str, float]]:
+        """How much each known run says at the end; two may have one name."""
         if not self._guides:
-            return {}
+            return []
         _, _, weights = self._voices(course, np.array([course.steps]))
-        return dict(zip(self._guides, weights[1:, 0].tolist(), strict=True))
+        names = [guide.name for guide in self._guides]
+        return list(zip(names, weights[1:, 0].tolist(), strict=True))
 
     def _voices(self, course: Course, steps: Any) -> tuple[Floats, Floats, Floats]:
         """(log-odds, variance, weight) [voice, step]: the formula, then the known runs."""
         formula, own = self._fit.odds(course, steps)
-        voices = [guide.voice(course, steps) for guide in self._guides.values()]
+        voices = [guide.voice(course, steps) for guide in self._guides]
         # one gain for all: who forecasts little is not the surer for it
         gain = np.mean([voice.gain for voice in voices], axis=0)
         own = np.maximum(own, (MISFIT * gain) ** 2)
