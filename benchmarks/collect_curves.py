@@ -4,24 +4,66 @@
     python benchmarks/collect_curves.py tuned.json ... --out tests/train/curves   those of tune.py
     python benchmarks/collect_curves.py tests/train/curves/*.json            check all of them
 
-A curve is a few kilobytes: length over steps, in training and held out, and the schedule. The check
-cuts each one at shares of its run, forecasts its end, and prints a table; `--steps` is for a run
-whose files do not say how many it had.
+A curve is a few kilobytes: length over steps, in training and held out, the schedule, and what was
+trained. The check cuts each one at shares of its run, forecasts its end, and prints three tables:
+by its own curve; by the other runs given here of the same method and target, but none that differs
+in its seed alone; by all of them. `--steps` is for a run whose files do not say how many it had.
 """
 
 import argparse
 import json
 import re
 import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput
+from fledge.methods.registry import METHODS
+from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 from fledge.train.curves import Curve, read_curve
-from fledge.train.forecast import forecast
+from fledge.train.forecast import Estimate, forecast
+from fledge.train.guides import Known
+from fledge.train.known_runs import Kind
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
 MOST_WINDOWS = 240  # kept of a curve: averages of neighbors
+TABLES = {
+    "own curve alone": None,
+    "runs known that have other settings or another length": False,
+    "other seeds known, too": True,
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A curve, and what was trained."""
+
+    curve: Curve
+    kind: Kind
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Kept":
+        return cls(Curve.from_json(value), Kind(**value["about"]))
+
+    def to_json(self) -> dict[str, object]:
+        return {"about": asdict(self.kind), **compact(self.curve)}
+
+    @property
+    def length(self) -> float:
+        """In the end."""
+        return self.curve.measured[-1][1]
+
+    def known(self, others: dict[str, "Kept"], *, seeds: bool) -> list[Known]:
+        """What a forecast of this run may go by; `seeds`: also those with another seed alone."""
+        kind, found = self.kind, []
+        for name, one in others.items():
+            alike = (one.kind.method, one.kind.target) == (kind.method, kind.target)
+            twin = one.kind == kind and one.curve.course.steps == self.curve.course.steps
+            if one is not self and alike and (seeds or not twin):
+                found.append(Known(name, one.curve, kind.misfit(one.kind)))
+        return found
 
 
 def compact(curve: Curve) -> dict[str, object]:
@@ -47,41 +89,61 @@ def named(*parts: Path | str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", "-".join(words))
 
 
-def tuned(path: Path, runs: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Those runs of `tune.py` that were measured at several points."""
-    return {
-        named(path.stem, run["name"], str(run["seed"])): Curve.from_json(run["course"])
-        for run in runs
-        if "course" in run
-    }
+def tuned(path: Path, held: dict[str, Any]) -> dict[str, Kept]:
+    """Those runs of `tune.py` that were measured at several points. Variants of the same name are
+    taken to have the same settings, whatever file they are in."""
+    recipe = load_recipe(held["setting"]["recipe"])
+    target = Kind.of(recipe).target
+    found = {}
+    for run in (run for run in held["runs"] if "course" in run):
+        said = run.get("method") or next(filter(run["name"].startswith, METHODS), None)
+        kind = Kind(said or recipe.objective.kind, target, run["name"])
+        name = named(path.stem, run["name"], str(run["seed"]))
+        found[name] = Kept(Curve.from_json(run["course"]), kind)
+    return found
 
 
-def check(curves: dict[str, Curve]) -> None:
+def end_of(
+    one: Kept, share: float, others: dict[str, Kept], *, seeds: bool | None
+) -> Estimate | None:
+    """The forecast from the first part of a run; None: too early for one."""
+    known = [] if seeds is None else one.known(others, seeds=seeds)
+    try:
+        return forecast(one.curve.upto(share), known=known).end
+    except BadInput:
+        return None
+
+
+def table(runs: dict[str, Kept], *, seeds: bool | None) -> None:
     errors: dict[float, list[float]] = {share: [] for share in SHARES}
     inside: dict[float, list[bool]] = {share: [] for share in SHARES}
     print("| run | steps | length at the end | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |")
     print("|---|--:|--:|" + "--:|" * len(SHARES))
-    for name, curve in sorted(curves.items()):
-        truth, cells = curve.measured[-1][1], []
+    for name, one in sorted(runs.items()):
+        truth, cells = one.length, []
         for share in SHARES:
-            try:
-                end = forecast(curve.upto(share)).end
-            except BadInput:
+            end = end_of(one, share, runs, seeds=seeds)
+            if end is None:
                 cells.append("too early")
                 continue
             error = 100 * (end.length / truth - 1)
             errors[share].append(abs(error))
             inside[share].append(end.low <= truth <= end.high)
             cells.append(f"{end.length:.2f} ({error:+.1f} %)")
-        print(f"| {name} | {curve.course.steps:,} | {truth:.3f} | {' | '.join(cells)} |")
-    rows = {
+        print(f"| {name} | {one.curve.course.steps:,} | {truth:.3f} | {' | '.join(cells)} |")
+    for name, cells in summary(errors, inside).items():
+        print(f"| {name} | | | {' | '.join(cells)} |")
+
+
+def summary(
+    errors: dict[float, list[float]], inside: dict[float, list[bool]]
+) -> dict[str, Sequence[str]]:
+    return {
         "runs": [f"{len(errors[s])}" for s in SHARES],
         "median error": [f"**{statistics.median(errors[s] or [0]):.1f} %**" for s in SHARES],
         "largest error": [f"{max(errors[s], default=0):.1f} %" for s in SHARES],
         "inside the interval": [f"{sum(inside[s])} of {len(inside[s])}" for s in SHARES],
     }
-    for name, cells in rows.items():
-        print(f"| {name} | | | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -90,22 +152,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to keep the curves of runs")
     parser.add_argument("--steps", type=int, default=0)
     args = parser.parse_args()
-    curves: dict[str, Curve] = {}
+    runs: dict[str, Kept] = {}
     for place in args.places:
         held = json.loads(place.read_text()) if place.is_file() else None
         if held is None:
-            found = {named(place): read_curve(place, steps=args.steps)}
+            kind = Kind.of(load_recipe(place / RESOLVED_NAME))
+            found = {named(place): Kept(read_curve(place, steps=args.steps), kind)}
         elif "runs" in held:
-            found = tuned(place, held["runs"])
+            found = tuned(place, held)
         else:
-            curves[place.stem] = Curve.from_json(held)
+            runs[place.stem] = Kept.from_json(held)
             continue
-        curves |= found
-        for name, curve in found.items() if args.out else ():
+        runs |= found
+        for name, one in found.items() if args.out else ():
             path = args.out / f"{name}.json"
-            path.write_text(json.dumps(compact(curve)) + "\n")
+            path.write_text(json.dumps(one.to_json()) + "\n")
             print(path)
-    check(curves)
+    for title, seeds in TABLES.items():
+        print(f"\n{title}\n")
+        table(runs, seeds=seeds)
 
 
 if __name__ == "__main__":

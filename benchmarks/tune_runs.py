@@ -201,6 +201,7 @@ class Bench:
         curve = {"course": compact(course.curve(recipe))} if course.logged else {}
         return {
             "id": job.id, "name": job.name, "overrides": list(job.overrides), "seed": job.seed,
+            "method": recipe.objective.kind,
             "steps": stream.steps, "tokens": stream.steps * stream.packs_per_step * stream.tokens,
             "seconds": course.seconds, "wall_s": time.perf_counter() - begin,
             "vocabulary": vocabulary.size, "coverage": vocabulary.coverage,

@@ -20,6 +20,14 @@ _WIDTH, _HEIGHT = 60, 12  # of the plot, in letters
 
 def forecast(
     run: Annotated[Path, Argument(metavar="RUN", help="The directory of a run, over or not.")],
+    like: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="RUN",
+            help="A finished run of the same method to go by; may be given several times. "
+            "Default: those beside RUN with the same target, else those that come with fledge.",
+        ),
+    ] = None,
     stop_below: Annotated[
         float, Option(min=0.0, help="Percent of the length an hour: less is not worth waiting for.")
     ] = 1.0,
@@ -33,19 +41,20 @@ def forecast(
 ) -> None:
     """Say what acceptance length a run will reach, when to stop it, and what limits it.
 
-    From the run's own curve: at its end, with twice the data, with twice the time; the interval is
-    meant to hold 80 %. It reads the run's files and nothing else.
+    From the run's own curve and the course of finished runs: at its end, with twice the data, with
+    twice the time; the interval is meant to hold 80 %. It reads files and runs nothing.
     """
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
     from fledge.report.gather import EVALUATION_NAME
     from fledge.train.curves import read_curve
     from fledge.train.forecast import forecast as forecast_of
+    from fledge.train.known_runs import known_runs
     from fledge.train.limits import limits_of
 
-    curve = read_curve(run, steps=steps)
+    curve, known = read_curve(run, steps=steps), known_runs(run, like or ())
     try:
-        ahead = forecast_of(curve, stop_below=stop_below)
+        ahead = forecast_of(curve, known=known, stop_below=stop_below)
     except BadInput as error:
         raise BadInput(error.what, where=str(run), fix=error.fix) from None
     limits = limits_of(run, ahead, evaluation=evaluation or run / EVALUATION_NAME)
@@ -54,6 +63,8 @@ def forecast(
         return
     out.print(_table(ahead))
     out.say("tokens per round on the run's held-out rows, by replay", style="dim")
+    if ahead.by:
+        out.say(ahead.by_whom(), style="dim")
     if not ahead.finished:
         for line in plot(curve, ahead):
             out.say(line)

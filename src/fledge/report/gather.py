@@ -23,6 +23,7 @@ from fledge.methods.registry import METHODS
 from fledge.recipe.yaml_text import parse_yaml
 from fledge.train.curves import CURVES, read_curve, read_metrics
 from fledge.train.forecast import forecast
+from fledge.train.known_runs import known_runs
 from fledge.train.limits import limits_of
 
 EVALUATION_NAME = "eval.json"
@@ -74,11 +75,15 @@ def _evaluation(path: Path) -> Any:
 def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:
     """What is to come; None: too little is known, or the run's recipe cannot be read."""
     try:
-        ahead = forecast(read_curve(run))
+        ahead = forecast(read_curve(run), known=known_runs(run))
         limits = limits_of(run, ahead, evaluation=evaluation)
     except BadInput:
         return None
-    return {**ahead.to_json(), "limits": [limit.to_json() for limit in limits]}
+    return {
+        **ahead.to_json(),
+        "by_whom": ahead.by_whom(),
+        "limits": [limit.to_json() for limit in limits],
+    }
 
 
 def _on_gpu(target: str, measured: Any) -> dict[str, Any] | None:

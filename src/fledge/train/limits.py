@@ -16,7 +16,8 @@ from fledge.core.expected import ListOf, Table
 from fledge.core.reading import read_json
 from fledge.data.vocab import DraftVocabulary
 from fledge.train.curves import read_metrics
-from fledge.train.forecast import Forecast, length_of, rate_of
+from fledge.train.forecast import Forecast
+from fledge.train.formula import length_of, rate_of
 from fledge.train.vocabulary import VOCABULARY_NAME
 
 _WORTH_SAYING = 0.5  # percent

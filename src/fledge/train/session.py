@@ -23,6 +23,8 @@ from fledge.train.batches import StepBatch
 from fledge.train.curves import curve_of, read_metrics
 from fledge.train.evaluate import learnt_nothing
 from fledge.train.forecast import forecast
+from fledge.train.guides import Known
+from fledge.train.known_runs import known_runs
 from fledge.train.setup import Training
 from fledge.train.step import StepResult, Sums
 
@@ -298,6 +300,7 @@ class Logs:
 
     def __init__(self, training: Training, observer: Observer, state: State) -> None:
         self._training, self._state, recipe = training, state, training.recipe
+        self._known: list[Known] | None = None  # finished runs; not looked for yet
         begun = state.step - state.step % recipe.tracking.every_steps
         self.last_step = max(begun, state.schedule_from)  # a run's last step ends a window, too
         self.timed_from = state.step  # a resumed run has not seen the whole window
@@ -329,8 +332,10 @@ class Logs:
         steps = self._training.stream.steps
         try:
             lines = read_metrics(directory)
-            begun_at = self._state.schedule_from
-            return forecast(curve_of(recipe, steps, *lines, begun_at=begun_at)).line()
+            if self._known is None:
+                self._known = known_runs(directory)
+            curve = curve_of(recipe, steps, *lines, begun_at=self._state.schedule_from)
+            return forecast(curve, known=self._known).line()
         except BadInput:  # too early
             return None
 
