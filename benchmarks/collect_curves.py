@@ -22,10 +22,10 @@ from typing import Any
 from fledge.core.errors import BadInput
 from fledge.methods.registry import METHODS
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
-from fledge.train.curves import Curve, read_curve
-from fledge.train.forecast import Estimate, forecast
-from fledge.train.guides import Known
-from fledge.train.known_runs import Kind
+from fledge.train.forecast.curves import Curve, read_curve
+from fledge.train.forecast.forecast import Estimate, forecast
+from fledge.train.forecast.guides import Known
+from fledge.train.forecast.known_runs import Kind
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
 MOST_WINDOWS = 240  # kept of a curve: averages of neighbors

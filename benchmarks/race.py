@@ -6,8 +6,8 @@
 
 The seeds of one recipe train side by side, which leaves no method an idle GPU that another had to
 itself. A short run says how many steps fit; each seed then trains so many, schedule included, and
-what it took is printed. All drafts are replayed over the target's own answers, side by side
-(`fledge eval`); those of the first seed are also decoded live, alone on the machine.
+what it took is printed. All drafts are replayed over the target's own answers (`fledge eval`); those
+of the first seed are also decoded live, alone on the machine.
 
 Whatever is finished is in --out, and the same command goes on with what is missing, where the runs
 are still there: give them a place of their own with RACE_RUNS.
@@ -96,24 +96,19 @@ def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def judged(entrants: dict[str, Any], args: argparse.Namespace) -> None:
-    """Acceptance lengths of all seeds, set by set."""
-    drafts = [run for entrant in entrants.values() for run in entrant["runs"]]
-    found = iter(evaluated(drafts, args, live=0))
-    for entrant in entrants.values():
-        seeds = [next(found)["by_set"] for _ in entrant["runs"]]
-        entrant["length"] = {
-            set_name(path): [seed[Path(path).stem]["acceptance_length"] for seed in seeds]
-            for path in args.prompts
-        }
+def judge(entrant: dict[str, Any], args: argparse.Namespace) -> None:
+    """Acceptance lengths of its seeds, set by set."""
+    seeds = [draft["by_set"] for draft in evaluated(entrant["runs"], args, live=0)]
+    entrant["length"] = {
+        set_name(path): [seed[Path(path).stem]["acceptance_length"] for seed in seeds]
+        for path in args.prompts
+    }
 
 
-def decoded(entrants: dict[str, Any], args: argparse.Namespace) -> None:
-    """The first seeds' drafts, live, one after another with nothing beside them."""
-    drafts = [entrant["runs"][0] for entrant in entrants.values()]
-    found = evaluated(drafts, args, live=args.live)
-    for entrant, draft in zip(entrants.values(), found, strict=True):
-        entrant["live"] = {"proof": draft["live"], "speed": draft["speed"]}
+def decode(entrant: dict[str, Any], args: argparse.Namespace) -> None:
+    """The first seed's draft, live, with nothing beside it."""
+    [draft] = evaluated(entrant["runs"][:1], args, live=args.live)
+    entrant["live"] = {"proof": draft["live"], "speed": draft["speed"]}
 
 
 def evaluated(drafts: list[str], args: argparse.Namespace, *, live: int) -> list[dict[str, Any]]:
@@ -171,10 +166,11 @@ def main(words: list[str] | None = None) -> None:
             found |= race(recipe, place, args)
             print(json.dumps({recipe: found}), flush=True)
             write_json(args.out, entrants)
-    for stage, what in ((judged, "length"), (decoded, "live")):
-        if any(what not in found for found in entrants.values()):
-            stage(entrants, args)
-            write_json(args.out, entrants)
+    for stage, what in ((judge, "length"), (decode, "live")):
+        for found in entrants.values():
+            if what not in found:
+                stage(found, args)
+                write_json(args.out, entrants)
     show(entrants, [set_name(path) for path in args.prompts])
 
 

@@ -39,7 +39,7 @@ from fledge.target.kinds import target_tokenizer
 from fledge.target.remember import RememberingTarget, States, colocated
 from fledge.target.room import KeptStates
 from fledge.train.batches import StepBatch
-from fledge.train.curves import Curve, curve_of
+from fledge.train.forecast.curves import Curve, curve_of
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.setup import Training, prepare_data, set_up, tokenised
 from fledge.train.step import StepResult, Sums, train_step

@@ -15,9 +15,9 @@ import tune
 import tune_report
 import tune_runs
 from fledge.recipe.schema import load_recipe
-from fledge.train.curves import Curve
 from fledge.train.evaluate import evaluate
 from fledge.train.fit import fit
+from fledge.train.forecast.curves import Curve
 from fledge.train.setup import set_up
 from train.tiny import Notes
 

@@ -25,7 +25,7 @@ from fledge.target.kinds import (
     target_sections,
 )
 from fledge.train.fit import fit
-from fledge.train.predict import predict
+from fledge.train.planning.predict import predict
 from fledge.train.setup import set_up
 from fledge.train.targets import make_target
 from train.test_fit import differing, final_weights, stop_after

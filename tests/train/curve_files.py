@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fledge.train.curves import Course, Curve
-from fledge.train.formula import length_of
+from fledge.train.forecast.curves import Course, Curve
+from fledge.train.forecast.formula import length_of
 
 _PLACE = Path(__file__).parent / "curves"
 

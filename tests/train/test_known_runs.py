@@ -15,14 +15,14 @@ from fledge.cli.main import run as command
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
 from fledge.report.gather import gather
-from fledge.train import forecast as forecasting
-from fledge.train import known_runs as known_files
-from fledge.train.curves import Curve, read_curve
 from fledge.train.fit import fit
-from fledge.train.forecast import forecast
-from fledge.train.formula import MISFIT, length_of, log_odds, rate_of
-from fledge.train.guides import OTHER_SETTINGS, Known
-from fledge.train.known_runs import Kind, known_runs
+from fledge.train.forecast import forecast as forecasting
+from fledge.train.forecast import known_runs as known_files
+from fledge.train.forecast.curves import Curve, read_curve
+from fledge.train.forecast.forecast import forecast
+from fledge.train.forecast.formula import MISFIT, length_of, log_odds, rate_of
+from fledge.train.forecast.guides import OTHER_SETTINGS, Known
+from fledge.train.forecast.known_runs import Kind, known_runs
 from fledge.train.setup import set_up
 from train.curve_files import made, real_curve, written
 from train.tiny import Notes, recipe_for

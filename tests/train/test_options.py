@@ -12,9 +12,9 @@ from fledge.train.average import Average
 from fledge.train.checkpoint import newest_checkpoint
 from fledge.train.evaluate import evaluate
 from fledge.train.fit import fit
-from fledge.train.memory import draft_bytes, kept_bytes
 from fledge.train.muon import SkippingMuon
 from fledge.train.optimizer import learning_rate, trained_by_muon
+from fledge.train.planning.memory import draft_bytes, kept_bytes
 from fledge.train.setup import set_up
 from fledge.train.sharding import whole_tensor
 from fledge.train.step import train_step

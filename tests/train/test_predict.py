@@ -9,11 +9,11 @@ import torch
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.cli.train import run_recipe
-from fledge.train import pace as pace_module
-from fledge.train import predict as predict_module
 from fledge.train.fit import fit
-from fledge.train.pace import Pace, pace_of
-from fledge.train.predict import PARTS, predict
+from fledge.train.planning import pace as pace_module
+from fledge.train.planning import predict as predict_module
+from fledge.train.planning.pace import Pace, pace_of
+from fledge.train.planning.predict import PARTS, predict
 from fledge.train.setup import set_up
 from train.test_fit import comparable, differing, final_weights
 from train.tiny import Notes

@@ -76,4 +76,5 @@ def test_recorded_sizes_share_their_memory():
         held.setdefault(len(parts.recorded._sizes.sizes), torch.cuda.memory_reserved())
     assert max(held) > 2
     activations = held[1] - torch.cuda.memory_allocated()
-    assert held[max(held)] - held[1] < max(0.5 * activations, 256 * 2**20)
+    # each of its own would be as much again for every size; later ones are larger, and leave gaps
+    assert held[max(held)] - held[1] < max(activations, 256 * 2**20)

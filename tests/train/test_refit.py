@@ -15,7 +15,7 @@ from fledge.measure.replay import Text, as_pack
 from fledge.methods.eagle3 import EAGLE3
 from fledge.methods.registry import METHODS
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.refit import Targets, measure, reading_of, refit, take_tables
+from fledge.train.retarget.refit import Targets, measure, reading_of, refit, take_tables
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.train.fit import fit
-from fledge.train.retarget import Asked, recipe_for, retarget
+from fledge.train.retarget.retarget import Asked, recipe_for, retarget
 from fledge.train.runs import draft_directory, recipe_of
 from fledge.train.setup import set_up
 from train import tiny

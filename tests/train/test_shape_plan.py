@@ -12,10 +12,10 @@ from fledge.draft.block import KEPT_MLP_GIB
 from fledge.objective.work import ChainWork
 from fledge.recipe.schema import load_recipe
 from fledge.recipe.shipped import shipped_recipe
-from fledge.train.memory import StepMemory, context_needed, draft_bytes
-from fledge.train.predict import predict, step_memory
+from fledge.train.planning.memory import StepMemory, context_needed, draft_bytes
+from fledge.train.planning.predict import predict, step_memory
+from fledge.train.planning.shape_plan import ShapePlan
 from fledge.train.setup import set_up
-from fledge.train.shape_plan import ShapePlan
 
 GIB = 2**30
 NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu": 8}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.train.simulation import Pipeline
+from fledge.train.planning.simulation import Pipeline
 
 seconds = st.floats(0.01, 2.0)
 several = st.lists(seconds, min_size=1, max_size=7).map(tuple)

@@ -13,9 +13,9 @@ from fledge.core.errors import BadInput
 from fledge.models.shapes import SIZES
 from fledge.recipe.drafts import load_recipes
 from fledge.recipe.schema import load_recipe
-from fledge.train import sizing
-from fledge.train.shape_plan import TargetShape, draft_without_memory
-from fledge.train.sizing import Given, Load, gpu_of, seconds_for, size_cluster
+from fledge.train.planning import sizing
+from fledge.train.planning.shape_plan import TargetShape, draft_without_memory
+from fledge.train.planning.sizing import Given, Load, gpu_of, seconds_for, size_cluster
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "benchmarks" / "results" / "data"

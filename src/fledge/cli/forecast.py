@@ -11,8 +11,8 @@ from fledge.core.errors import BadInput
 from fledge.core.terminal import marked
 
 if TYPE_CHECKING:
-    from fledge.train.curves import Curve
-    from fledge.train.forecast import Estimate, Forecast
+    from fledge.train.forecast.curves import Curve
+    from fledge.train.forecast.forecast import Estimate, Forecast
 
 EXAMPLE = "Example: fledge forecast runs/my_draft"
 _WIDTH, _HEIGHT = 60, 12  # of the plot, in letters
@@ -47,10 +47,10 @@ def forecast(
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
     from fledge.report.gather import EVALUATION_NAME
-    from fledge.train.curves import read_curve
-    from fledge.train.forecast import forecast as forecast_of
-    from fledge.train.known_runs import known_runs
-    from fledge.train.limits import limits_of
+    from fledge.train.forecast.curves import read_curve
+    from fledge.train.forecast.forecast import forecast as forecast_of
+    from fledge.train.forecast.known_runs import known_runs
+    from fledge.train.forecast.limits import limits_of
 
     curve, known = read_curve(run, steps=steps), known_runs(run, like or ())
     try:

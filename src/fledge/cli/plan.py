@@ -13,7 +13,7 @@ from fledge.core.errors import BadInput
 from fledge.core.text import counted
 
 if TYPE_CHECKING:
-    from fledge.train.predict import Prediction
+    from fledge.train.planning.predict import Prediction
 
 EXAMPLE = (
     "Example: fledge plan smollm2_gpu data.train=chats.jsonl\n\n"
@@ -68,7 +68,7 @@ def plan(
     quiet_libraries()
     if cluster:
         from fledge.cli.plan_cluster import plan_cluster
-        from fledge.train.sizing import Given, gpu_of
+        from fledge.train.planning.sizing import Given, gpu_of
 
         given = Given(
             gpu=gpu_of(gpu, gpu_gib),
@@ -109,8 +109,8 @@ def plan(
 
 def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, str]:
     """The prediction for GPUs that need not be here."""
-    from fledge.train.predict import Prediction
-    from fledge.train.shape_plan import ShapePlan
+    from fledge.train.planning.predict import Prediction
+    from fledge.train.planning.shape_plan import ShapePlan
 
     plans = [ShapePlan.of(recipe, ranks) for recipe in recipes]
     predicted = [one.predict(asks=one is plans[0]) for one in plans]
@@ -121,7 +121,7 @@ def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, st
 
 def _tried_out(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, str, list[str]]:
     """The prediction for this machine, from runs that are set up."""
-    from fledge.train.predict import predict_together, step_memory
+    from fledge.train.planning.predict import predict_together, step_memory
     from fledge.train.setup import set_up_together
 
     with progress_bar("preparing data", "parts") as update:
@@ -136,7 +136,7 @@ def _tried_out(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any,
 
 def _context_needed(predicted: "Prediction", step: Any, gpu_gib: float) -> int | None:
     """Among how many ranks a pack must be shared, beside what stays."""
-    from fledge.train.memory import USABLE, context_needed
+    from fledge.train.planning.memory import USABLE, context_needed
 
     free = gpu_gib * 2**30 * USABLE - predicted.target_bytes - predicted.draft_bytes
     return context_needed(step, free)

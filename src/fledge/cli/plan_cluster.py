@@ -16,7 +16,7 @@ def plan_cluster(
     recipes: Sequence[Any], given: Any, shapes: Sequence[str], *, as_json: bool
 ) -> None:
     """Size a cluster for the recipe's own target, or for those of some sizes."""
-    from fledge.train.sizing import size_cluster
+    from fledge.train.planning.sizing import size_cluster
 
     found = [size_cluster(recipes, given, shape).to_json() for shape in shapes or ("",)]
     if as_json:

@@ -13,7 +13,7 @@ from fledge.core.install import fledge_command
 from fledge.core.text import counted
 
 if TYPE_CHECKING:
-    from fledge.train.retarget import Retargeted
+    from fledge.train.retarget.retarget import Retargeted
 
 EXAMPLE = "Example: fledge retarget runs/my_draft --target models/tuned --data chats.jsonl"
 
@@ -45,8 +45,8 @@ def retarget(
     states what it made of the old ones: minutes, and no training. Then --steps train it as any
     draft, from there. Length on held-out rows is shown with the old target, before and after.
     """
-    from fledge.train.retarget import Asked
-    from fledge.train.retarget import retarget as follow
+    from fledge.train.retarget.retarget import Asked
+    from fledge.train.retarget.retarget import retarget as follow
 
     quiet_libraries()
     asked = Asked(

@@ -50,7 +50,7 @@ def run_recipes(
     from fledge.core.distributed import leave_world
     from fledge.core.heartbeat import ending_together
     from fledge.train.fit import finished_before, fit_together
-    from fledge.train.predict import directory_bytes, peak_memory_bytes, predict_together
+    from fledge.train.planning.predict import directory_bytes, peak_memory_bytes, predict_together
     from fledge.train.setup import set_up_together
     from fledge.train.signals import StopSignal
     from fledge.train.together import target_of

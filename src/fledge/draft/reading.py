@@ -1,5 +1,5 @@
 """How a draft reads the target: one linear map, which a refit can move to another target's states
-(`train/retarget.py`). Each method says what it is in its drafts (`Method.reading`).
+(`train/retarget/retarget.py`). Each method says what it is in its drafts (`Method.reading`).
 
 Shapes: X inputs of the map, M inputs of the draft's own.
 """

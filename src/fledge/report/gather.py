@@ -21,10 +21,10 @@ from fledge.core.reading import check, read_bytes, read_json
 from fledge.measure.on_gpus import gain_on_a_gpu
 from fledge.methods.registry import METHODS
 from fledge.recipe.yaml_text import parse_yaml
-from fledge.train.curves import CURVES, read_curve, read_metrics
-from fledge.train.forecast import forecast
-from fledge.train.known_runs import known_runs
-from fledge.train.limits import limits_of
+from fledge.train.forecast.curves import CURVES, read_curve, read_metrics
+from fledge.train.forecast.forecast import forecast
+from fledge.train.forecast.known_runs import known_runs
+from fledge.train.forecast.limits import limits_of
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show

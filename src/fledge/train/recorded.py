@@ -2,7 +2,7 @@
 
 A step of a small draft is a thousand small launches, and the GPU waits for Python most of the time.
 What is launched depends on the sizes of a rollout alone, and those are rounded up
-(`rollout/even.py`, `even_blocks.py`). So the passes of a size that comes back are recorded, from
+(`rollout/even.py`, `even_blocks.py`, `even_parallel.py`). So the passes of a size that comes back are recorded, from
 the target's answer to the gradients, and started with one call. So is the update, which is the same
 every time: clipping, the verdict, AdamW, Muon, the average.
 

@@ -20,11 +20,11 @@ from fledge.target.kinds import model_name
 from fledge.train import checkpoint as checkpoints
 from fledge.train import lengthening, metrics, saving
 from fledge.train.batches import StepBatch
-from fledge.train.curves import curve_of, read_metrics
 from fledge.train.evaluate import learnt_nothing
-from fledge.train.forecast import forecast
-from fledge.train.guides import Known
-from fledge.train.known_runs import known_runs
+from fledge.train.forecast.curves import curve_of, read_metrics
+from fledge.train.forecast.forecast import forecast
+from fledge.train.forecast.guides import Known
+from fledge.train.forecast.known_runs import known_runs
 from fledge.train.setup import Training
 from fledge.train.step import StepResult, Sums
 

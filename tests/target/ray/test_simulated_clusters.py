@@ -20,8 +20,8 @@ from fledge.target.ray import placing
 from fledge.target.ray.connection import Connection
 from fledge.target.ray.worker import TargetWorker
 from fledge.train import fit as loop
+from fledge.train.planning.simulation import Pipeline
 from fledge.train.setup import set_up
-from fledge.train.simulation import Pipeline
 from target.ray.clusters import cluster, section
 from train.tiny import Notes
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from fledge.train.curves import Course, Curve, Floats
-from fledge.train.formula import (
+from fledge.train.forecast.curves import Course, Curve, Floats
+from fledge.train.forecast.formula import (
     ANNEAL,
     BIN,
     INDEPENDENT,

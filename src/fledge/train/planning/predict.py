@@ -18,8 +18,8 @@ from rich.table import Column, Table
 from fledge.target.kinds import kind_of
 from fledge.target.room import KeptStates
 from fledge.train.checkpoint import newest_step
-from fledge.train.memory import StepMemory, draft_bytes, kept_bytes
-from fledge.train.pace import Pace, pace_of, target_weights, work_of
+from fledge.train.planning.memory import StepMemory, draft_bytes, kept_bytes
+from fledge.train.planning.pace import Pace, pace_of, target_weights, work_of
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training

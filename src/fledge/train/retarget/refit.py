@@ -30,7 +30,7 @@ from fledge.measure.replay import replay_held_out
 from fledge.methods.registry import method_of
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.finite import check_answer, checked_answer
-from fledge.train.ridge import Fitted, Moments, fit_change
+from fledge.train.retarget.ridge import Fitted, Moments, fit_change
 
 _TINY = 1e-12  # size below which a draft makes nothing of a token
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from fledge.train.curves import Course, Curve, Floats
+from fledge.train.forecast.curves import Course, Curve, Floats
 
 BEND = 0.6  # the slope falls by e^-BEND with every e-fold of S: what is to come has an end
 ANNEAL = (0.25, 0.08)  # log-odds that a rate of zero adds to a constant one: mean, spread

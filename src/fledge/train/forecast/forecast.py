@@ -15,9 +15,9 @@ import numpy as np
 
 from fledge.core.errors import BadInput
 from fledge.core.text import counted
-from fledge.train.curves import Course, Curve
-from fledge.train.formula import length_of, rate_of
-from fledge.train.guides import Guided, Known
+from fledge.train.forecast.curves import Course, Curve
+from fledge.train.forecast.formula import length_of, rate_of
+from fledge.train.forecast.guides import Guided, Known
 
 STOP_BELOW = 1.0  # percent an hour
 _INSIDE = 1.2816  # spreads to either side of the middle that hold 80 %

@@ -18,9 +18,14 @@ from fledge.draft.base import DraftModel
 from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
-from fledge.train.memory import USABLE, StepMemory, draft_bytes, kept_bytes
-from fledge.train.shape_plan import GPUS_OF_A_MACHINE, LINK_BYTES, TargetShape, draft_without_memory
-from fledge.train.simulation import Pipeline, Simulated
+from fledge.train.planning.memory import USABLE, StepMemory, draft_bytes, kept_bytes
+from fledge.train.planning.shape_plan import (
+    GPUS_OF_A_MACHINE,
+    LINK_BYTES,
+    TargetShape,
+    draft_without_memory,
+)
+from fledge.train.planning.simulation import Pipeline, Simulated
 
 
 @dataclass(frozen=True)

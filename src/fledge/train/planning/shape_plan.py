@@ -21,9 +21,9 @@ from fledge.recipe.schema import Recipe
 from fledge.target.kinds import Cut, kind_of, model_name
 from fledge.target.layers import text_config
 from fledge.train.drafts import config_of_draft
-from fledge.train.memory import StepMemory, draft_bytes, kept_bytes
-from fledge.train.pace import RATES
-from fledge.train.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
+from fledge.train.planning.memory import StepMemory, draft_bytes, kept_bytes
+from fledge.train.planning.pace import RATES
+from fledge.train.planning.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
 
 GPUS_OF_A_MACHINE = 8
 LINK_BYTES = (300e9, 40e9)  # a second and GPU: inside a machine (NVLink), between machines

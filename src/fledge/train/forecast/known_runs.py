@@ -16,10 +16,10 @@ from typing import Any
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.target.kinds import model_name
-from fledge.train.curves import METRICS_NAME, Curve, read_curve
-from fledge.train.forecast import FEWEST_WINDOWS
-from fledge.train.formula import MISFIT
-from fledge.train.guides import OTHER_SETTINGS, Known
+from fledge.train.forecast.curves import METRICS_NAME, Curve, read_curve
+from fledge.train.forecast.forecast import FEWEST_WINDOWS
+from fledge.train.forecast.formula import MISFIT
+from fledge.train.forecast.guides import OTHER_SETTINGS, Known
 
 _MOST = 12  # runs beside one, the newest
 _DECIDING = ("data", "packing", "draft", "objective", "training")  # sections

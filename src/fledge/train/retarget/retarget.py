@@ -32,7 +32,7 @@ from fledge.recipe.schema import Recipe, as_recipe
 from fledge.train import loading
 from fledge.train.checkpoint import mark_best
 from fledge.train.fit import fit_recipe
-from fledge.train.refit import Targets, measure, reading_of, refit, take_tables
+from fledge.train.retarget.refit import Targets, measure, reading_of, refit, take_tables
 from fledge.train.runs import draft_directory, recipe_of, run_directory, trained_tokens
 from fledge.train.session import Observer
 from fledge.train.setup import held_out_batches, prepare_data

@@ -15,9 +15,9 @@ from fledge.core.errors import BadInput
 from fledge.core.expected import ListOf, Table
 from fledge.core.reading import read_json
 from fledge.data.vocab import DraftVocabulary
-from fledge.train.curves import read_metrics
-from fledge.train.forecast import Forecast
-from fledge.train.formula import length_of, rate_of
+from fledge.train.forecast.curves import read_metrics
+from fledge.train.forecast.forecast import Forecast
+from fledge.train.forecast.formula import length_of, rate_of
 from fledge.train.vocabulary import VOCABULARY_NAME
 
 _WORTH_SAYING = 0.5  # percent
