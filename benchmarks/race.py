@@ -6,8 +6,8 @@
 
 The seeds of one recipe train side by side, which leaves no method an idle GPU that another had to
 itself. A short run says how many steps fit; each seed then trains so many, schedule included, and
-what it took is printed. All drafts are replayed over the target's own answers (`fledge eval`); those
-of the first seed are also decoded live, alone on the machine.
+what it took is printed. All drafts are replayed over the target's own answers (`fledge eval`);
+those of the first seed are also decoded live, alone on the machine.
 
 Whatever is finished is in --out, and the same command goes on with what is missing, where the runs
 are still there: give them a place of their own with RACE_RUNS.

@@ -2,9 +2,9 @@
 
 A step of a small draft is a thousand small launches, and the GPU waits for Python most of the time.
 What is launched depends on the sizes of a rollout alone, and those are rounded up
-(`rollout/even.py`, `even_blocks.py`, `even_parallel.py`). So the passes of a size that comes back are recorded, from
-the target's answer to the gradients, and started with one call. So is the update, which is the same
-every time: clipping, the verdict, AdamW, Muon, the average.
+(`rollout/even.py`, `even_blocks.py`, `even_parallel.py`). So the passes of a size that comes back
+are recorded, from the target's answer to the gradients, and started with one call. So is the
+update, which is the same every time: clipping, the verdict, AdamW, Muon, the average.
 
 One micro-batch on one rank, whose own count is the step's. The numbers are those of `train_step`'s
 other way, which tests compare.
