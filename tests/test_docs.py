@@ -1,6 +1,8 @@
 """What the pages say exists: links, files, public names, and every command line they show."""
 
+import json
 import re
+from statistics import mean
 
 import pytest
 import typer.main
@@ -92,7 +94,11 @@ def test_recipes_promise_what_the_readme_says():
     [minutes] = re.findall(r"laptop CPU, in (about \w+ minutes)", readme)
     assert f"# acceptance  length {demo} " in headers["smollm2_cpu"]
     assert f"# time        {minutes} " in headers["smollm2_cpu"]
-    said = r"acceptance length ([\d.]+) on held-out chats after (\d+ seconds of training)"
-    [(length, time)] = re.findall(said, readme)
-    assert f" length {length} after {time} " in headers["smollm2_gpu"]
-    assert f"against EAGLE-3's {length} " in headers["smollm2_peagle_gpu"]
+    race = json.loads((ROOT / "benchmarks/results/data/smollm2_race.json").read_text())
+    for recipe, found in race.items():
+        lengths = [mean(found["length"][name]) for name in ("mt_bench", "gsm8k", "alpaca")]
+        said = "lengths {:.2f} on MT-bench, {:.2f} on GSM8K, {:.2f} on Alpaca ".format(*lengths)
+        assert f"# acceptance  {said}" in headers[recipe]
+        assert f"({found['steps']:,} steps)" in headers[recipe]
+        [row] = re.findall(rf"^\| `{recipe}`.*?\|(.*)\|$", readme, flags=re.M)
+        assert [f"{length:.2f}" for length in lengths] == row.replace("|", " ").split()
