@@ -76,6 +76,38 @@ def test_only_methods_say_which_algorithm():
     assert others <= DECIDING
 
 
+# What code of files that are not theirs says about block drafters: what a family of methods asks of
+# the house. docs/blocks.md says why each.
+BLOCKS = re.compile(r"dflash|dspark|Block(Draft|Plan|View|Trainer|Probe|Work)|is_block", flags=re.I)
+THEIRS = re.compile(r"block|dflash|dspark|objective/frozen_head|measure/calibration")
+ASKED = {
+    "bench/compare.py", "diagnosis/checks/base.py", "diagnosis/checks/registry.py",
+    "diagnosis/config_keys.py", "diagnosis/foreign.py", "diagnosis/import_draft.py",
+    "export/layout.py", "methods/registry.py",
+}  # fmt: skip
+
+
+def code_alone(path: Path) -> str:
+    """Without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def test_a_family_of_methods_asks_little_of_the_house():
+    places = {str(p.relative_to(SRC)): p for p in SRC.rglob("*.py")}
+    others = {name: p for name, p in places.items() if not THEIRS.search(name)}
+    assert {name for name, p in others.items() if BLOCKS.search(code_alone(p))} == ASKED
+    page = (ROOT / "docs" / "blocks.md").read_text()
+    assert all(f"`{name}`" in page for name in ASKED)
+
+
 def test_only_targets_say_which_kind_of_target():
     asking = re.compile(r"isinstance\([^)]*(Target|Cached|Remote|Hf|Sglang|Vllm)|\.backend ==")
     outside = [p for p in SRC.rglob("*.py") if p.relative_to(SRC).parts[0] != "target"]

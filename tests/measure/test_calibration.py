@@ -92,7 +92,7 @@ def test_temperatures_change_what_is_left_out():
 
 
 def test_a_draft_without_a_confidence_head_is_refused():
-    with pytest.raises(BadInput, match="no confidence head"):
+    with pytest.raises(BadInput, match="how sure it is"):
         sureness(make_block(make_target()), [], 4)
 
 

@@ -99,11 +99,11 @@ def _check_calibrated(drafts: list[Path], place: Path) -> None:
 def _write_calibrated(source: Path, report: Any, place: Path) -> None:
     """The draft again, whose config has the temperatures; checkpoints stay as they are."""
     from fledge.draft.files import write_with
+    from fledge.measure.calibration import says_nothing
     from fledge.train.runs import draft_directory
 
     if report.calibration is None:
-        what, fix = "this draft does not say how sure it is", "objective.kind=dspark trains one"
-        raise BadInput(what, where="--calibrated", fix=fix)
+        raise says_nothing("--calibrated")
     fitted = {"confidence_temperatures": report.calibration.temperatures}
     write_with(draft_directory(source), place, fitted)
 

@@ -9,12 +9,10 @@ from typing import Any
 from fledge.core.errors import BadInput, UntrustedCode
 from fledge.core.files import atomic_directory, save_tensors, write_json
 from fledge.diagnosis.checks.base import Finding, Level, Subject, TargetFiles
-from fledge.diagnosis.checks.block_probe import BlockProbe
-from fledge.diagnosis.checks.probe import Answering, Probe, Score
-from fledge.diagnosis.checks.registry import checks_for
+from fledge.diagnosis.checks.probe import Answering, Score
+from fledge.diagnosis.checks.registry import checks_for, probe_for
 from fledge.diagnosis.foreign import DraftFiles, read_files
 from fledge.diagnosis.import_draft import build_draft
-from fledge.draft.block import BlockDraftModel
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.export.formats import RECORD_NAME
 from fledge.models.weight_files import weight_files
@@ -137,10 +135,7 @@ def _decode(
     except BadInput as refused:
         result.skipped.append(f"behavioural checks: {refused}")
         return
-    probe: Any = Probe
-    if isinstance(draft, BlockDraftModel):
-        probe = BlockProbe
-    subject.probe = probe = probe(subject, draft, answers)
+    subject.probe = probe = probe_for(subject, draft, answers)
     subject.estimate = training_estimate(subject.directory)
     findings = list(run_checks(subject, ("behavioural",)))
     result.findings += findings

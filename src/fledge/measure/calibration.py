@@ -91,6 +91,11 @@ def _bins_to_json(tables: Reliability) -> list[list[list[float]]]:
     return [[[one.foretold, one.found, one.count] for one in table] for table in tables]
 
 
+def says_nothing(where: str = "") -> BadInput:
+    what = "this draft does not say how sure it is"
+    return BadInput(what, where=where, fix="objective.kind=dspark trains one that does")
+
+
 def foretells(draft: DraftModel) -> TypeGuard[BlockDraftModel]:
     """Whether a draft says how sure it is, so that it can be calibrated."""
     return isinstance(draft, BlockDraftModel) and draft.confidence_head is not None
@@ -145,7 +150,7 @@ def sureness(
 ) -> Sureness:
     """What the draft foretells at every drafting slot of some packs, and what came true."""
     if draft.confidence_head is None or draft.markov_head is None:
-        raise BadInput("this draft has no confidence head", fix="objective.kind=dspark trains one")
+        raise says_nothing()
     rollouts = MarkovRollouts(draft, depths)
     odds: list[Floats] = []
     accepted: list[Ints] = []

@@ -69,7 +69,7 @@ class BlockMethod(Method):
         return Reading(draft.fc.weight, wide)
 
     def work(self, draft: Any, said: Any) -> "Work":
-        from fledge.objective.work import BlockWork
+        from fledge.objective.block_work import BlockWork
 
         return BlockWork(draft, said.anchors, said.reads_target)
 

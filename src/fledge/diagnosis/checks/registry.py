@@ -1,6 +1,7 @@
 """All checks, in the order in which they run; the table in docs/diagnose.md is made from this."""
 
 from types import ModuleType
+from typing import Any
 
 from fledge.diagnosis.block_view import BlockView
 from fledge.diagnosis.checks import (
@@ -15,6 +16,10 @@ from fledge.diagnosis.checks import (
     vocabulary,
 )
 from fledge.diagnosis.checks.base import Check, Subject
+from fledge.diagnosis.checks.block_probe import BlockProbe
+from fledge.diagnosis.checks.probe import Answering, Probe
+from fledge.draft.base import DraftModel
+from fledge.draft.block import BlockDraftModel
 
 _MODULES = (tensors, vocabulary, settings, positions, surroundings, numeric, behaviour)
 
@@ -51,3 +56,10 @@ def table() -> str:
         need, fix = needs.get(check.level, "target"), "yes" if check.repairs else ""
         lines.append(f"| `{check.id}` | {need} | {check.looks_for} | {fix} |")
     return "\n".join(lines) + "\n"
+
+
+def probe_for(subject: Subject, draft: DraftModel, answers: Answering) -> Any:
+    """A `Probe` or a `BlockProbe`, which take readings of their own kinds."""
+    if isinstance(draft, BlockDraftModel):
+        return BlockProbe(subject, draft, answers)
+    return Probe(subject, draft, answers)
