@@ -25,7 +25,8 @@ A file of variants:
     together: [warm-up+wsd, wsd+steady]    # the overrides of both, in this order; also: --also
 
 With `--seconds` it is not tokens that are equal but time: a short run of each variant says how many
-steps fit. Give `--workers 0` there, so that nothing else has the GPU.
+steps fit. Give `--workers 0` there, so that nothing else has the GPU. `--drafts` leaves what was
+trained in a directory, for `fledge eval` to decode with.
 """
 
 import argparse
@@ -177,7 +178,7 @@ def tune(args: argparse.Namespace) -> None:
     done = {run["id"] for run in runs}
     todo = Deadline([job for job in jobs if job.id not in done], begin + 60 * args.minutes)
     if todo.jobs:
-        limits = Limits(args.points, args.seconds)
+        limits = Limits(args.points, args.seconds, args.drafts)
         ground = capture(jobs, judges, limits, on_device=args.keep == "device")
         size = ground.states.aux_ND.nbytes + ground.states.hidden_ND.nbytes
         print(f"captured {size / 2**30:.1f} GiB in {time.monotonic() - begin:.0f} s", flush=True)
@@ -220,6 +221,7 @@ def main(words: Sequence[str] | None = None) -> int:
         default=1,
         help="measurements in a run; several make a curve to forecast",
     )
+    parser.add_argument("--drafts", type=Path, help="leave them there, each as NAME-SEED")
     parser.add_argument("--rows", type=int, default=256, help="rows of a set, at most")
     parser.add_argument("--draft-tokens", type=int, default=0, help="0: as the recipe is trained")
     parser.add_argument("--max-new-tokens", type=int, default=256)

@@ -23,7 +23,7 @@ import torch
 from collect_curves import MOST_WINDOWS, compact
 from fledge.core.distributed import pick_device
 from fledge.core.errors import BadInput
-from fledge.core.files import cache_dir, write_text
+from fledge.core.files import atomic_directory, cache_dir, write_text
 from fledge.core.rows import TokenBatch
 from fledge.data.pack import collate, pack_rows
 from fledge.data.rows import RowView, split_rows
@@ -62,6 +62,11 @@ class Job:
     @property
     def recipe(self) -> Recipe:
         return load_recipe(self.source, self.words)
+
+    @property
+    def draft(self) -> str:
+        """Its directory, where drafts are left."""
+        return f"{self.name}-{self.seed}"
 
     @property
     def id(self) -> str:
@@ -125,10 +130,11 @@ class Judges:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a run is, and how often it is measured."""
+    """How long a run is, how often it is measured, and what is left of it."""
 
     points: int = 1  # measurements
     seconds: float = 0.0  # of training; 0: the steps of its recipe
+    drafts: Path | None = None  # where they are left, by name and seed
 
 
 def capture(jobs: Sequence[Job], judges: Judges, limits: Limits, *, on_device: bool) -> "Ground":
@@ -198,6 +204,7 @@ class Bench:
         training = set_up(recipe, target=self._target)
         stream, vocabulary = training.stream, training.vocabulary
         course = self._train(training)
+        self._leave(training, job)
         curve = {"course": compact(course.curve(recipe))} if course.logged else {}
         return {
             "id": job.id, "name": job.name, "overrides": list(job.overrides), "seed": job.seed,
@@ -207,6 +214,11 @@ class Bench:
             "vocabulary": vocabulary.size, "coverage": vocabulary.coverage,
             **course.points[-1], "curve": course.points, **curve,
         }  # fmt: skip
+
+    def _leave(self, training: Training, job: Job) -> None:
+        if place := self._ground.limits.drafts:
+            with training.parts.averaged(), atomic_directory(place / job.draft) as directory:
+                training.draft.write(directory)
 
     def _pace(self, recipe: Recipe) -> float:
         """Steps a second, of the second half of a short run."""

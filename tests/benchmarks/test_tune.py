@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from test_second_target import here
 
 import collect_curves
 import tune
@@ -86,7 +87,8 @@ def runs_in(path):
 
 @pytest.fixture(scope="module")
 def whole(place):
-    assert tune.main(command(place, "whole.json", "--points", "5")) == 0
+    words = ["--points", "5", "--drafts", str(place / "drafts")]
+    assert tune.main(command(place, "whole.json", *words)) == 0
     return place / "whole.json"
 
 
@@ -112,6 +114,15 @@ def test_every_variant_and_seed_is_trained_and_judged(whole, capsys):
     assert "+0.0 %" in shown[2]
     drawn = ElementTree.parse(whole.with_suffix(".svg")).getroot()
     assert len(drawn.findall("{*}circle")) == 2 * len(runs)
+
+
+@pytest.mark.parametrize("name", ["wide-1", "averaged-0"])
+def test_the_drafts_that_are_left_are_those_that_were_judged(whole, place, tiny_target, name):
+    asked, words = str(place / "eval_asked.jsonl"), ["--max-new-tokens", "12", "--live", "0"]
+    draft = ["eval", str(place / "drafts" / name), "--target", str(tiny_target)]
+    [found] = json.loads(here([*draft, "--prompts", asked, *words, "--json"]))["drafts"]
+    [run] = [run for run in runs_in(whole) if f"{run['name']}-{run['seed']}" == name]
+    assert found["acceptance_length"] == run["lengths"]["asked"]
 
 
 def test_a_curve_can_be_forecast(whole, tmp_path, capsys, monkeypatch):
