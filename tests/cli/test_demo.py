@@ -4,6 +4,9 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
+import torch
+
 from fledge.cli import demo
 from fledge.cli.console import out
 from fledge.core.files import write_json
@@ -64,6 +67,30 @@ def test_json_has_stdout_to_itself(tmp_path, capsys, monkeypatch):
     assert shown.err == "the story of 7 chats\n"
     demo.demo(tmp_path, rows=7, as_json=False)
     assert capsys.readouterr().out == "the story of 7 chats\n"
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_it_trains_in_what_the_cpu_multiplies(fast, tmp_path, monkeypatch):
+    known = {"avx2": True, "avx512_bf16": fast, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    recipe = demo.recipe_for(tmp_path / "chats.jsonl", tmp_path / "run")
+    wanted = ("bfloat16", "bfloat16") if fast else ("float32", "auto")
+    assert (recipe.target.dtype, recipe.training.compute_dtype) == wanted
+    assert recipe.run.output_dir == str(tmp_path / "run")
+
+
+def test_its_proof_is_in_float32_whatever_it_was_trained_in(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    target, chats = make_target(tmp_path / "target"), make_chats(tmp_path / "chats.jsonl")
+    words = ("target.dtype=bfloat16", "training.compute_dtype=bfloat16", "training.steps=2")
+    fit(set_up(recipe_for(target, chats, tmp_path / "run", *words)), Notes())
+    asked, seen = tmp_path / "asked.jsonl", []
+    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12)))
+    monkeypatch.setattr(
+        demo, "_show_side_by_side", lambda run, target, turn: seen.append(target.info().dtype)
+    )
+    assert demo.measure_and_show(tmp_path / "run", asked)
+    assert seen == [torch.float32]
 
 
 def test_questions_are_new_and_of_every_kind():

@@ -14,11 +14,13 @@ from fledge.cli.loading import load_draft_beside
 from fledge.cli.options import OUT
 from fledge.core.files import write_json, write_text
 from fledge.core.install import fledge_command
+from fledge.core.machine import multiplies_bfloat16
 from fledge.core.terminal import marked
 
 if TYPE_CHECKING:
     from fledge.api import Evaluation
     from fledge.measure.answers import AnsweredTurn
+    from fledge.recipe.schema import Recipe
     from fledge.target.hf.model import HFEagle3TargetModel
 
 EXAMPLE = "Example: fledge demo --out demo_out"
@@ -56,8 +58,7 @@ def demo(
 def tell(directory: Path, rows: int) -> bool:
     """The story from the chats to the report; True when decoding was lossless."""
     from fledge.cli import data, train
-    from fledge.demo import CHATS, RECIPE, ROWS
-    from fledge.recipe.schema import load_recipe
+    from fledge.demo import CHATS, ROWS
 
     chats = directory / "chats.jsonl"
     lines = CHATS.read_text().splitlines(keepends=True)
@@ -67,8 +68,7 @@ def tell(directory: Path, rows: int) -> bool:
     _heading("2. Numbers that decide a recipe")
     data.stats([str(chats)], pack=512, max_drop_share=0.05)
     _heading("3. Training a draft for SmolLM2-135M on this CPU (a few minutes)")
-    overrides = [f"data.train={chats}", f"run.output_dir={directory / 'run'}", "run.name=demo"]
-    recipe = load_recipe(RECIPE, overrides)
+    recipe = recipe_for(chats, directory / "run")
     train.check_existing(recipe)
     code = train.run_recipe(recipe)
     if code:
@@ -80,6 +80,17 @@ def tell(directory: Path, rows: int) -> bool:
     lossless = measure_and_show(directory / "run", unseen)
     what_next(directory / "run")
     return lossless
+
+
+def recipe_for(chats: Path, run: Path) -> "Recipe":
+    """The demo's; in bfloat16 where the CPU multiplies it: a third of the time less."""
+    from fledge.demo import RECIPE
+    from fledge.recipe.schema import load_recipe
+
+    overrides = [f"data.train={chats}", f"run.output_dir={run}", "run.name=demo"]
+    if multiplies_bfloat16():
+        overrides += ["target.dtype=bfloat16", "training.compute_dtype=bfloat16"]
+    return load_recipe(RECIPE, overrides)
 
 
 def _heading(text: str) -> None:
@@ -104,7 +115,8 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     options = EvalOptions(
         num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
     )
-    with load_target(draft_directory(run)) as target:
+    # whatever it was trained in: in float32 texts are equal to the last token
+    with load_target(draft_directory(run), dtype="float32") as target:
         measured = eval.measure_drafts([run], [str(prompts)], options, target=target)
         lossless = _show_measured(run, measured)
         report.report(run)

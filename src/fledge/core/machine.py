@@ -90,3 +90,12 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:  # run from a source tree
             continue
     return versions
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU multiplies matrices of bfloat16 itself: two to three times as fast as those
+    of float32, where others would take longer."""
+    import torch
+
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
