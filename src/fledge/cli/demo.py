@@ -83,7 +83,7 @@ def tell(directory: Path, rows: int) -> bool:
 
 
 def recipe_for(chats: Path, run: Path) -> "Recipe":
-    """The demo's; in bfloat16 where the CPU multiplies it: a third of the time less."""
+    """The demo's; in bfloat16 where the CPU multiplies it: a quarter of the time less."""
     from fledge.demo import RECIPE
     from fledge.recipe.schema import load_recipe
 
