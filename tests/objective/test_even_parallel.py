@@ -176,14 +176,24 @@ def test_there_are_few_sizes(seed, shortest, supervised):
     even_parallel.GROUP, even_parallel.CHAIN_ALIGNED = 2048, 16  # as they are
     sizes, most = set(), 0
     for step in range(30):
+        masks = random_masks(rng, tokens, shortest, supervised)
         plan = plan_parallel(
-            random_masks(rng, tokens, shortest, supervised),
-            num_depths=8, ratio=0.7, ratio_min=0.2, seed=step, quantum=quantum,
-        )  # fmt: skip
+            masks, num_depths=8, ratio=0.7, ratio_min=0.2, seed=step, quantum=quantum
+        )
         sizes.add(tuple(tuple(tensor.shape) for tensor in plan.tensors().values()))
         most = max(most, sum(plan.counts))
     assert len(sizes) <= tokens // quantum
     assert most <= (3.38 * tokens) + 7 * 16
+
+
+def test_few_target_slots_are_asked_for_twice():
+    rng = np.random.default_rng(0)
+    even_parallel.GROUP, even_parallel.CHAIN_ALIGNED = 2048, 16  # as they are
+    for seed in range(10):
+        masks, draw = random_masks(rng, 4096, 250, 1.0), {"ratio": 0.7, "ratio_min": 0.2}
+        exact = plan_parallel(masks, num_depths=8, seed=seed, **draw)
+        plan = plan_parallel(masks, num_depths=8, seed=seed, quantum=256, **draw)
+        assert len(plan.target_M) < 1.5 * len(exact.target_M)
 
 
 def random_masks(rng, tokens, shortest, supervised):

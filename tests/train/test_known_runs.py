@@ -104,6 +104,25 @@ def test_another_pace_is_found(name, pace):
     assert found < 0.03
 
 
+@pytest.mark.parametrize(
+    ("share", "names", "wanted"),
+    [
+        (0.2, ["8m_shipped_0"], (2.8896, 2.6527, 3.1472, [0.9644])),
+        (0.4, ["8m_automodel_0", "25m_shipped_0"], (2.8592, 2.6675, 3.0648, [0.8266])),
+    ],
+)
+def test_the_figures_of_a_real_run(share, names, wanted):
+    """As they were when the tables of benchmarks/results/forecast.md were made."""
+    known = [
+        Known(name, real_curve(f"h200_e3_{name}"), OTHER_SETTINGS if "auto" in name else 0.0)
+        for name in names
+    ]
+    ahead = forecast(real_curve("h200_e3_8m_shipped_1").upto(share), known=known)
+    end = ahead.end
+    assert (end.length, end.low, end.high) == pytest.approx(wanted[:3], abs=1e-4)
+    assert [voice.share for voice in ahead.by] == pytest.approx(wanted[3], abs=1e-4)
+
+
 def test_without_known_runs_nothing_changes():
     """The numbers of benchmarks/results/forecast.md from before there were any."""
     for name, length, low, high in (
