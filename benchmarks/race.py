@@ -24,7 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fledge.core.errors import BadInput
 from fledge.core.files import write_json
+from fledge.core.reading import read_json
 
 FLEDGE = [sys.executable, "-m", "fledge"]
 QUIET = ("evaluation.every_steps=1000000", "checkpoint.every_steps=1000000")
@@ -159,7 +161,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--set", nargs="*", default=[], help="overrides of every recipe")
     args = parser.parse_args(words)
     place = Path(os.environ.get("RACE_RUNS") or tempfile.mkdtemp(prefix="race-"))
-    known = json.loads(args.out.read_text()) if args.out.exists() else {}
+    try:
+        known = read_json(args.out) if args.out.exists() else {}
+    except BadInput as error:
+        parser.error(str(error))
     entrants = {recipe: known.get(recipe, {}) for recipe in args.recipes}
     for recipe, found in entrants.items():
         if "runs" not in found:

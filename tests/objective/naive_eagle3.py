@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from fledge.core.head import TargetHead, target_distribution
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.rollout.slots import RowMasks
 
 V, W, D, E = 31, 17, 10, 12
 
@@ -85,6 +86,12 @@ def padded_batch(documents, width=None):
         "aux_hidden_states": _pad([d.aux for d in documents], width),
         "target_last_hidden_states": shift(_pad([d.hidden for d in documents], width)),
     }
+
+
+def masks_of(batch):
+    """What a plan is made from."""
+    packing = [batch.get(name) for name in ("position_ids", "seq_lens", "doc_remaining")]
+    return RowMasks(batch["loss_mask"], batch["attention_mask"], *packing)
 
 
 def packed_batch(rows, width):

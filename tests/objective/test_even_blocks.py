@@ -13,14 +13,13 @@ from fledge.objective.dspark import DSparkTrainerModule
 from fledge.objective.losses.lk_lambda import LkLambda
 from fledge.rollout import even_blocks
 from fledge.rollout.block_plan import plan_blocks
-from fledge.rollout.slots import RowMasks
 from objective.naive_block import (
     Table,
     make_block_documents,
     make_block_draft,
     make_spark_draft,
 )
-from objective.naive_eagle3 import V, packed_batch, padded_batch
+from objective.naive_eagle3 import V, masks_of, packed_batch, padded_batch
 from objective.test_block import LENGTHS, SEED, VARIANTS, assert_same, backward, make_module, run
 
 KINDS = {
@@ -44,11 +43,6 @@ def small_groups(monkeypatch):
     """So that there are several of them."""
     monkeypatch.setattr(even_blocks, "GROUP", 4)
     monkeypatch.setattr(even_blocks, "SHARES", 2)
-
-
-def masks_of(batch):
-    packing = [batch.get(name) for name in ("position_ids", "seq_lens", "doc_remaining")]
-    return RowMasks(batch["loss_mask"], batch["attention_mask"], *packing)
 
 
 def run_or_zero(module, batch, **extra):

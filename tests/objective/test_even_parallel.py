@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from naive_eagle3 import (
     make_documents,
     make_head,
+    masks_of,
     packed_batch,
     padded_batch,
     vocabulary,
@@ -28,17 +29,14 @@ from fledge.rollout.context import ContextRanks
 from fledge.rollout.parallel_plan import plan_parallel
 from fledge.rollout.slots import RowMasks
 
+AS_IT_IS = {name: getattr(even_parallel, name) for name in ("GROUP", "CHAIN_ALIGNED")}
+
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """So that there are several of them, and depths are not all as large as the first."""
     monkeypatch.setattr(even_parallel, "GROUP", 16)
     monkeypatch.setattr(even_parallel, "CHAIN_ALIGNED", 2)
-
-
-def masks_of(batch):
-    packing = [batch.get(name) for name in ("position_ids", "seq_lens", "doc_remaining")]
-    return RowMasks(batch["loss_mask"], batch["attention_mask"], *packing)
 
 
 def run_evenly(module, batch, quantum):
@@ -173,7 +171,7 @@ def check_padding(plan, exact):
 def test_there_are_few_sizes(seed, shortest, supervised):
     """Packs of one length, of documents as different as they may be."""
     rng, tokens, quantum = np.random.default_rng(seed), 2048, 128
-    even_parallel.GROUP, even_parallel.CHAIN_ALIGNED = 2048, 16  # as they are
+    vars(even_parallel).update(AS_IT_IS)
     sizes, most = set(), 0
     for step in range(30):
         masks = random_masks(rng, tokens, shortest, supervised)
@@ -188,7 +186,7 @@ def test_there_are_few_sizes(seed, shortest, supervised):
 
 def test_few_target_slots_are_asked_for_twice():
     rng = np.random.default_rng(0)
-    even_parallel.GROUP, even_parallel.CHAIN_ALIGNED = 2048, 16  # as they are
+    vars(even_parallel).update(AS_IT_IS)
     for seed in range(10):
         masks, draw = random_masks(rng, 4096, 250, 1.0), {"ratio": 0.7, "ratio_min": 0.2}
         exact = plan_parallel(masks, num_depths=8, seed=seed, **draw)

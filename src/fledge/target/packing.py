@@ -17,13 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fledge.core.rows import TokenBatch, check_lengths, check_positions
 from fledge.core.transfer import send
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Group:
 
 def right_padded(attention_mask: Tensor) -> Tensor:
     """The mask [B, T] as booleans on the CPU; only padding on the right is taken."""
-    real_BT: Bools = attention_mask.detach().cpu().numpy().astype(np.bool_)
+    real_BT = attention_mask.detach().cpu().numpy().astype(np.bool_)
     if (real_BT != (np.arange(real_BT.shape[1]) < real_BT.sum(1, keepdims=True))).any():
         raise ValueError("attention_mask must be ones followed by zeros in every row")
     return torch.from_numpy(real_BT)
@@ -82,7 +79,7 @@ def find_documents(rows: TokenBatch) -> Documents | None:
         seq_lens = seq_lens.detach().cpu()
         check_lengths(seq_lens, width)
     # numpy: of so few numbers, and at every step, torch's threads take longer to wake than to work
-    real_BT: Bools = right_padded(rows.attention_mask).numpy()
+    real_BT = right_padded(rows.attention_mask).numpy()
     starts: list[int] = []
     lengths: list[int] = []
     filled_B = real_BT.sum(1).tolist()

@@ -56,9 +56,8 @@ def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
     if like:
         kind = Kind.of(_recipe(run))
         return [_named(kind, other) for other in dict.fromkeys(like)]
-    with contextlib.suppress(
-        BadInput, OSError
-    ):  # nobody asked for them: the run's own curve is left
+    # nobody asked for them: where they cannot be read, the run's own curve is left
+    with contextlib.suppress(BadInput, OSError):
         kind = Kind.of(_recipe(run))
         return _beside(kind, run) or _shipped(kind)
     return []
