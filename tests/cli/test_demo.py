@@ -77,6 +77,9 @@ def test_it_trains_in_what_the_cpu_multiplies(fast, tmp_path, monkeypatch):
     wanted = ("bfloat16", "bfloat16") if fast else ("float32", "auto")
     assert (recipe.target.dtype, recipe.training.compute_dtype) == wanted
     assert recipe.run.output_dir == str(tmp_path / "run")
+    recipe.write_resolved(tmp_path / "run")
+    known["avx512_bf16"] = not fast  # another machine, another version: it goes on as it was begun
+    assert demo.recipe_for(tmp_path / "chats.jsonl", tmp_path / "run") == recipe
 
 
 def test_its_proof_is_in_float32_whatever_it_was_trained_in(tmp_path, capsys, monkeypatch):
