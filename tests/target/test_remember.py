@@ -1,6 +1,7 @@
 """States that are kept are those that the target would give again, wherever they are kept."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -130,3 +131,71 @@ def test_memory_that_is_not_there_ends_the_keeping(asked, monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "no more states are kept: out of memory"
     ]
+
+
+class RoundsByPack(Asked):
+    """A target whose states carry a rounding of the pack that they were computed in."""
+
+    def _answer(self, rows):
+        batch = super()._answer(rows)
+        rounding = 1 + 1e-6 * (int(rows.input_ids.sum()) % 997)
+        return replace(
+            batch,
+            aux_hidden_states=batch.aux_hidden_states * rounding,
+            last_hidden_states=batch.last_hidden_states * rounding,
+        )
+
+
+ROWS_KEPT = 40_000  # bytes: some of the documents, not all
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        KeptStates(2**30),
+        KeptStates(ROWS_KEPT),
+        KeptStates(ROWS_KEPT // 2, ROWS_KEPT, eight_bits=True),
+        KeptStates(),
+    ],
+    ids=["all fit", "some fit", "in 8 bits, on device and host", "none fit"],
+)
+@pytest.mark.parametrize("stopped", ["in the first epoch", "between", "in the second"])
+def test_a_resumed_target_answers_as_the_uninterrupted_one(
+    tiny_target, tiny_chats, monkeypatch, room, stopped
+):
+    """Bit for bit, although each pack rounds otherwise and not every document finds room."""
+    monkeypatch.setattr(kept_module, "_BLOCK", 4_000)
+    asked = RoundsByPack(tiny_target, tiny_chats)
+    epochs = [list(asked.packs(epoch)) for epoch in range(3)]
+    packs = [*epochs[0][-2:], *epochs[0], *epochs[1], *epochs[2]]  # held-out ones come first
+    first = 2 + len(epochs[0])
+    cut = {"in the first epoch": first - 3, "between": first, "in the second": first + 4}[stopped]
+    whole, resumed = (RememberingTarget(asked.target, room) for _ in range(2))
+    for batch in packs[:cut]:
+        whole.answer(batch)
+    resumed.asked_before(partial(packs.__getitem__, index) for index in range(min(cut, first)))
+    for batch in packs[cut:]:
+        before = asked.calls
+        expected = dict(whole.answer(batch).tensors())
+        recalled = asked.calls == before
+        for name, tensor in resumed.answer(batch).tensors():
+            if recalled and tensor.is_floating_point():  # only what a trainer may read
+                real_slots = batch.doc_remaining > 0
+                tensor, expected[name] = tensor[real_slots], expected[name][real_slots]
+            assert torch.equal(tensor, expected[name]), name
+    assert whole._known.keys() == {*resumed._known, *resumed._reserved}
+    if room.device_bytes == ROWS_KEPT:
+        assert 0 < len(whole._known) < len(asked.rows)
+
+
+def test_lost_documents_are_recomputed_once_and_only_when_needed(tiny_target, tiny_chats):
+    asked = RoundsByPack(tiny_target, tiny_chats)
+    first, second = list(asked.packs(0)), list(asked.packs(1))
+    target = RememberingTarget(asked.target, KeptStates(2**30))
+    target.asked_before(partial(first.__getitem__, index) for index in range(len(first)))
+    assert asked.calls == 1  # for the shapes
+    target.answer(first[3])
+    assert asked.calls == 2
+    for batch in second:
+        target.answer(batch)
+    assert asked.calls == 1 + len(first)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fledge.cli.train import check_existing, run_recipe
 from fledge.core.errors import BadInput
 from fledge.core.files import alone_in
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train import fit as fit_module
 from fledge.train import setup as building
 from fledge.train.checkpoint import best_step, newest_checkpoint
@@ -118,6 +120,27 @@ def test_a_signal_stops_after_the_step_and_resuming_is_bitwise(
     notes = Notes()
     assert train(recipe(run="cut"), notes).finished
     assert "resuming at step" in notes.notes[0]
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("steps", [3, 9])  # of 7 in an epoch
+def test_a_run_that_keeps_states_resumes_bitwise(recipe, monkeypatch, tmp_path, steps):
+    """Kept states are lost with the process, and depend on the pack that they came from."""
+    real = HFEagle3TargetModel.answer
+
+    def rounding(target, rows):
+        batch = real(target, rows)
+        factor = 1 + 1e-5 * (int(rows.input_ids.sum()) % 997)
+        return replace(batch, aux_hidden_states=batch.aux_hidden_states * factor)
+
+    monkeypatch.setattr(HFEagle3TargetModel, "answer", rounding)
+    keeping = ("target.keep_states_gb=1", "training.epochs=3")
+    train(recipe(*keeping, run="whole"))
+    with monkeypatch.context() as patch:
+        stop_after(patch, steps)
+        assert not train(recipe(*keeping, run="cut")).finished
+    assert train(recipe(*keeping, run="cut")).finished
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
     assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 

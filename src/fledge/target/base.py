@@ -1,6 +1,7 @@
 """The abstract target: one signature for every backend, and the facts a trainer needs once."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, get_args
@@ -165,6 +166,11 @@ class Eagle3TargetBackend(ABC):
     def read_ahead(self, rows: RowView) -> RowView:
         """The same rows, of which collating may fetch the answers in advance."""
         return rows
+
+    def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
+        """A resumed run calls this with the packs that its earlier process asked about, in order.
+        Nothing to do unless earlier questions decide how later ones are answered."""
+        self._check_open()
 
     def close(self) -> None:
         """Release the target. A second call does nothing; any other call then raises."""

@@ -1,7 +1,7 @@
 """A target that shows more layers than a draft listens to: the draft hears its own, as if it had
 asked alone. So one pass serves several drafts (`train/together.py`)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -88,6 +88,9 @@ class HeardTarget(Eagle3TargetBackend):
 
     def read_ahead(self, rows: RowView) -> RowView:
         return self.inner.read_ahead(rows)
+
+    def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
+        self.inner.asked_before(packs)
 
 
 def shown_to_all(target: Eagle3TargetBackend) -> Eagle3TargetBackend:

@@ -8,10 +8,10 @@ resumed run needs nothing but its step number, and N ranks together see what one
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
@@ -33,6 +33,11 @@ class StepBatch:
     micro: tuple[TokenBatch | None, ...]
     # one for each that is not None, where the target was asked in advance: see `ahead.py`
     answers: tuple[Future[Eagle3TargetBatch], ...] | None = None
+
+
+def held_out_share(batches: Sequence[TokenBatch], world: World) -> range:
+    """Indices of the held-out packs that this rank evaluates."""
+    return range(world.rank, len(batches), world.size)
 
 
 class PackStream:
@@ -100,14 +105,30 @@ class PackStream:
         begin = step * self.packs_per_step
         first = self._at(begin)
         assert first is not None, f"step {step} is past the last one ({self.steps})"
-        micro = []
-        for index in range(self._accumulate):
-            start = begin + (index * self._world.data_size + self._world.data_rank) * self._micro
-            stop = start + self._micro if self._end is None else min(start + self._micro, self._end)
-            positions = [self._at(position) for position in range(start, stop)]
-            packs = [at[1] for at in positions if at is not None]
-            micro.append(collate(self.rows, packs, self.tokens, self.pad_id) if packs else None)
-        return StepBatch(step, first[0], tuple(micro))
+        micro = [self._micro_packs(step, index) for index in range(self._accumulate)]
+        return StepBatch(
+            step, first[0], tuple(self._collate(packs) if packs else None for packs in micro)
+        )
+
+    def _micro_packs(self, step: int, index: int) -> list[Pack]:
+        """The packs of this rank's micro-batch `index` of a step; none when the data ran out."""
+        place = index * self._world.data_size + self._world.data_rank
+        start = step * self.packs_per_step + place * self._micro
+        positions = (self._at(position) for position in range(start, start + self._micro))
+        return [at[1] for at in positions if at is not None]
+
+    def _collate(self, packs: Sequence[Pack]) -> TokenBatch:
+        return collate(self.rows, packs, self.tokens, self.pad_id)
+
+    def micro_batches_before(self, step: int) -> Iterator[Callable[[], TokenBatch]]:
+        """This rank's micro-batches of the steps before `step`, in order, each collated when it is
+        called. Ends with the first epoch: by then every row has been seen once."""
+        self._at(0)  # packs the first epoch
+        epoch_steps = -(-self._first[1] // self.packs_per_step)
+        for earlier in range(min(step, epoch_steps)):
+            for index in range(self._accumulate):
+                if packs := self._micro_packs(earlier, index):
+                    yield partial(self._collate, packs)
 
     def prefetched(self, start: int, ahead: int) -> Generator[StepBatch, None, None]:
         """Batches from step `start` to the end, `ahead` of them prepared by a thread, which ends

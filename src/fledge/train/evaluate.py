@@ -15,6 +15,7 @@ from fledge.measure.replay import replay_held_out
 from fledge.target.finite import check_answer
 from fledge.target.heard import as_heard
 from fledge.train.ahead import answers_ahead, together
+from fledge.train.batches import held_out_share
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.sharding import whole
 from fledge.train.step import Models, Sums
@@ -52,7 +53,7 @@ def evaluate_together(
     of them hear."""
     target, world = asked.target, asked.world
     measured = [_Measured(*pair) for pair in zip(drafts, picks, strict=True)]
-    mine = range(world.rank, len(batches), world.size)
+    mine = held_out_share(batches, world)
 
     def measure() -> None:
         answers = answers_ahead(target, [batches[index] for index in mine])

@@ -7,8 +7,9 @@ in `session.py`.
 
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from fledge.core.distributed import leave_world
 from fledge.core.errors import TargetUnreachable
 from fledge.core.files import alone_in
 from fledge.core.machine import is_main_rank
+from fledge.core.rows import TokenBatch
 from fledge.recipe.schema import Recipe
 from fledge.train import checkpoint as checkpoints
 from fledge.train import lengthening, together
 from fledge.train.ahead import ask_ahead
+from fledge.train.batches import held_out_share
 from fledge.train.evaluate import evaluate
 from fledge.train.session import Observer, Outcome, Session, State, in_vain
 from fledge.train.setup import Training, set_up
@@ -47,29 +50,31 @@ def fit_together(trainings: Sequence[Training], observers: Sequence[Observer]) -
 
 
 def _fit(sessions: Sequence[Session]) -> int:
-    """The signal that ended it early; 0: none. One that only another rank has heard counts as
-    SIGTERM."""
+    """Train to the end. Returns the signal that ended it early, or 0; a signal that only another
+    rank received counts as SIGTERM."""
     elsewhere = 0
     first, asking = sessions[0].training, together.asking(sessions)
-    begin = min(session.step for session in sessions)  # those that are further wait
+    begin = min(session.step for session in sessions)  # drafts that are ahead wait
+    if begin:
+        asking.target.asked_before(_asked_before(first, begin))
     prefetched = first.stream.prefetched(begin, first.recipe.training.prefetch)
     with StopSignal() as stop, closing(prefetched) as batches:
         try:
-            for session in _evaluate([one for one in sessions if one.evaluation_missed]):
+            for session in _evaluate([s for s in sessions if s.evaluation_missed]):
                 session.save(best=True)
             for session in sessions:
                 session.parts.objective.draft_model.train()
                 session.parts.clock.read()
             for batch in ask_ahead(asking, batches, stopping=lambda: bool(stop.received)):
-                taking = [one for one in sessions if one.step == batch.step]
+                taking = [session for session in sessions if session.step == batch.step]
                 stopping = False
-                for session, heard in together.heard(asking, batch, taking):
+                for session, share in together.heard(asking, batch, taking):
                     session.training.watch("training", session.step, "")
                     lr, parts = session.lr, session.parts
                     with parts.turn():
-                        result = train_step(parts, heard, lr=lr, stopping=bool(stop.received))
+                        result = train_step(parts, share, lr=lr, stopping=bool(stop.received))
                     stopping |= session.stepped(batch, result, lr)
-                improved = _evaluate([one for one in taking if one.evaluation_due])
+                improved = _evaluate([session for session in taking if session.evaluation_due])
                 for session in taking:
                     session.save_if_due(best=session in improved, stopping=stopping)
                 if stopping:
@@ -85,8 +90,16 @@ def _fit(sessions: Sequence[Session]) -> int:
     return stop.received or elsewhere
 
 
+def _asked_before(training: Training, step: int) -> Iterator[Callable[[], TokenBatch]]:
+    """What the target was asked about until `step`, in order: this rank's held-out packs, which
+    are evaluated before the first step, then its micro-batches."""
+    for index in held_out_share(training.held_out, training.parts.world):
+        yield partial(training.held_out.__getitem__, index)
+    yield from training.stream.micro_batches_before(step)
+
+
 def _evaluate(sessions: Sequence[Session]) -> list[Session]:
-    """Measure held-out acceptance; those are returned for which it is the best so far."""
+    """Measure held-out acceptance. Returns the sessions whose draft is their best so far."""
     if not sessions:
         return []
     with contextlib.ExitStack() as drafts:
@@ -110,7 +123,7 @@ def _measure(sessions: Sequence[Session]) -> list[dict[str, Any]]:
 
 
 def fit_recipe(recipe: Recipe, observer: Observer) -> Outcome:
-    """All of a run, from its recipe to its end, unless it has been there before."""
+    """Train a recipe from start to end, unless its run is finished already."""
     before = finished_before(recipe)
     if before is not None:
         return before
@@ -122,8 +135,8 @@ def fit_recipe(recipe: Recipe, observer: Observer) -> Outcome:
 
 
 def finished_before(recipe: Recipe) -> Outcome | None:
-    """How the run in a recipe's place ended, if it did and is not to be lengthened: known without
-    its data and its target. None: `fit` has to look."""
+    """The outcome of a finished run in the recipe's directory, read without its data or target;
+    None if there is no such run, or if it is to be lengthened."""
     directory = Path(recipe.run.output_dir)
     newest, complaints = checkpoints.newest_checkpoint(directory)
     if newest is None or not newest.finished or lengthening.other_length(recipe, directory):
