@@ -216,7 +216,7 @@ def evaluate_drafts(
     from fledge.train.runs import draft_directory, trained_length, trained_tokens
 
     watch = watch or (lambda what, done, total: None)
-    paths, labels = [draft_directory(path) for path in drafts], _labels(drafts)
+    paths, labels = [draft_directory(path) for path in drafts], shortest_names(drafts)
     for path in paths:
         loading.check_method(path, options.method)
     counts = [draft_tokens or trained_tokens(path) for path in paths]
@@ -281,7 +281,7 @@ def _facts(target: "HFEagle3TargetModel") -> dict[str, Any]:
     }
 
 
-def _labels(drafts: Sequence[Path]) -> list[str]:
+def shortest_names(drafts: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that are distinct."""
     parts = [path.absolute().parts for path in drafts]
     for count in range(1, max(len(own) for own in parts) + 1):

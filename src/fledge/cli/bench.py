@@ -1,10 +1,10 @@
-"""`fledge bench`: how fast a training step runs here, and what a draft gains on a server."""
+"""`fledge bench`: how fast a training step and decoding run here, and a draft on a server."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from fledge.cli import bench_server
+from fledge.cli import bench_decode, bench_server
 from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import VerbGroup, Verbs
 from fledge.cli.options import AsJson
@@ -29,9 +29,11 @@ class _ServerByDefault(VerbGroup):
 app = Verbs(
     cls=_ServerByDefault,
     epilog="Example: fledge bench http://localhost:8000",
-    help="Measure speed: of a training step (train), or of a server (server URL, or just URL).",
+    help="Measure speed: of a training step (train), of decoding with drafts (decode), or of a "
+    "server (server URL, or just URL).",
 )
 app.command(name="server", epilog=bench_server.EXAMPLE)(bench_server.bench)
+app.command(name="decode", epilog=bench_decode.EXAMPLE)(bench_decode.bench)
 
 TRAIN_EXAMPLE = (
     "Example: fledge bench train --shape 8b --seq 2048 --batch 4\n\n"

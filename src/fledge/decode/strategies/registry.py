@@ -25,6 +25,12 @@ def choose(draft: DraftModel, name: str | None = None) -> type[Strategy]:
     return strategies[name]
 
 
+def fitting(draft: DraftModel) -> list[str]:
+    """The names of all strategies that a draft can be decoded with, its own first."""
+    strategies = method_of(draft.config).strategies
+    return [name for name, strategy in strategies.items() if strategy.fits(draft)]
+
+
 def rollouts_of(
     draft: DraftModel,
     num_draft_tokens: int,

@@ -1,0 +1,59 @@
+"""`fledge bench decode`: all ways continue the prompts alike, and what it counts."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from decode.tiny_decode import make_target
+from fledge.cli.main import app
+from fledge.core.errors import BadInput
+from measure.test_eval import place
+
+__all__ = ["place"]
+
+
+def bench(place, *options):
+    words = ["bench", "decode", str(place / "trained"), str(place / "parallel")]
+    words += ["--target", str(place / "target"), "--prompts", str(place / "asked.jsonl")]
+    words += ["--max-new-tokens", "24", "--draft-tokens", "3", "--device", "cpu"]
+    words += ["--aux-layers", "0,1,2", *options]
+    return CliRunner().invoke(app, words)
+
+
+def test_every_way_says_what_the_target_says(place):
+    """Token for token, with drafts, with an assistant and by looking at the prompt."""
+    several = ["--batch", "1", "--batch", "3", "--method", "chain", "--method", "tree"]
+    several += ["--method", "parallel"]
+    result = bench(place, *several, "--assistant", str(place / "target"), "--json")
+    rows = json.loads(result.stdout)
+    names = {row["way"] for row in rows}
+    draftless = {"plain", "transformers generate"}
+    drafted = {"trained, chain", "trained, tree"}
+    drafted |= {f"parallel, {method}" for method in ("parallel", "chain", "tree")}
+    one_by_one = {"transformers prompt lookup", "transformers assisted"}
+    assert names == draftless | drafted | one_by_one
+    assert {row["way"] for row in rows if row["batch"] == 3}.isdisjoint(one_by_one)
+    for row in rows:
+        assert row["texts"] == row["texts_as_plain"] == 3, row
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
+        if row["way"] in draftless:
+            assert row["tokens_per_round"] == 1
+        assert row["way"] != "plain" or row["against_plain"] == 1
+    best = max(rows, key=lambda row: row["tokens_per_round"])
+    assert best["way"] == "transformers assisted"  # the target itself is a perfect assistant
+    [chain] = {row["tokens_per_round"] for row in rows if row["way"] == "trained, chain"}
+    assert chain > 1  # and the same at either batch size
+
+
+def test_the_table(place):
+    shown = bench(place).stdout
+    assert "batch 1" in shown
+    assert shown.count("3 of 3") == 5  # each draft as it was trained
+
+
+def test_an_assistant_with_another_vocabulary_is_refused(place, tmp_path):
+    make_target(vocab=40).save_pretrained(tmp_path / "other")
+    error = bench(place, "--assistant", str(tmp_path / "other")).exception
+    assert isinstance(error, BadInput)
+    assert "it has 40 tokens, the target 260" in str(error)
