@@ -115,18 +115,19 @@ def _inputs(
 @torch.no_grad()
 def take_tables(draft: DraftModel, targets: Targets) -> list[str]:
     """Where the draft has the old target's embedding or head, number for number, give it the new
-    one's: engines would do so. Block drafts have neither, and borrow both."""
+    one's: engines would do so. Not one in another basis, which the draft could not read: it keeps
+    its own. Block drafts have neither, and borrow both."""
     if draft.embed_tokens.weight.is_meta:
         return []
     ids = draft.selected_token_ids
     assert ids is not None
     taken = []
     tables = [target.get_input_embeddings().weight for target in (targets.old, targets.new)]
-    if _same(draft.embed_tokens.weight, tables[0]):
+    if _same(draft.embed_tokens.weight, tables[0]) and _alike(*tables):
         draft.copy_embeddings_from_target(InputEmbedding(tables[1]))
         taken.append("embedding")
     heads = [target.info().head.weight_VD for target in (targets.old, targets.new)]
-    if _same(draft.lm_head.weight, heads[0][ids.to(heads[0].device)]):
+    if _same(draft.lm_head.weight, heads[0][ids.to(heads[0].device)]) and _alike(*heads):
         draft.copy_head_from_target(InputEmbedding(heads[1]))
         taken.append("head")
     return taken
@@ -134,6 +135,13 @@ def take_tables(draft: DraftModel, targets: Targets) -> list[str]:
 
 def _same(own: Tensor, theirs: Tensor) -> bool:
     return own.shape == theirs.shape and torch.equal(own, theirs.to(own.device, own.dtype))
+
+
+def _alike(old_VD: Tensor, new_VD: Tensor) -> bool:
+    """Whether one is the other, tuned or rounded: off by less than half of its size. Rows that are
+    turned into another basis are off by 1.4 times of it."""
+    old, new = (table.to(old_VD.device, torch.float32) for table in (old_VD, new_VD))
+    return bool((new - old).norm() < 0.5 * old.norm())
 
 
 @dataclass(frozen=True)
