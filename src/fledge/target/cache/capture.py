@@ -89,7 +89,7 @@ def _compute(
 
 @dataclass(frozen=True)
 class _Payload:
-    """A batch's tensors, being copied to the host, and the rows of each per document."""
+    """A batch's tensors, being copied to the host, and how many rows each document has in them."""
 
     tensors: dict[str, Tensor]
     sizes: dict[str, list[int]]

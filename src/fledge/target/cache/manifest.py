@@ -164,13 +164,13 @@ def ensure_resumable(
 ) -> None:
     """Refuse to add to a cache that was made with another configuration. A cache without shards is
     not checked, unless other processes have already started on it (`shared`). `manifest` may lack
-    the field that needs the loaded target; it is then not compared."""
+    the field that needs the loaded target; that one is compared later."""
     shards = set(shards)
     if not shards and not (shared and (directory / MANIFEST).exists()):
         return
     if not (directory / MANIFEST).exists():
         raise BadInput(
-            f"{counted(len(shards), 'shard')} without a manifest: what is in there is unknown",
+            f"{counted(len(shards), 'shard')} without a manifest: the contents are unknown",
             where=str(directory),
             fix="remove them, or give another output directory",
         )
@@ -193,10 +193,10 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         return
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
     cache_names = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
-    target_names = {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
-    for name in sorted(names & (cache_names | target_names)):
+    other_names = {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
+    for name in sorted(names & (cache_names | other_names)):
         reading.check_inside(directory / name, directory)  # it may be written to
-    foreign = sorted(names - cache_names - target_names)
+    foreign = sorted(names - cache_names - other_names)
     if foreign:
         raise BadInput(
             f"not empty, and '{foreign[0]}' is not part of a cache",

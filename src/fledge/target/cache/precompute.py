@@ -175,7 +175,7 @@ def write_fixed_share(
     plan = world.from_main(plan)
     with Disk(job, on_progress, module_of(target)) as disk:
         written = capture(job, target, disk, _share(plan, world.rank, world.size))
-    for _ in range(_missing_asks(job, plan, world)):
+    for _ in range(_joins_needed(job, plan, world)):
         target.join()
     return written
 
@@ -205,8 +205,8 @@ def _share(plan: CachePlan, rank: int, world_size: int) -> list[int]:
     return [index for index in plan.missing if index < plan.allowed][rank::world_size]
 
 
-def _missing_asks(job: CacheJob, plan: CachePlan, world: World) -> int:
-    """How many fewer times than the busiest rank this one asks the target."""
+def _joins_needed(job: CacheJob, plan: CachePlan, world: World) -> int:
+    """How many times this rank must join: it asks that much less often than the busiest rank."""
     sizes = [
         min(len(job.rows), (index + 1) * job.shard_size) - index * job.shard_size
         for index in range(len(plan.shard_bytes))

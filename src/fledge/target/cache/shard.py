@@ -195,7 +195,7 @@ class Shard:
         return self.input_ids[span], self.loss_mask[span]
 
     def payload(self, name: str, row: int) -> NDArray[np.uint8]:
-        """The bytes of one row in a payload tensor, memory-mapped: not read from disk yet."""
+        """The bytes of one row in a payload tensor, as a view of the memory map."""
         begin, end = self.layout.span(name, row)
         return self.bytes[begin:end]
 

@@ -67,7 +67,7 @@ class CacheStore:
             raise BadInput(
                 f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest",
                 where=str(self.directory),
-                fix="shards of another cache lie here",
+                fix="the directory holds shards of another cache",
             )
         lengths = [np.diff(shard.layout.row_start) for shard in self.shards]
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])

@@ -11,7 +11,7 @@ requests, so any of them can answer any question, repeatedly if need be, with th
     POST /v1/generate    message -> message
     GET  /metrics        Prometheus text
 
-Answers travel in one of three encodings. `hidden` carries both states at every slot. `probs` and
+Answers are sent in one of three encodings. `hidden` carries both states at every slot. `probs` and
 `topk` carry aux states at every slot and supervision at supervised slots only (M of them, rows end
 to end), in the precision of the states.
 """

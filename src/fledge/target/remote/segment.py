@@ -165,8 +165,8 @@ def write_segment(name: str, message: Message) -> bool:
         return False
     try:
         status = os.fstat(descriptor)
-        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-        if not ours or status.st_size < message.nbytes:
+        is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own_file or status.st_size < message.nbytes:
             return False
         at = 0
         for chunk in message.chunks():

@@ -171,9 +171,7 @@ class _Route:
         except _BodyTooLarge:
             await send_json(send, 413, {"error": "the body is too large"})
         except QueueFull as full:
-            after = {
-                "Retry-After": str(math.ceil(full.retry_after_s))
-            }  # HTTP allows only whole seconds
+            after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # must be whole seconds
             facts = {"error": str(full), "retry_after_s": full.retry_after_s}
             await send_json(send, 429, facts, after)
         except NotFinite as error:  # our error, which a retry does not fix
@@ -275,7 +273,7 @@ def _declared_length(scope: Scope) -> int | None:
 
 
 async def _read_body(receive: Receive, max_bytes: int, place: Place | None) -> bytearray:
-    """The whole body. With `place`, room for it is reserved as it arrives: its length is unknown."""
+    """The whole body. With `place`, for an undeclared length, room is reserved as it arrives."""
     body = bytearray()
     now = asyncio.get_running_loop().time
     end = now() + _BODY_TIMEOUT_S

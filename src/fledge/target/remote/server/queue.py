@@ -89,9 +89,7 @@ class AnswerQueue:
             self._tokens_per_s += 0.2 * (tokens / max(seconds, 1e-4) - self._tokens_per_s)
             failed = isinstance(answers, BaseException)
             self._metrics.passed(len(jobs), tokens, seconds, failed=failed)
-            if (
-                isinstance(answers, BaseException) and len(jobs) > 1
-            ):  # retry each alone: one may be at fault
+            if isinstance(answers, BaseException) and len(jobs) > 1:  # retry each job alone
                 self._put_back(jobs)
                 continue
             for index, job in enumerate(jobs):

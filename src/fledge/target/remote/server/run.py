@@ -70,7 +70,7 @@ class Address:
         assert self.tls_cert is not None
 
         def no_password() -> str:  # otherwise OpenSSL prompts for one on the terminal
-            what = "the key is encrypted, and nobody is there to type its password"
+            what = "the key is encrypted, and there is no way to enter its password"
             fix = "decrypt it: openssl pkey -in KEY -out NEW"
             raise BadInput(what, where=str(self.tls_key), fix=fix)
 
