@@ -201,7 +201,7 @@ def test_convert_refuses_what_cannot_be(command, words, tmp_path):
         assert "one new cache is wanted" in error
     code, _, error = command("cache", "convert", probs, "-o", tmp_path / "x", "--encoding=hidden")
     assert code == 2
-    assert "probabilities do not tell the hidden states" in error
+    assert "probabilities do not determine the hidden states" in error
     flags = ["--encoding", "topk", "--top-k", 4]
     code, _, error = command(
         "cache", "convert", probs, tmp_path / "x", *flags, "--draft-vocab-size", 60

@@ -1,11 +1,11 @@
-"""AutoModel's own cache directory, as one of ours and back. `padded` has its shards.
+"""Reads and writes cache directories in AutoModel's own layout; see `padded` for the shards.
 
-    manifest.json                   its facts; where we wrote it also our own, under "fledge"
+    manifest.json                   AutoModel's fields; if fledge wrote it, ours under "fledge"
     target_embeddings.safetensors   the target's input embedding: `weight` [V, D], float32
     shard-000000.safetensors        padded rows
 
-It names its target and holds neither config, tokenizer nor output head: they come from the named
-model, or from the files that we write beside it, which AutoModel does not look at.
+Such a cache only names its target and holds no config, tokenizer or output head: they come from
+the named model, or from files that fledge adds to the directory and AutoModel ignores.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ from fledge.target.base import InputEmbedding, TargetInfo
 from fledge.target.cache.format import FORMAT
 from fledge.target.layers import target_depth, text_config
 
-LAYOUT = "automodel"  # of a manifest of ours about such a directory
-OWN = "fledge"  # their manifest's key under which we keep ours
+LAYOUT = "automodel"  # "layout" in our manifest of such a directory
+OWN = "fledge"  # the key in their manifest under which ours is stored
 EMBEDDINGS = "target_embeddings.safetensors"
-_VERSION, _VERSIONS = 2, (1, 2)  # written; read (1 has no top-k)
+_VERSION, _VERSIONS = 2, (1, 2)  # the version written; those read (1 has no top-k)
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNKNOWN = "not recorded"
 
@@ -44,7 +44,7 @@ def is_automodel(stored: dict[str, Any]) -> bool:
 
 
 def own_manifest(stored: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """What their manifest says, in our words."""
+    """AutoModel's manifest converted to ours."""
     if (version := stored["format_version"]) not in _VERSIONS:
         what = f"AutoModel's cache format {version}, this version of fledge reads 1 and 2"
         raise BadInput(what, where=where)
@@ -52,9 +52,9 @@ def own_manifest(stored: dict[str, Any], *, where: str) -> dict[str, Any]:
         width, top_k = int(stored["draft_vocab_size"]), int(stored.get("target_probs_topk") or 0)
         compressed, ids = 0 < top_k < width, [int(i) for i in stored["selected_token_ids"]]
         layers = [int(layer) for layer in stored["aux_layer_ids"]]
-        hidden_size, odd = divmod(int(stored["aux_hidden_dim"]), len(layers))
+        hidden_size, remainder = divmod(int(stored["aux_hidden_dim"]), len(layers))
         vocab_size = int(stored["target_vocab_size"])
-        if odd or len(ids) != width or len({*ids}) != width or not min(ids) >= 0:
+        if remainder or len(ids) != width or len({*ids}) != width or not min(ids) >= 0:
             raise ValueError("its sizes contradict each other")
         if max(ids) >= vocab_size:
             raise ValueError(f"token {max(ids)} is outside the vocabulary of {vocab_size}")
@@ -82,16 +82,16 @@ def own_manifest(stored: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def their_manifest(own: dict[str, Any], vocabulary: DraftVocabulary, files: Path) -> dict[str, Any]:
-    """What AutoModel reads of a cache of ours, with all of ours beside it; `files` is the directory
-    of config and tokenizer, the name of the target as far as a cache knows it."""
-    short = {name: word for word, name in _DTYPES.items()}
+    """Our manifest converted to AutoModel's, with all of ours included. `files` is the directory
+    with config and tokenizer, used as the target's name if the manifest has none."""
+    short_names = {name: short for short, name in _DTYPES.items()}
     return {
         "format_version": _VERSION,
         "target_model": str(own.get("target_model") or files.absolute()),
         "target_vocab_size": own["vocab_size"],
         "draft_vocab_size": vocabulary.size,
         "seq_length": own["seq_length"],
-        "dtype": short[own["dtype"]],
+        "dtype": short_names[own["dtype"]],
         "num_samples": own["rows"],
         "shard_size": own["shard_size"],
         "target_probs_topk": own["top_k"] or 0,
@@ -108,7 +108,7 @@ def their_manifest(own: dict[str, Any], vocabulary: DraftVocabulary, files: Path
 
 
 def column_order(manifest: dict[str, Any]) -> NDArray[np.int64] | None:
-    """Their columns by ascending target id; None where they are in that order."""
+    """The permutation that sorts their columns by target id; None if they are sorted already."""
     ids_W = np.array(manifest["vocabulary"].get("selected_token_ids", ()), dtype=np.int64)
     order_W: NDArray[np.int64] = np.argsort(ids_W)
     return None if np.array_equal(order_W, np.arange(len(ids_W))) else order_W
@@ -117,7 +117,7 @@ def column_order(manifest: dict[str, Any]) -> NDArray[np.int64] | None:
 def vocabulary_of(
     manifest: dict[str, Any], rows: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]]
 ) -> DraftVocabulary:
-    """Their selection in our order; how much of the rows it covers they do not say."""
+    """Their selection in our order. They do not record its coverage: it is counted on `rows`."""
     ids_W = np.sort(np.array(manifest["vocabulary"]["selected_token_ids"], dtype=np.int64))
     counts_V = count_supervised(rows, manifest["vocab_size"])
     covered = float(counts_V[ids_W].sum() / max(1, counts_V.sum()))
@@ -141,14 +141,14 @@ def read_embedding(directory: Path) -> Tensor:
 def read_named_target(
     directory: Path, manifest: dict[str, Any], name: str | None, *, trust_remote_code: bool
 ) -> tuple[InputEmbedding, TargetInfo]:
-    """The target of a directory without files of ours: its embedding from there, the rest from the
-    model it names (or `name`)."""
+    """The target of a directory without fledge's files: the embedding comes from the directory, the
+    rest from the model `name` or, by default, from the one that the manifest names."""
     embedding_VD, name = read_embedding(directory), name or manifest["target_model"]
     config = load_config(name, trust_remote_code=trust_remote_code)
-    wanted = [manifest["vocab_size"], manifest["hidden_size"]]
+    expected = [manifest["vocab_size"], manifest["hidden_size"]]
     sizes = [int(text_config(config).vocab_size), int(text_config(config).hidden_size)]
-    if not list(embedding_VD.shape) == sizes == wanted:
-        what = f"made from a target of {wanted[0]} tokens and width {wanted[1]}, "
+    if not list(embedding_VD.shape) == sizes == expected:
+        what = f"made from a target of {expected[0]} tokens and width {expected[1]}, "
         what += f"{name} has {sizes[0]} and {sizes[1]}"
         raise BadInput(what, where=str(directory), fix="target.model=MODEL names the right one")
     weights = hashlib.sha256(embedding_VD.contiguous().view(torch.uint8).numpy().data)
@@ -167,11 +167,11 @@ def read_named_target(
 
 
 def _head(name: str, embedding_VD: Tensor, directory: Path) -> Tensor:
-    """The named model's own; its embedding must be the cache's, up to the precision it ran in."""
+    """The named model's head. Its embedding must match the cache's, within the run's precision."""
     tables = read_target_tables(local_model(name))
-    some = slice(None, None, max(1, len(embedding_VD) // 1024))
-    own, kept = tables.embedding_VD[some].float(), embedding_VD[some]
-    if own.shape != kept.shape or not torch.allclose(own, kept, rtol=2**-7, atol=1e-6):
+    sample = slice(None, None, max(1, len(embedding_VD) // 1024))
+    named, cached = tables.embedding_VD[sample].float(), embedding_VD[sample]
+    if named.shape != cached.shape or not torch.allclose(named, cached, rtol=2**-7, atol=1e-6):
         what = f"made from another model than {name} (different embeddings)"
         raise BadInput(what, where=str(directory), fix="target.model=MODEL names the right one")
     return tables.head_VD

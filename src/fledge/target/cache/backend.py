@@ -1,6 +1,6 @@
-"""The target from disk: answers about known rows, written by `fledge precompute`.
+"""The target backend that reads answers from disk, as written by `fledge precompute`.
 
-Each document is found by its tokens, however it is packed; the target itself is never loaded.
+Each document is looked up by its tokens, however it is packed; the target itself is never loaded.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from fledge.target.packing import Documents, find_documents, right_padded
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A document of the batch and the row of the cache that answers it."""
+class _CachedDocument:
+    """A document of the batch and the cache row with its answer."""
 
     start: int  # flat slot of its first token
     length: int
@@ -39,10 +39,10 @@ class _Found:
 class CachedEagle3TargetModel(Eagle3TargetBackend):
     """Backend over an offline cache.
 
-    A cache of hidden states serves every supervision; one of probabilities serves `probs` over the
-    draft vocabulary it was made for. States come in the precision they are kept in (`hidden-fp8`:
-    the target's own). A damaged row is refused, or, with `on_damage="skip"`, unsupervised.
-    AutoModel's caches are read too; `model` names the target where theirs is not found.
+    A cache of hidden states serves every kind of supervision; a cache of probabilities serves only
+    `probs` over the draft vocabulary it was made for. States are returned in their stored precision
+    (`hidden-fp8`: in the target's own). A damaged row raises or, with `on_damage="skip"`, is left
+    unsupervised. AutoModel's caches are supported too; `model` replaces the target they name.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self._info = replace(
             info,
             head=info.head.to(self._device),
-            vocabulary=None if is_hidden else vocabulary,  # hidden states depend on none
+            vocabulary=None if is_hidden else vocabulary,  # hidden states need none
             suggested=vocabulary if is_hidden else None,
         )
 
@@ -84,7 +84,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         return self._info.vocabulary
 
     def rows(self, *, reading: bool = False) -> CachedRows:
-        """The token rows that this target knows; see `CachedRows` for `reading`."""
+        """The token rows in the cache; see `CachedRows` for `reading`."""
         self._check_open()
         return CachedRows(self.store, reading=reading)
 
@@ -114,28 +114,28 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
-        kept = self.vocabulary
-        if kept is None:
+        vocabulary = self.vocabulary
+        if vocabulary is None:
             return
-        if not np.array_equal(kept.selected_token_ids, selected_token_ids.cpu().numpy()):
+        if not np.array_equal(vocabulary.selected_token_ids, selected_token_ids.cpu().numpy()):
             raise BadInput(
-                f"made for another draft vocabulary ({kept.size} tokens, digest "
-                f"{kept.digest()[:12]}); {len(selected_token_ids)} tokens are asked for",
+                f"made for another draft vocabulary ({vocabulary.size} tokens, digest "
+                f"{vocabulary.digest()[:12]}); {len(selected_token_ids)} tokens are asked for",
                 where=str(self.store.directory),
                 fix="train with the cache's vocabulary, or use a cache of hidden states",
             )
 
     @torch.no_grad()
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """Look the documents of these rows up; a row without packing is one document."""
+        """Look up the documents of these rows; an unpacked row is one document."""
         self._check_open()
         documents = find_documents(rows)
         mapping = self._vocab_mapping(self._device) if self.supervision == "probs" else None
         if documents is None:
             documents = _rows_as_documents(rows.attention_mask)
-        found = self._find(rows, documents)
-        whole = [document for document in found if self.store.check(document.row)]
-        if len(whole) < len(found):  # skipped on request: without an answer nothing is learned
+        cached = self._find(rows, documents)
+        whole = [document for document in cached if self.store.check(document.row)]
+        if len(whole) < len(cached):  # skipped on request: no answer, so no supervision
             rows = replace(rows, loss_mask=_only_within(rows.loss_mask, whole))
         states = {
             name: tensor.view(*rows.shape, -1)
@@ -143,44 +143,46 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         }
         batch = Eagle3TargetBatch.about(rows, **states, shifted=True)
         if batch.position_mask is not None:
-            sayable_BT1 = batch.position_mask & batch.loss_mask.bool()[..., None]
-            batch = replace(batch, position_mask=sayable_BT1)
+            position_BT1 = batch.position_mask & batch.loss_mask.bool()[..., None]
+            batch = replace(batch, position_mask=position_BT1)
         if mapping is not None and self.shape.is_hidden:
             return batch.with_probs(self._info.head, *mapping)
         if self.supervision == "logits":
             return batch.with_logits(self._info.head)
         return batch
 
-    def _find(self, rows: TokenBatch, documents: Documents) -> list[_Found]:
+    def _find(self, rows: TokenBatch, documents: Documents) -> list[_CachedDocument]:
         flat_ids = rows.input_ids.cpu().flatten().numpy()
         flat_mask = rows.loss_mask.cpu().flatten().numpy() != 0
-        found = []
+        cached = []
         for start, length in zip(documents.starts, documents.lengths, strict=True):
             span = slice(start, start + length)
-            known = self.store.find(flat_ids[span].astype(np.int32))
-            if not known:
+            equal_rows = self.store.find(flat_ids[span].astype(np.int32))
+            if not equal_rows:
                 raise ValueError(
                     f"input_ids: no row of the cache {self.store.directory} has the {length} "
                     f"tokens {flat_ids[span][:8].tolist()} ...; train on the cache's own rows"
                 )
-            found.append(self._covering(known, start, flat_mask[span]))
-        return found
+            cached.append(self._first_covering(equal_rows, start, flat_mask[span]))
+        return cached
 
-    def _covering(self, rows: list[int], start: int, wanted: NDArray[np.bool_]) -> _Found:
-        """Of equal rows, the first whose kept supervision covers what is asked for."""
+    def _first_covering(
+        self, rows: list[int], start: int, wanted: NDArray[np.bool_]
+    ) -> _CachedDocument:
+        """The first of several equal rows whose stored supervision covers the wanted tokens."""
         for row in rows:
             shard, local = self.store.at(row)
             _, mask = shard.tokens(local)
             if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
-                return _Found(start, len(mask), row, self.shape.slots(mask))
+                return _CachedDocument(start, len(mask), row, self.shape.slots(mask))
         raise ValueError(
             f"loss_mask supervises tokens of {self.store.name(rows[0])} that were not supervised "
             "when the cache was made; it keeps supervised slots only"
         )
 
-    def _states(self, total: int, found: list[_Found]) -> dict[str, Tensor]:
-        """Everything kept about the documents, at their slots of `total` flat ones, decoded. To a
-        GPU the bytes go as they are stored; decoding is the device's work."""
+    def _states(self, total: int, documents: list[_CachedDocument]) -> dict[str, Tensor]:
+        """Everything stored for the documents, decoded, at their places among `total` flat slots.
+        Bytes are copied to a GPU as they are stored and decoded there."""
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
@@ -188,14 +190,16 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             in_runs = field.name in per_token or not self.shape.compact
             raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
             fill = self._fill_runs if in_runs else self._fill_slots
-            fill(raw.numpy(), field, found)
+            fill(raw.numpy(), field, documents)
             stored[field.name] = raw.to(self._device, non_blocking=pinned).view(field.dtype)
         return decode_states(stored, self.shape, self._info.dtype)
 
-    def _fill_runs(self, into: NDArray[np.uint8], field: Field, found: list[_Found]) -> None:
-        """Slots of a document without a gap: copied as one; only what lies between is zeroed."""
+    def _fill_runs(
+        self, into: NDArray[np.uint8], field: Field, documents: list[_CachedDocument]
+    ) -> None:
+        """Copy each document as one contiguous run of slots; only the gaps between are zeroed."""
         at = 0
-        for document in found:  # ascending
+        for document in documents:  # ascending
             shard, local = self.store.at(document.row)
             data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
             into[at : document.start] = 0
@@ -203,17 +207,19 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             into[document.start : at] = data
         into[at:] = 0
 
-    def _fill_slots(self, into: NDArray[np.uint8], field: Field, found: list[_Found]) -> None:
-        """Supervised slots only."""
+    def _fill_slots(
+        self, into: NDArray[np.uint8], field: Field, documents: list[_CachedDocument]
+    ) -> None:
+        """Copy supervised slots only; all others are zero."""
         into[:] = 0
-        for document in found:
+        for document in documents:
             shard, local = self.store.at(document.row)
             data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
             into[document.start + document.slots] = data
 
 
-def _only_within(loss_mask: Tensor, documents: list[_Found]) -> Tensor:
-    """The mask [B, T] inside these documents, 0 elsewhere."""
+def _only_within(loss_mask: Tensor, documents: list[_CachedDocument]) -> Tensor:
+    """The loss mask [B, T] within these documents, 0 elsewhere."""
     inside_S = torch.zeros(loss_mask.numel(), dtype=torch.bool)
     for document in documents:
         inside_S[document.start : document.start + document.length] = True
@@ -221,7 +227,7 @@ def _only_within(loss_mask: Tensor, documents: list[_Found]) -> Tensor:
 
 
 def _rows_as_documents(attention_mask: Tensor) -> Documents:
-    """Right-padded rows, each of them one document."""
+    """Each right-padded row as one document."""
     lengths, width = right_padded(attention_mask).sum(1).tolist(), attention_mask.shape[1]
     starts = tuple(row * width for row, length in enumerate(lengths) if length)
     return Documents(starts, tuple(length for length in lengths if length))

@@ -1,6 +1,6 @@
-"""The target's answers for whole shards, and the thread that puts them on the disk.
+"""Computes the target's answers for whole shards, and writes them to disk on a thread.
 
-The target computes on the caller's thread; copies, checksums and writing follow on another.
+The target runs on the caller's thread; copies, checksums and writes follow on the other one.
 """
 
 import queue
@@ -27,8 +27,8 @@ from fledge.target.cache.shard import ShardWriter, open_shard
 from fledge.target.cache.store import row_fault
 from fledge.target.finite import refusal
 
-_BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # beside the fields of the cache
-_AHEAD = 3  # batches that the target may be ahead of the disk
+_BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # in addition to the fields of the cache
+_MAX_QUEUED = 3  # batches by which the target may be ahead of the disk
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Written:
 
 
 def capture(job: CacheJob, target: Eagle3TargetBackend, disk: "Disk", shards: Iterable[int]) -> int:
-    """Ask the target for these shards, one after the other; how many there were."""
+    """Ask the target about these shards, one after another, and return how many there were."""
     vocabulary = None
     if job.vocabulary is not None and not job.shape.is_hidden:
         ids = torch.from_numpy(job.vocabulary.selected_token_ids)
@@ -51,15 +51,15 @@ def capture(job: CacheJob, target: Eagle3TargetBackend, disk: "Disk", shards: It
         rows = job.shard_rows(index)
         disk.take((index, rows))
         for members in _batches(rows, job.batch_size):
-            asked = [rows[i] for i in members]
-            disk.take((members, _compute(job, target, asked, vocabulary)))
+            batch = [rows[i] for i in members]
+            disk.take((members, _compute(job, target, batch, vocabulary)))
         disk.take(None)
         written += 1
     return written
 
 
 def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
-    """Rows of like length together: the target then computes little padding."""
+    """Batches of rows of similar length, so that the target computes little padding."""
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i))
     for begin in range(0, len(order), size):
         yield order[begin : begin + size]
@@ -77,19 +77,19 @@ def _compute(
     slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
     device = batch.aux_hidden_states.device
     mapping = None if vocabulary is None else (vocabulary[0].to(device), vocabulary[1].to(device))
-    # the head is asked for only where probabilities have to be made of states
+    # the head is needed only where probabilities must be computed from states
     head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
     tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
-    tokens = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
-    # judged as it is kept, where it lies: the thread that writes reads the verdict
+    token_fields = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
+    # checked in the stored precision, on the device; the writing thread reads the result
     tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, job.shape)
-    sizes = {name: lengths if name in tokens else [len(s) for s in slots] for name in tensors}
+    sizes = {name: lengths if name in token_fields else [len(s) for s in slots] for name in tensors}
     return _Payload.copy_of(tensors, sizes)
 
 
 @dataclass(frozen=True)
 class _Payload:
-    """A batch's tensors on their way to the host, and how many rows of each a document has."""
+    """A batch's tensors, being copied to the host, and how many rows each document has in them."""
 
     tensors: dict[str, Tensor]
     sizes: dict[str, list[int]]
@@ -106,7 +106,7 @@ class _Payload:
             )
             for name, tensor in raw.items()
         }
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
         copied.record()
         return cls(host, sizes, copied)
 
@@ -121,17 +121,17 @@ class _Payload:
 
 
 class _Stopped(Exception):  # noqa: N818  (not an error: the caller gave up)
-    """The caller left early; the open shard must not appear."""
+    """The caller exited early; the open shard must not appear."""
 
 
 class Disk:
-    """The writing thread: shards are begun, filled and ended in the order they are handed over."""
+    """The writing thread. Shards are opened, filled and closed in the order they are passed in."""
 
     def __init__(
         self, job: CacheJob, on_progress: Callable[[Written], None], model: nn.Module | None
     ) -> None:
         self._job, self._on_progress, self._model = job, on_progress, model
-        self._queue: queue.Queue[Any] = queue.Queue(_AHEAD)
+        self._queue: queue.Queue[Any] = queue.Queue(_MAX_QUEUED)
         self._error: BaseException | None = None
         self._rows = self._bytes = 0
         self._thread = threading.Thread(target=self._work, daemon=True, name="fledge-cache")
@@ -147,12 +147,12 @@ class Disk:
             raise self._error
 
     def take(self, item: tuple[int, list[TokenRow]] | tuple[list[int], _Payload] | None) -> None:
-        """(index, rows) begins a shard, (members, payload) fills it, None ends it."""
+        """(index, rows) opens a shard, (members, payload) adds rows to it, None closes it."""
         self._offer(item)
         self.check()
 
     def check(self) -> None:
-        """Raise what has stopped the thread."""
+        """Raise the error that has stopped the thread, if any."""
         if self._error is not None:
             raise self._error
 
@@ -177,7 +177,7 @@ class Disk:
                 with self._open(self._job.shard_path(index), rows) as shard:
                     while (item := self._next()) is not None:
                         self._put(shard, rows, index * self._job.shard_size, *item)
-        except BaseException as error:  # noqa: BLE001  (raised where the next batch is offered)
+        except BaseException as error:  # noqa: BLE001  (raised when the next batch is offered)
             self._error = error
 
     def _open(
@@ -204,7 +204,7 @@ class Disk:
         self._on_progress(Written(self._rows, self._bytes))
 
     def _check(self, row: TokenRow, number: int, bad_NA: Tensor, bad_M: Tensor) -> None:
-        """What is not finite does not get into a cache, not even as the precision it is kept in."""
+        """Refuse a row that is not finite in the precision in which it is stored."""
         job = self._job
         slots = job.shape.slots(np.asarray(row.loss_mask))
         fault = row_fault(number, bad_NA, bad_M, slots, job.manifest["aux_layer_ids"])

@@ -1,7 +1,7 @@
-"""Between a target's answer and the tensors that the cache keeps of it, in both directions.
+"""Encodes a target's answer as the tensors that the cache stores, and decodes them again.
 
 Probabilities come from `target_distribution`, the function that the trainer itself calls, so a
-cached answer is the live one. Everything here runs where the batch lies.
+cached answer equals the live one. Everything here runs on the device of the batch.
 """
 
 import torch
@@ -14,53 +14,54 @@ from fledge.target.finite import by_layer, finite_rows
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
-_HALVES_SHORT_BY = 2.0**8
-_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 24  # numbers decoded at once
+_FP16_TOO_SMALL_BY = 2.0**8  # see `_scaled_down_fp16`
+_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 24  # values decoded at once
 
 
 @torch.no_grad()
 def to_fp8(states_ND: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """8-bit floats [N, D] and their scales [N, chunks]: each chunk's largest value becomes 448.
+    """8-bit floats [N, D] and their scales [N, chunks]: each chunk's largest magnitude becomes 448.
 
-    One scale per token and per layer's state: tokens differ by orders of magnitude (the first one
-    of a row above all), channels are left to the exponent bits.
+    There is one scale per token and layer, because tokens differ by orders of magnitude (above all
+    the first one of a row); the exponent bits cover the differences between channels.
     """
     grouped_NCX = states_ND.float().reshape(len(states_ND), chunks, states_ND.shape[-1] // chunks)
     scale_NC = grouped_NCX.abs().amax(-1) / _FP8_MAX
-    scale_NC = torch.where(scale_NC == 0, 1.0, scale_NC)  # NaN stays: `unsound` looks for it
-    # a subnormal scale makes the quotient round past the largest value: clamp before the cast
+    scale_NC = torch.where(scale_NC == 0, 1.0, scale_NC)  # NaN stays: `unsound` detects it
+    # with a subnormal scale the quotient can round past the largest value: clamp before the cast
     scaled_NCX = (grouped_NCX / scale_NC[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
     return scaled_NCX.flatten(-2).to(_FP8), scale_NC
 
 
 @torch.no_grad()
 def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Every 8-bit float times its chunk's scale, in float32, rounded once: the inverse of `to_fp8`.
-    A block of rows at a time: what lies between stays in a CPU's cache, and small on a GPU."""
+    """The inverse of `to_fp8`: each value times its chunk's scale in float32, rounded once. Works
+    in blocks of rows, so that intermediates fit a CPU's cache and stay small on a GPU."""
     (rows, chunks), width = scale_NC.shape, states_ND.shape[-1]
     shape_NCX = (rows, chunks, width // chunks)
     states_NCX, scale_NC1 = states_ND.view(shape_NCX), scale_NC[..., None]
     if on_cpu := states_ND.device.type == "cpu":
-        scale_NC1 = scale_NC1 * _HALVES_SHORT_BY
+        scale_NC1 = scale_NC1 * _FP16_TOO_SMALL_BY
     out_NCX = torch.empty(shape_NCX, dtype=dtype, device=states_ND.device)
     block = max(1, (_CPU_BLOCK if on_cpu else _GPU_BLOCK) // width)
     for begin in range(0, rows, block):
         part = states_NCX[begin : begin + block]
-        half = _short_halves(part) if on_cpu else part.to(torch.float16)
-        out_NCX[begin : begin + block] = half.float().mul_(scale_NC1[begin : begin + block])
+        fp16 = _scaled_down_fp16(part) if on_cpu else part.to(torch.float16)
+        out_NCX[begin : begin + block] = fp16.float().mul_(scale_NC1[begin : begin + block])
     return out_NCX.flatten(1)
 
 
-def _short_halves(states: Tensor) -> Tensor:
-    """e4m3 -> float16, short by a factor of 2^8. Torch's own cast takes a CPU eight times as long.
+def _scaled_down_fp16(states: Tensor) -> Tensor:
+    """e4m3 -> float16, too small by a factor of 2^8; on a CPU eight times as fast as torch's cast.
 
-    Sign, exponent and mantissa moved to their places in a float16 say the same number, subnormal
-    ones too, with the exponent off by the difference of the biases, 15 - 7. (Not its NaN, which is
-    never written.) Making up for it in the scale is exact: no scale is above 2^120.
+    Sign, exponent and mantissa are moved to their positions in a float16. This preserves the value,
+    also of subnormal numbers, except that the exponent is off by the difference of the biases,
+    15 - 7. (NaN is not preserved, but it is never written.) Making up for the factor in the scale
+    is exact, since no scale exceeds 2^120.
 
         e4m3       s eeee mmm
-        sign bits  ssss ssss seee emmm     int16
-        moved      ssee eemm m000 0000     << 7
+        extended   ssss ssss seee emmm     int16
+        shifted    ssee eemm m000 0000     << 7
         float16    s0ee eemm m000 0000     & ~0x4000
     """
     bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
@@ -69,25 +70,25 @@ def _short_halves(states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def unsound(stored: dict[str, Tensor], shape: CacheShape) -> tuple[Tensor, Tensor]:
-    """bool [N, A] and [M]: which aux layers of which tokens, and which supervised slots, are kept
-    as something that is not finite."""
+    """bool [N, A] and [M]: which aux layers of which tokens, and which supervised slots, are stored
+    with a value that is not finite."""
     aux_NAD = by_layer(stored["aux_hidden_states"], shape.aux_layers)
     if shape.encoding == "hidden-fp8":
         bad_NA = ~stored["aux_scale"].isfinite() | _fp8_nan(aux_NAD)
         bad_M = ~stored["last_scale"][:, 0].isfinite() | _fp8_nan(stored["last_hidden_states"])
         return bad_NA, bad_M
-    kept = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
-    return ~finite_rows(aux_NAD), ~finite_rows(stored[kept[shape.encoding]])
+    names = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
+    return ~finite_rows(aux_NAD), ~finite_rows(stored[names[shape.encoding]])
 
 
 def _fp8_nan(states: Tensor) -> Tensor:
-    """[...] of [..., D]: an 8-bit float of the row is NaN: all bits set, whatever the sign."""
+    """[..., D] -> [...]: whether any 8-bit float is NaN, i.e. has all bits but the sign set."""
     return ((states.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
 
 
 @torch.no_grad()
 def keep_top(probs_NW: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The k largest probabilities [N, K], renormalised, and their draft ids."""
+    """The k largest probabilities [N, K], renormalized, and their draft ids."""
     top_NK, ids_NK = probs_NW.float().topk(top_k, dim=-1)
     total_N1 = top_NK.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return top_NK / total_N1, ids_NK
@@ -103,11 +104,11 @@ def encode_rows(
     head: TargetHead | None = None,
     vocabulary: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The payload of a batch of one document per row, rows end to end: field name -> [N or M, ...].
-    `lengths` are the rows' tokens, `slots` the slots of each whose supervision is kept."""
+    """The payload of a batch with one document per row, rows end to end: name -> [N or M, ...].
+    `lengths` are the token counts of the rows, `slots` their slots whose supervision is kept."""
     width = batch.input_ids.shape[1]
     token_N = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
-    slot_M = torch.cat([row * width + kept for row, kept in enumerate(slots)])
+    slot_M = torch.cat([row * width + slot for row, slot in enumerate(slots)])
     device = batch.aux_hidden_states.device
     token_N, slot_M = token_N.to(device), slot_M.to(device)
     aux_ND = batch.aux_hidden_states.flatten(0, 1)[token_N]
@@ -135,28 +136,28 @@ def encode_rows(
     assert batch.target_probs is not None
     assert batch.position_mask is not None
     probs_MW = batch.target_probs.flatten(0, 1)[slot_M]
-    sayable_M1 = batch.position_mask.flatten(0, 1)[slot_M]
+    position_M1 = batch.position_mask.flatten(0, 1)[slot_M]
     top_k = shape.top_k if shape.encoding == "topk" else None
-    kept = encode_probs(probs_MW, sayable_M1, shape.dtype, top_k)
-    return {"aux_hidden_states": aux_ND.to(shape.dtype), **kept}
+    supervision = encode_probs(probs_MW, position_M1, shape.dtype, top_k)
+    return {"aux_hidden_states": aux_ND.to(shape.dtype), **supervision}
 
 
 def encode_probs(
     probs_MW: Tensor, sayable_M1: Tensor, dtype: torch.dtype, top_k: int | None
 ) -> dict[str, Tensor]:
-    """Probabilities as they are kept: the `top_k` largest, or all of them."""
-    kept = {"position_mask": sayable_M1.to(torch.uint8)}
+    """The stored form of probabilities: the `top_k` largest, or all of them."""
+    mask = {"position_mask": sayable_M1.to(torch.uint8)}
     if top_k is None:
-        return {**kept, "target_probs": probs_MW.to(dtype)}
+        return {**mask, "target_probs": probs_MW.to(dtype)}
     top_MK, ids_MK = keep_top(probs_MW, top_k)
-    return {**kept, "topk_probs": top_MK.to(dtype), "topk_ids": ids_MK.to(torch.int32)}
+    return {**mask, "topk_probs": top_MK.to(dtype), "topk_ids": ids_MK.to(torch.int32)}
 
 
 @torch.no_grad()
 def decode_states(
     stored: dict[str, Tensor], shape: CacheShape, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Stored tensors [S, ...] of any slots as the fields of a batch, still flat."""
+    """Decode stored tensors [S, ...] of any S slots to the fields of a batch, still flat."""
     aux_SD = stored["aux_hidden_states"]
     if shape.is_hidden:
         hidden_SD = stored["last_hidden_states"]

@@ -1,4 +1,4 @@
-"""Convert a cache to another encoding: a cache is a target, so this is precompute over it."""
+"""Convert a cache to another encoding: precompute with the source cache as the target."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,27 +29,27 @@ def convert_job(
     padded: bool = False,
     model: str | None = None,
 ) -> CacheJob:
-    """Write what `source` holds in another encoding; run it with `source` as the target. `padded`:
-    in AutoModel's layout, rows as long as they were allowed to be. `model` has config and tokenizer
-    where the source has none."""
+    """The job that writes the contents of `source` in another encoding; run it with `source` as the
+    target. `padded` selects AutoModel's layout, with rows padded to the maximum length. Config and
+    tokenizer come from `model` if the source has none."""
     old = source.store.manifest
     if options.encoding in ("hidden", "hidden-fp8") and not source.shape.is_hidden:
         raise BadInput(
-            f"{options.encoding} cannot be made of {source.shape.encoding}: probabilities do not "
-            "tell the hidden states",
+            f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
+            "not determine the hidden states",
             where=str(source.store.directory),
         )
     if padded and options.encoding not in OVER_A_VOCABULARY:
         fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
         raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
-    # supervision that the source does not hold cannot be written
+    # supervision that is not in the source cannot be written
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
-    named = model if lacks_target(source.store.directory, old) else None
-    files = local_model(named or target_files(source.store.directory), weights=False)
+    model_name = model if lacks_target(source.store.directory, old) else None
+    files = local_model(model_name or target_files(source.store.directory), weights=False)
     vocabulary = _vocabulary(source, draft_vocab_size)
     if vocabulary is None and (draft_vocab_size or options.encoding in OVER_A_VOCABULARY):
         tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
-        vocabulary = _counted(source, draft_vocab_size, special_token_ids(tokenizer))
+        vocabulary = _select_vocabulary(source, draft_vocab_size, special_token_ids(tokenizer))
     manifest: dict[str, Any] = {
         **{key: value for key, value in old.items() if key not in (LATE, "layout")},
         **encoding_facts(options, vocabulary),
@@ -64,24 +64,24 @@ def convert_job(
 
 
 def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
-    """The source's own, where it has one that is wanted."""
-    kept, suggested = source.vocabulary, source.info().suggested
-    if kept is None:
+    """The source's own vocabulary, if it has one of the requested size."""
+    required, suggested = source.vocabulary, source.info().suggested
+    if required is None:
         fits = suggested is not None and size in (None, suggested.size)
         return suggested if fits else None
-    if size is not None and kept.size != size:
+    if size is not None and required.size != size:
         raise BadInput(
-            f"made for a draft vocabulary of {kept.size}, not {size}",
+            f"made for a draft vocabulary of {required.size}, not {size}",
             where=str(source.store.directory),
             fix="another vocabulary needs a cache of hidden states",
         )
-    return kept
+    return required
 
 
-def _counted(
+def _select_vocabulary(
     source: CachedEagle3TargetModel, size: int | None, special_ids: list[int | None]
 ) -> DraftVocabulary:
-    """Counted on the source's rows, not on held-out ones."""
+    """Select a vocabulary by counts over the source's rows, excluding held-out ones."""
     rows = source.rows()
     trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
     pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))

@@ -1,9 +1,9 @@
-"""Which files of a model a cache keeps and a server hands out: config and tokenizer, no more."""
+"""The files of a model that a cache copies and a server sends: config and tokenizer only."""
 
 from pathlib import Path
 
-# What a config and a tokenizer consist of, of every kind that transformers knows. A list, not a
-# pattern: a directory may hold `hf_token.txt` too. No code: a cache or a server carries data only.
+# The files of every kind of config and tokenizer that transformers supports. A list rather than a
+# pattern, since a directory may also hold `hf_token.txt`. No code: only data is copied or sent.
 _COPIED = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -17,19 +17,19 @@ _COPIED = frozenset({
 
 
 def copied_files(model_dir: Path) -> list[Path]:
-    """A model's config and tokenizer: what training reads of it besides the cache."""
+    """A model's config and tokenizer files, which training reads besides the cache."""
     files = (path for path in sorted(model_dir.iterdir()) if is_copied(path.name))
     return [path for path in files if _lies_in(model_dir, path)]
 
 
 def is_copied(name: str) -> bool:
-    """Whether a file of this name belongs to a config or a tokenizer; never a path."""
+    """Whether a file of this name belongs to a config or a tokenizer; False for any path."""
     return name in _COPIED
 
 
 def _lies_in(model_dir: Path, path: Path) -> bool:
-    """Whether it is a file, and itself in the directory. A link leads elsewhere, but for one kind:
-    the hub's cache keeps REPOSITORY/snapshots/REVISION/name as a link to REPOSITORY/blobs/X."""
+    """Whether `path` is a file that lies in the directory itself. Links are refused, with one
+    exception: the hub's cache links REPOSITORY/snapshots/REVISION/name to REPOSITORY/blobs/X."""
     if not path.is_file():
         return False
     if not path.is_symlink():
@@ -39,8 +39,8 @@ def _lies_in(model_dir: Path, path: Path) -> bool:
 
 
 def code_files(model_dir: Path) -> list[Path]:
-    """The Python files of a model that brings code of its own. A cache keeps them beside config and
-    tokenizer, which cannot be read without them; they run only where the user trusts them."""
+    """The Python files of a model with custom code. A cache keeps them with config and tokenizer,
+    which cannot be loaded without them; they run only if the user trusts remote code."""
     for name in ("config.json", "tokenizer_config.json"):
         path = model_dir / name
         if path.is_file() and '"auto_map"' in path.read_text(errors="replace"):
@@ -49,5 +49,5 @@ def code_files(model_dir: Path) -> list[Path]:
 
 
 def kept_files(model_dir: Path | None) -> list[Path]:
-    """What a cache keeps of a model."""
+    """All files of a model that a cache keeps."""
     return [] if model_dir is None else sorted({*copied_files(model_dir), *code_files(model_dir)})

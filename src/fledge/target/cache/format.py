@@ -1,24 +1,24 @@
-"""The offline cache on disk: which tensors a shard holds, where every byte of it lies.
+"""The on-disk format of the offline cache: the tensors in a shard and the position of every byte.
 
     cache/
-      manifest.json             what shapes the contents; written before the first shard
-      target.safetensors        the target's input embedding and output head, once
-      target/                   its config and tokenizer: training needs nothing else of it
-      vocabulary.safetensors    the draft vocabulary: the only one of probs and topk; with hidden
-                                states a suggestion, where one was asked for
+      manifest.json             what determines the contents; written before the first shard
+      target.safetensors        the target's input embedding and output head, stored once
+      target/                   its config and tokenizer: all else that training needs of it
+      vocabulary.safetensors    the draft vocabulary: required by probs and topk; with hidden
+                                states only a suggestion, if one was requested
       shard-00000.safetensors   rows 0 .. shard_size - 1, unpadded, end to end
 
-Lengths are known before the target runs, so the layout of a shard, and with it the size of the
-whole cache, is known to the byte before anything is written, and rows can be written in any order.
+Row lengths are known before the target runs, so the layout of each shard, and hence the exact size
+of the whole cache, is known before anything is written, and rows can be written in any order.
 
-One row of six tokens, `x0 x1` the prompt, `x2 .. x5` the answer. Aux states are kept for every
-token; the supervision of slot t is about token t + 1 (`core.batch`), so a row of n tokens has n - 1
-of them, or, compact, one per supervised token after the first:
+Example: a row of six tokens, with prompt `x0 x1` and answer `x2 .. x5`. Aux states are kept for
+every token. The supervision in slot t is about token t + 1 (`core.batch`), so a row of n tokens has
+n - 1 supervision slots or, in compact form, one for each supervised token after the first:
 
     token                 x0   x1   x2   x3   x4   x5
     loss_mask             0    0    1    1    1    1
     aux_hidden_states     a0   a1   a2   a3   a4   a5
-    last_hidden_states         h1   h2   h3   h4   h5       all of them
+    last_hidden_states         h1   h2   h3   h4   h5       all slots
                                     h2   h3   h4   h5       compact (`supervised_only`, probs, topk)
 
 Shapes: R rows of a shard, N their tokens, M their supervised slots, D target hidden, W draft
@@ -37,15 +37,15 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput, nearest
 
-FORMAT = 2  # raise when the meaning of the files changes
+FORMAT = 2  # increment when the meaning of the files changes
 Encoding = Literal["hidden", "hidden-fp8", "probs", "topk"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-OVER_A_VOCABULARY: tuple[Encoding, ...] = ("probs", "topk")  # the others serve every one
+OVER_A_VOCABULARY: tuple[Encoding, ...] = ("probs", "topk")  # the others serve any vocabulary
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEY_BYTES = 16
 _HEADER_ALIGNMENT = 64
 
-# How a safetensors header calls a dtype.
+# The names of dtypes in a safetensors header.
 SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -62,7 +62,7 @@ SAFETENSORS = {
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Everything that decides how many bytes a token takes."""
+    """Everything that determines how many bytes a token takes."""
 
     encoding: Encoding
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class CacheShape:
     draft_vocab_size: int = 0  # probs and topk
     top_k: int = 0  # topk
     supervised_only: bool = False  # keep supervision at supervised slots only
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # those of states
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # allowed for states
 
     def __post_init__(self) -> None:
         if self.encoding not in ENCODINGS:
@@ -92,7 +92,7 @@ class CacheShape:
 
     @property
     def compact(self) -> bool:
-        """Supervision is kept at supervised slots only: the others are zero in probabilities."""
+        """Whether supervision is kept for supervised slots only: probabilities are 0 elsewhere."""
         return self.supervised_only or self.encoding in ("probs", "topk")
 
     @property
@@ -100,7 +100,7 @@ class CacheShape:
         return self.encoding in ("hidden", "hidden-fp8")
 
     def token_fields(self) -> "list[Field]":
-        """What is kept for every token."""
+        """The fields kept for every token."""
         states = torch.float8_e4m3fn if self.encoding == "hidden-fp8" else self.dtype
         fields = [Field("aux_hidden_states", states, self.aux_layers * self.hidden_size)]
         if self.encoding == "hidden-fp8":
@@ -108,7 +108,7 @@ class CacheShape:
         return fields
 
     def slot_fields(self) -> "list[Field]":
-        """What is kept for every slot with supervision."""
+        """The fields kept for every slot with supervision."""
         if self.encoding == "hidden":
             return [Field("last_hidden_states", self.dtype, self.hidden_size)]
         if self.encoding == "hidden-fp8":
@@ -126,7 +126,7 @@ class CacheShape:
         ]
 
     def slots(self, loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """The slots of one row whose supervision is kept, ascending."""
+        """The slots of one row whose supervision is kept, in ascending order."""
         if self.compact:
             return np.flatnonzero(loss_mask[1:])
         return np.arange(max(0, len(loss_mask) - 1), dtype=np.int64)
@@ -134,7 +134,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a shard; `width` values for each of its rows."""
+    """One tensor of a shard, with `width` values in each of its rows."""
 
     name: str
     dtype: torch.dtype
@@ -147,7 +147,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Placed:
-    """A field at its place: `count` rows from byte `begin` of the file on."""
+    """A field at its position in the file: `count` rows, starting at byte `begin`."""
 
     field: Field
     count: int
@@ -159,7 +159,7 @@ class Placed:
 
 
 class ShardLayout:
-    """Where everything lies in the shard of some rows."""
+    """The byte layout of a shard with the given rows."""
 
     def __init__(
         self, shape: CacheShape, tokens: Sequence[int], slots: Sequence[int], facts: dict[str, Any]
@@ -178,13 +178,13 @@ class ShardLayout:
             (Field("row_key", torch.uint8, KEY_BYTES), rows),
             (Field("row_digest", torch.int64, 1), rows),
         ]
-        # wide numbers first: every tensor then begins at a multiple of its own item size
+        # widest dtypes first: every tensor then starts at a multiple of its item size
         counted.sort(key=lambda item: (-item[0].dtype.itemsize, item[0].name))
-        placed = (
+        entries = (
             (field.name, field.dtype, [count] if field.name in _FLAT else [count, field.width])
             for field, count in counted
         )
-        self.header = safetensors_header(placed, {"fledge": json.dumps(facts, sort_keys=True)})
+        self.header = safetensors_header(entries, {"fledge": json.dumps(facts, sort_keys=True)})
         self.places: dict[str, Placed] = {}
         at = len(self.header)
         for field, count in counted:
@@ -194,7 +194,7 @@ class ShardLayout:
         self._by_token = {field.name for field in shape.token_fields()}
 
     def span(self, name: str, row: int) -> tuple[int, int]:
-        """The bytes [begin, end) of one row's part of a payload tensor."""
+        """The byte range [begin, end) of one row in a payload tensor."""
         place = self.places[name]
         starts = self.row_start if name in self._by_token else self.slot_start
         first, last = int(starts[row]), int(starts[row + 1])
@@ -202,13 +202,13 @@ class ShardLayout:
         return place.begin + first * width, place.begin + last * width
 
 
-_FLAT = {"input_ids", "loss_mask", "row_start", "slot_start", "row_digest"}  # one number a row
+_FLAT = {"input_ids", "loss_mask", "row_start", "slot_start", "row_digest"}  # one value per row
 
 
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, list[int]]], metadata: dict[str, str]
 ) -> bytes:
-    """The header of tensors that lie end to end, padded with blanks as the format allows."""
+    """The header for tensors stored end to end, padded with spaces as the format allows."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, dtype, shape in tensors:
@@ -225,7 +225,7 @@ def shard_name(index: int) -> str:
 
 
 def padded_layout_bytes(rows: int, seq_length: int, aux_width: int, draft_vocab_size: int) -> int:
-    """What padded rows with draft-vocabulary probabilities take in bf16, for comparison. Per padded
-    position: aux states, probabilities, ids, two masks (int64) and the position mask."""
+    """The size of padded rows with draft-vocabulary probabilities in bf16, for comparison. Each
+    padded position has aux states, probabilities, ids, two masks (int64) and the position mask."""
     per_position = 2 * (aux_width + draft_vocab_size) + 3 * 8 + 1
     return rows * seq_length * per_position

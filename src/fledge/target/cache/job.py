@@ -1,6 +1,6 @@
-"""From rows and a model's name to a `CacheJob`: the manifest, and what the cache will cost.
+"""Builds a `CacheJob` from rows and a model's name: the manifest and the size of the cache.
 
-Nothing here loads weights; `begin_cache` adds what only the loaded target knows.
+Nothing here loads weights; `begin_cache` adds the facts that require the loaded target.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What a user chooses about a cache."""
+    """The user's choices about a cache."""
 
     encoding: Encoding = "hidden"
     dtype: torch.dtype = torch.bfloat16
@@ -64,7 +64,7 @@ class CacheOptions:
 
 
 def quota_in_bytes(gigabytes: float | None) -> int | None:
-    """What `--quota-gb` allows; None: no limit."""
+    """`--quota-gb` in bytes; None means no limit."""
     if gigabytes is None:
         return None
     if not 0 < gigabytes < 1e9:
@@ -74,20 +74,20 @@ def quota_in_bytes(gigabytes: float | None) -> int | None:
 
 @dataclass(frozen=True)
 class CacheJob:
-    """What to compute and where it goes; nothing is loaded or written yet."""
+    """What to compute and where to write it; nothing is loaded or written yet."""
 
     directory: Path
     rows: Sequence[TokenRow]  # in the order of the cache
     shape: CacheShape
-    manifest: dict[str, Any]  # all fields but the target's own
-    vocabulary: DraftVocabulary | None = None  # of hidden states: only suggested to training
+    manifest: dict[str, Any]  # all fields except `LATE`
+    vocabulary: DraftVocabulary | None = None  # with hidden states only a suggestion
     model_dir: Path | None = None  # whose config and tokenizer are copied into the cache
     shard_size: int = 256
     batch_size: int = 4
     pad_id: int = 0
     resume: bool = False
     quota_bytes: int | None = None
-    padded_to: int | None = None  # tokens a row, in AutoModel's layout; None: ours
+    padded_to: int | None = None  # tokens per row in AutoModel's layout; None: our layout
 
     @classmethod
     def of(
@@ -99,12 +99,12 @@ class CacheJob:
         **more: Any,
     ) -> "CacheJob":
         """The job that the manifest and the user's options describe."""
-        chosen = ("shard_size", "batch_size", "resume", "quota_bytes")
-        more |= {name: getattr(options, name) for name in chosen}
+        names = ("shard_size", "batch_size", "resume", "quota_bytes")
+        more |= {name: getattr(options, name) for name in names}
         return cls(directory, rows, shape_of(manifest), manifest, **more)
 
     def layout(self, rows: Sequence[TokenRow]) -> ShardLayout | PaddedLayout:
-        """The layout of a shard of these rows."""
+        """The layout of a shard with these rows."""
         if self.padded_to is None:
             return layout_of(self.shape, rows)
         return PaddedLayout(self.shape, rows, self.padded_to)
@@ -114,7 +114,7 @@ class CacheJob:
         return self.directory / name(index)
 
     def on_disk(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """The manifest as its file holds it."""
+        """The manifest as written to its file."""
         if self.padded_to is None:
             return manifest
         assert self.vocabulary is not None, "padded rows are of probabilities"
@@ -127,12 +127,12 @@ class CacheJob:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The cost of a job, to the byte, before it starts."""
+    """The size of a cache, to the byte, before the job starts."""
 
     shard_bytes: tuple[int, ...]
-    head_bytes: int  # embedding, head: an estimate until the target is loaded
-    done: frozenset[int]  # shards that are there already
-    allowed: int  # the first so many shards fit the quota
+    head_bytes: int  # everything but the shards: an estimate until the target is loaded
+    done: frozenset[int]  # shards that already exist
+    allowed: int  # how many shards fit the quota
     rows: int
     tokens: int
 
@@ -147,7 +147,7 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A target as its files describe it, weights unread."""
+    """A target as described by its files, without reading the weights."""
 
     name: str
     directory: Path
@@ -187,7 +187,7 @@ class ModelFacts:
         )
 
     def head_bytes(self, dtype: torch.dtype) -> int:
-        """What stands beside the shards, about: the weights' true dtype is known once loaded."""
+        """The approximate size of all but the shards: the weights' dtype is not known yet."""
         weights = (1 if self.tied else 2) * self.vocab_size * self.hidden_size * dtype.itemsize
         files = sum(path.stat().st_size for path in copied_files(self.directory))
         return weights + files + (1 << 16)  # norm, headers, manifest
@@ -203,7 +203,7 @@ def has_weights(directory: Path) -> bool:
 
 def files_fingerprint(directory: Path) -> str:
     """A digest of a model's config and of its weight files: names, sizes, first and last bytes.
-    Quick enough to be asked before anything is loaded; the loaded weights are compared in full."""
+    Fast enough to compute before anything is loaded; loaded weights are compared in full."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.name == "config.json":
@@ -219,17 +219,17 @@ def files_fingerprint(directory: Path) -> str:
 
 
 def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) -> dict[str, Any]:
-    """The manifest's fields about how rows are kept."""
-    kept = None if vocabulary is None else {"size": vocabulary.size, "digest": vocabulary.digest()}
-    bound = options.encoding in OVER_A_VOCABULARY
+    """The manifest's fields about how rows are stored."""
+    entry = None if vocabulary is None else {"size": vocabulary.size, "digest": vocabulary.digest()}
+    required = options.encoding in OVER_A_VOCABULARY
     return {
         "encoding": options.encoding,
         "dtype": dtype_name(options.dtype),
         "top_k": options.top_k,
         "supervised_only": options.supervised_only,
         "shard_size": options.shard_size,
-        "vocabulary": kept if bound else None,
-        "suggested_vocabulary": None if bound else kept,
+        "vocabulary": entry if required else None,
+        "suggested_vocabulary": None if required else entry,
     }
 
 
@@ -243,8 +243,8 @@ def make_job(
     vocabulary: DraftVocabulary | None = None,
     held_out_rows: int = 0,
 ) -> CacheJob:
-    """`facts` say where the rows come from: fingerprints and every option that shaped them. With
-    hidden states, which serve every vocabulary, `vocabulary` is kept as a suggestion."""
+    """Build a job. `facts` describe the origin of the rows: fingerprints and every option that
+    affected them. Hidden states work with any vocabulary: `vocabulary` is then a suggestion."""
     manifest = {
         "format": FORMAT,
         "rows": len(rows),
@@ -262,7 +262,7 @@ def make_job(
 
 
 def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
-    """Refuse what cannot work and add up the bytes. Touches nothing."""
+    """Refuse a job that cannot work, else add up its bytes. Writes nothing."""
     if not len(job.rows):
         raise BadInput("no row to precompute", where=str(job.directory))
     ensure_free(job.directory, resume=job.resume)
@@ -291,11 +291,11 @@ def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
 
 
 def check_disk(job: CacheJob, plan: CachePlan) -> int:
-    """Free bytes where the cache will lie; too few are refused before anything is written."""
-    place = job.directory
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    """The free bytes on the cache's disk; raises if they are too few for what will be written."""
+    existing = job.directory
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     allowed = [i for i in plan.missing if i < plan.allowed]
     needed = sum(plan.shard_bytes[i] for i in allowed)
     if needed + plan.head_bytes > free:
@@ -309,7 +309,7 @@ def check_disk(job: CacheJob, plan: CachePlan) -> int:
 
 
 def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
-    """What will be written, for people; every figure of the shards is exact."""
+    """A readable summary of what will be written; all figures about the shards are exact."""
     shards = len(plan.shard_bytes)
     per_row = sum(plan.shard_bytes) / plan.rows
     padded = padded_layout_bytes(
@@ -327,10 +327,10 @@ def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
         f"({plan.total_bytes / padded:.1%} of it is written); {readable(free)} are free",
     ]
     if plan.done:
-        lines.append(f"of {counted(shards, 'shard')} {len(plan.done):,} are there already")
+        lines.append(f"{len(plan.done):,} of {counted(shards, 'shard')} already exist")
     if plan.allowed < shards:
         lines.append(
-            f"the quota of {readable(job.quota_bytes or 0)} ends it after "
+            f"the quota of {readable(job.quota_bytes or 0)} stops it after "
             f"{counted(plan.allowed, 'shard')}"
         )
     return lines

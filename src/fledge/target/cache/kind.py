@@ -1,4 +1,4 @@
-"""`target.backend=cache`: the target's answers from disk. Imports no torch when loaded."""
+"""`target.backend=cache`: the target's answers from disk. Importing this does not import torch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,7 +37,7 @@ class CacheKind(TargetKind[CacheTarget]):
     def open(
         self, section: CacheTarget, *, device: "torch.device", aux_layers: int
     ) -> "CachedEagle3TargetModel":
-        """The target of a cache, checked against what the recipe says of it."""
+        """Open the target of a cache and check it against the recipe."""
         from fledge.target.cache.backend import CachedEagle3TargetModel
 
         target = CachedEagle3TargetModel(
@@ -47,10 +47,10 @@ class CacheKind(TargetKind[CacheTarget]):
             model=section.model,
             trust_remote_code=section.trust_remote_code,
         )
-        where, wanted = str(target.store.directory), section.aux_layer_ids
-        if wanted is not None and not set(wanted) <= set(target.aux_layer_ids):
+        where, layer_ids = str(target.store.directory), section.aux_layer_ids
+        if layer_ids is not None and not set(layer_ids) <= set(target.aux_layer_ids):
             raise BadInput(
-                f"made with aux layers {target.aux_layer_ids}, the recipe says {list(wanted)}",
+                f"made with aux layers {target.aux_layer_ids}, the recipe says {list(layer_ids)}",
                 where=where,
                 fix="leave target.aux_layer_ids out, or make another cache",
             )
@@ -71,12 +71,12 @@ class CacheKind(TargetKind[CacheTarget]):
 
 
 def _check_model(name: str, manifest: dict[str, Any], where: str) -> None:
-    """The named model must be the one that was asked; weights are compared where they lie here."""
+    """Refuse a model the cache was not made from; weights are compared if they are on disk."""
     from fledge.data.prepare import tokenizer_files_fingerprint
     from fledge.models.resolve import local_model
     from fledge.target.cache.job import files_fingerprint, has_weights
 
-    if "tokenizer" not in manifest:  # AutoModel's, which says nothing of the kind
+    if "tokenizer" not in manifest:  # an AutoModel cache, which does not record it
         return
     directory = local_model(name, weights=False)
     differing = []

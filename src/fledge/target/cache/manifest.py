@@ -1,7 +1,8 @@
-"""The cache's manifest: what shaped its contents, and whether a run may add to it.
+"""The cache's manifest: what determined its contents, and whether a run may add to them.
 
-Two caches with equal manifests hold the same rows, encoded alike, from the same target. What the
-shards themselves hold is `format`; the target's embedding and head are kept here, once.
+Two caches with equal manifests hold the same rows in the same encoding from the same target.
+`format` defines the contents of the shards; this module also stores the target's embedding and
+head, once per cache.
 """
 
 import itertools
@@ -43,9 +44,9 @@ MANIFEST = "manifest.json"
 TARGET = "target.safetensors"
 TARGET_FILES = "target"  # config and tokenizer
 VOCABULARY = "vocabulary.safetensors"
-CLAIMS = ".claims"  # who is at which shard
+CLAIMS = ".claims"  # which process is writing which shard
 _SIZE = Whole(1, 2**24)  # of a state or a vocabulary
-# What a target says of itself, in a manifest or from a server.
+# The description of a target, in a manifest or from a server.
 _TARGET_FACTS = Table(
     {
         "depth": Whole(1, 2**16),
@@ -59,7 +60,7 @@ _TARGET_FACTS = Table(
     },
     optional={"crc": MapOf(Whole(0, 2**32 - 1))},
 )
-# What every reader relies on; which of it fits which encoding is checked where it is used.
+# The fields every reader relies on; whether they suit the encoding is checked where they are used.
 _MANIFEST = Table(
     {
         "encoding": Choice(ENCODINGS),
@@ -76,9 +77,9 @@ _MANIFEST = Table(
         "target": _TARGET_FACTS,
     }
 )
-# of a cache in AutoModel's layout that names its target only
-_MANIFEST_ALONE = Table({**_MANIFEST.fields, "target": Table()})
-LATE = "target"  # the one field that is known only when the target is loaded
+# For a cache in AutoModel's layout that only names its target.
+_MANIFEST_WITHOUT_TARGET = Table({**_MANIFEST.fields, "target": Table()})
+LATE = "target"  # the one field that is known only once the target is loaded
 _SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 
 
@@ -87,7 +88,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stored_manifest(directory: Path) -> dict[str, Any]:
-    """What the manifest says, whatever its version; in AutoModel's layout our part, if any."""
+    """The manifest's contents, whatever its version; in AutoModel's layout our section, if any."""
     path = directory / MANIFEST
     if not path.exists():
         raise BadInput(
@@ -98,21 +99,21 @@ def stored_manifest(directory: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = reading.read_json(path, what="the manifest", inside=directory)
     if not automodel.is_automodel(manifest):
         return manifest
-    own: dict[str, Any] = manifest.get(automodel.OWN, manifest)
-    return own
+    section: dict[str, Any] = manifest.get(automodel.OWN, manifest)
+    return section
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a cache: this version's, with everything that a reader relies on."""
+    """The manifest of a cache, checked for the current format and every field readers rely on."""
     manifest = stored_manifest(directory)
     where, fix = str(directory / MANIFEST), "make the cache again"
     if automodel.is_automodel(manifest):
         manifest = automodel.own_manifest(manifest, where=where)
     if (version := manifest.get("format")) != FORMAT:
-        told = shown(version)
-        what = f"cache format {told}, this version of fledge reads {FORMAT}"
+        version_text = shown(version)
+        what = f"cache format {version_text}, this version of fledge reads {FORMAT}"
         raise BadInput(what, where=where, fix=fix)
-    fields = _MANIFEST_ALONE if lacks_target(directory, manifest) else _MANIFEST
+    fields = _MANIFEST_WITHOUT_TARGET if lacks_target(directory, manifest) else _MANIFEST
     reading.check(manifest, fields, where=where, what="the manifest", fix=fix)
     if manifest["held_out_rows"] > manifest["rows"]:
         what = f"{manifest['held_out_rows']} of {manifest['rows']} rows cannot be held out"
@@ -133,13 +134,13 @@ def shape_of(manifest: dict[str, Any]) -> CacheShape:
 
 
 def vocabulary_size(manifest: dict[str, Any]) -> int | None:
-    """Of the draft vocabulary that comes with a cache, binding or suggested."""
-    kept = manifest["vocabulary"] or manifest.get("suggested_vocabulary")
-    return kept["size"] if kept else None
+    """The size of the draft vocabulary that comes with a cache, required or suggested."""
+    vocabulary = manifest["vocabulary"] or manifest.get("suggested_vocabulary")
+    return vocabulary["size"] if vocabulary else None
 
 
 def existing_shards(directory: Path) -> set[int]:
-    """Numbers of the shards that are there; a shard has its name only when it is whole."""
+    """The numbers of the existing shards; a shard gets its name only once it is complete."""
     if not directory.is_dir():
         return set()
     matches = (_SHARD.fullmatch(path.name) for path in directory.iterdir())
@@ -147,7 +148,7 @@ def existing_shards(directory: Path) -> set[int]:
 
 
 def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """`field: theirs -> ours` for every field in which two manifests differ, nested ones dotted."""
+    """`field: theirs -> ours` for every field that differs; nested fields have dotted names."""
     lines = []
     for key in sorted({*ours, *theirs}):
         old, new = theirs.get(key), ours.get(key)
@@ -161,15 +162,15 @@ def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 def ensure_resumable(
     directory: Path, manifest: dict[str, Any], shards: Iterable[int], *, shared: bool = False
 ) -> None:
-    """Refuse to add to a cache that was made otherwise; without a shard there is none to spoil,
-    unless others have begun (`shared`). `manifest` may lack what only the loaded target knows; that
-    is compared later."""
+    """Refuse to add to a cache that was made with another configuration. A cache without shards is
+    not checked, unless other processes have already started on it (`shared`). `manifest` may lack
+    the field that needs the loaded target; that one is compared later."""
     shards = set(shards)
     if not shards and not (shared and (directory / MANIFEST).exists()):
         return
     if not (directory / MANIFEST).exists():
         raise BadInput(
-            f"{counted(len(shards), 'shard')} without a manifest: what is in there is unknown",
+            f"{counted(len(shards), 'shard')} without a manifest: the contents are unknown",
             where=str(directory),
             fix="remove them, or give another output directory",
         )
@@ -185,24 +186,24 @@ def ensure_resumable(
 
 
 def ensure_free(directory: Path, *, resume: bool) -> None:
-    """Without `resume` the directory must hold no cache; with or without, nothing foreign."""
+    """Refuse a directory with foreign files or, without `resume`, with an existing cache."""
     if directory.exists() and not directory.is_dir():
         raise BadInput("not a directory", where=str(directory))
     if not directory.is_dir():
         return
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
-    ours = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
-    known = {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
-    for name in sorted(names & (ours | known)):
+    cache_names = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
+    other_names = {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
+    for name in sorted(names & (cache_names | other_names)):
         reading.check_inside(directory / name, directory)  # it may be written to
-    foreign = sorted(names - ours - known)
+    foreign = sorted(names - cache_names - other_names)
     if foreign:
         raise BadInput(
             f"not empty, and '{foreign[0]}' is not part of a cache",
             where=str(directory),
             fix="give a new directory",
         )
-    if names & ours and not resume:
+    if names & cache_names and not resume:
         raise BadInput(
             "a cache is here already",
             where=str(directory),
@@ -211,7 +212,7 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
 
 
 def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What the manifest says of a loaded target."""
+    """The manifest's description of a loaded target."""
     head, norm = info.head, info.final_norm
     return {
         "depth": info.depth,
@@ -227,12 +228,12 @@ def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]
 
 
 def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
-    """Embedding and head on the CPU; a tied head is kept once."""
+    """The embedding and head on the CPU; a tied head is stored only once."""
     head, norm = info.head, info.final_norm
     tensors = {"embed_tokens": embedding_VD.detach().cpu().contiguous()}
     weight_VD = head.weight_VD.detach().cpu().contiguous()
-    same_kind = weight_VD.dtype == tensors["embed_tokens"].dtype
-    if not (same_kind and torch.equal(weight_VD, tensors["embed_tokens"])):
+    same_dtype = weight_VD.dtype == tensors["embed_tokens"].dtype
+    if not (same_dtype and torch.equal(weight_VD, tensors["embed_tokens"])):
         tensors["lm_head"] = weight_VD
     if head.bias_V is not None:
         tensors["lm_head_bias"] = head.bias_V.detach().cpu().contiguous()
@@ -242,16 +243,16 @@ def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
 
 
 def target_files(directory: Path) -> str:
-    """The name of the model whose config and tokenizer a cache is read with: its own copy of them,
-    or, of AutoModel's caches, which have none, the target that they name."""
-    own = directory / TARGET_FILES
-    return str(own if own.is_dir() else read_manifest(directory).get("target_model", own))
+    """The model whose config and tokenizer are used with a cache: the cache's own copy of them or,
+    for AutoModel's caches, which have no copy, the target that they name."""
+    copy = directory / TARGET_FILES
+    return str(copy if copy.is_dir() else read_manifest(directory).get("target_model", copy))
 
 
 def write_head(
     directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], model_dir: Path | None
 ) -> None:
-    """All of a cache but its shards; the manifest last."""
+    """Write everything of a cache except its shards; the manifest last."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in kept_files(model_dir):
         with atomic_file(directory / TARGET_FILES / path.name) as handle:
@@ -262,14 +263,14 @@ def write_head(
 
 
 def has_head(directory: Path, model_dir: Path | None) -> bool:
-    """Whether all files of `write_head` are there; what they hold is checked when they are read."""
-    kept = (directory / TARGET_FILES / path.name for path in kept_files(model_dir))
-    places = [directory / TARGET, *kept]
-    return all(place.is_file() for place in places)
+    """Whether all files of `write_head` exist; their contents are checked when they are read."""
+    copies = (directory / TARGET_FILES / path.name for path in kept_files(model_dir))
+    paths = [directory / TARGET, *copies]
+    return all(path.is_file() for path in paths)
 
 
 def lacks_target(directory: Path, manifest: dict[str, Any]) -> bool:
-    """Whether a cache has no files about its target but AutoModel's embedding."""
+    """Whether a cache has no files of its target other than AutoModel's embedding."""
     return manifest.get("layout") == automodel.LAYOUT and not (directory / TARGET).exists()
 
 
@@ -280,8 +281,8 @@ def read_target(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[InputEmbedding, TargetInfo]:
-    """The target's embedding and everything else a trainer asks of a target; `model` is asked for
-    what the cache lacks, instead of the one that it names."""
+    """The target's embedding and everything else a trainer needs to know of a target. What the
+    cache lacks is read from `model` or, by default, from the model that the cache names."""
     if lacks_target(directory, manifest):
         return automodel.read_named_target(
             directory, manifest, model, trust_remote_code=trust_remote_code
@@ -298,9 +299,9 @@ def read_target(
 def assemble_target(
     tensors: dict[str, Tensor], facts: dict[str, Any], *, hidden_size: int, where: str = "target"
 ) -> tuple[InputEmbedding, TargetInfo]:
-    """The inverse of `target_tensors` and `target_facts`."""
+    """Build the embedding and info of a target: the inverse of `target_tensors`, `target_facts`."""
     reading.check(facts, _TARGET_FACTS, where=where, what="what the target says of itself")
-    _check_tables(tensors, facts["vocab_size"], hidden_size, where)
+    _check_shapes(tensors, facts["vocab_size"], hidden_size, where)
     embedding_VD, norm = tensors["embed_tokens"], facts["final_norm"]
     scales = {name: facts["head"][name] for name in ("scale", "softcap", "divisor")}
     head = TargetHead(tensors.get("lm_head", embedding_VD), tensors.get("lm_head_bias"), **scales)
@@ -318,29 +319,29 @@ def assemble_target(
     return InputEmbedding(embedding_VD), info
 
 
-def _check_tables(tensors: dict[str, Tensor], rows: int, width: int, where: str) -> None:
-    """Refuse tables of other shapes than the target's sizes, before a trainer relies on them."""
+def _check_shapes(tensors: dict[str, Tensor], rows: int, width: int, where: str) -> None:
+    """Refuse tensors whose shapes contradict the target's sizes before a trainer relies on them."""
     shapes: dict[str, tuple[int | None, ...]] = {
         "embed_tokens": (None, None),
         "lm_head": (rows, width),
         "lm_head_bias": (rows,),
         "final_norm": (width,),
     }
-    if "lm_head" not in tensors:  # tied: one table is both
+    if "lm_head" not in tensors:  # tied: one table serves as both
         shapes["embed_tokens"] = shapes["lm_head"]
     for name, shape in shapes.items():
         tensor = tensors.get(name)
         if tensor is None and name != "embed_tokens":
             continue
         if tensor is None or not tensor.is_floating_point() or not _fits(tensor, shape):
-            told = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            actual = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             sizes = f"a vocabulary of {rows} and a width of {width}"
-            raise BadInput(f"{name} is {told}, the target has {sizes}", where=where)
+            raise BadInput(f"{name} is {actual}, the target has {sizes}", where=where)
 
 
 def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
     pairs = zip(tensor.shape, shape, strict=False)
-    return tensor.ndim == len(shape) and all(want in (None, size) for size, want in pairs)
+    return tensor.ndim == len(shape) and all(expected in (None, size) for size, expected in pairs)
 
 
 def shards_of(manifest: dict[str, Any]) -> int:
@@ -348,14 +349,14 @@ def shards_of(manifest: dict[str, Any]) -> int:
 
 
 def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
-    """A cache with a shard missing is not read at all. Nothing is as large as the number of shards
-    that a manifest claims."""
+    """Refuse a cache with missing shards. Allocates nothing in proportion to the number of shards
+    that the manifest claims, which is not trusted."""
     total = shards_of(manifest)
-    there = {number for number in existing_shards(directory) if number < total}
-    if len(there) < total:
-        first = next(number for number in itertools.count() if number not in there)
+    present = {number for number in existing_shards(directory) if number < total}
+    if len(present) < total:
+        first = next(number for number in itertools.count() if number not in present)
         raise BadInput(
-            f"unfinished: {total - len(there)} of {total} shards are missing, "
+            f"unfinished: {total - len(present)} of {total} shards are missing, "
             f"{shard_name(first)} first",
             where=str(directory),
             fix="run the same precompute with --resume",

@@ -1,7 +1,7 @@
 """A shard in AutoModel's own layout: rows padded to one length, every field stacked.
 
-Its rows are kept as a trainer takes them, shifted (`core.batch`). One row of four tokens, `x0 x1`
-the prompt, padded to six:
+Rows are stored the way a trainer reads them: shifted (`core.batch`). Example: a row of four tokens
+with prompt `x0 x1`, padded to six:
 
     token                    x0   x1   x2   x3
     input_ids [R, S]         x1   x2   x3   0    0    0     int64
@@ -12,8 +12,9 @@ the prompt, padded to six:
     position_mask            .    m2   m3   .    .    .     [R, S, 1], bool
 
 or, instead of `target_probs`, `target_probs_values` and `target_probs_indices` (int32) [R, S, K].
-So a row's first token is in none of the fields; nothing is trained on it. Where we write, it stands
-in the header (which AutoModel does not read), with the places of the rows; otherwise it is 0.
+So a row's first token is in none of the fields; nothing is trained on it. In shards written by
+fledge it is in the header (which AutoModel does not read), along with the places of the rows; in
+others it is taken to be 0.
 
 Shapes: R rows of a shard, S their padded length, D target hidden, W draft vocabulary, K kept
 probabilities.
@@ -41,8 +42,8 @@ from fledge.core.rows import TokenRow
 from fledge.target.cache.format import KEY_BYTES, SAFETENSORS, CacheShape, safetensors_header
 from fledge.target.cache.shard import mapped, reserve, row_key, write_at
 
-# Our fields under their names there.
-_THEIR_NAMES = {"topk_probs": "target_probs_values", "topk_ids": "target_probs_indices"}
+# AutoModel's names for our fields, where they differ.
+_AUTOMODEL_NAMES = {"topk_probs": "target_probs_values", "topk_ids": "target_probs_indices"}
 _INTEGERS = ("input_ids", "attention_mask", "loss_mask")
 
 
@@ -51,11 +52,11 @@ def padded_shard_name(index: int) -> str:
 
 
 def their_fields(shape: CacheShape) -> dict[str, tuple[torch.dtype, int]]:
-    """name -> (dtype, values a slot)."""
+    """AutoModel's fields: name -> (dtype, values per slot)."""
     fields = dict.fromkeys(_INTEGERS, (torch.int64, 1))
     for field in (*shape.token_fields(), *shape.slot_fields()):
         dtype = torch.bool if field.name == "position_mask" else field.dtype
-        fields[_THEIR_NAMES.get(field.name, field.name)] = dtype, field.width
+        fields[_AUTOMODEL_NAMES.get(field.name, field.name)] = dtype, field.width
     return fields
 
 
@@ -66,7 +67,7 @@ class _Place:
 
 
 class PaddedLayout:
-    """Where everything lies in the padded shard of some rows."""
+    """The byte layout of a padded shard with the given rows."""
 
     def __init__(self, shape: CacheShape, rows: Sequence[TokenRow], width: int) -> None:
         self.shape, self.width = shape, width
@@ -82,7 +83,7 @@ class PaddedLayout:
             "first": [[int(row.input_ids[0]), int(row.loss_mask[0])] for row in rows],
         }
         stacked = [
-            (name, fields[name][0], _stack(name, len(rows), width, fields[name][1]))
+            (name, fields[name][0], _stacked_shape(name, len(rows), width, fields[name][1]))
             for name in names
         ]
         self.header = safetensors_header(stacked, {"fledge": json.dumps(facts, sort_keys=True)})
@@ -98,12 +99,12 @@ class PaddedLayout:
         return place.begin + (row * self.width + slot) * place.slot_bytes
 
 
-def _stack(name: str, rows: int, width: int, values: int) -> list[int]:
+def _stacked_shape(name: str, rows: int, width: int, values: int) -> list[int]:
     return [rows, width] if name in _INTEGERS else [rows, width, values]
 
 
 class PaddedWriter:
-    """The file of one padded shard while it is filled; what nobody writes is zero."""
+    """Fills the file of one padded shard; whatever is not written stays zero."""
 
     def __init__(self, descriptor: int, layout: PaddedLayout, rows: Sequence[TokenRow]) -> None:
         self._descriptor, self._layout, self._rows = descriptor, layout, rows
@@ -116,7 +117,7 @@ class PaddedWriter:
             self._put("attention_mask", number, np.ones(len(row.input_ids), dtype=np.int64))
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
-        """Write the target's answer about one row, as the other layout takes it."""
+        """Write the target's answer for one row; takes the same payload as `ShardWriter.put`."""
         shape = self._layout.shape
         for field in shape.token_fields():
             self._put(field.name, row, _bytes(payload[field.name]))
@@ -125,7 +126,7 @@ class PaddedWriter:
         for field in shape.slot_fields():
             data = _bytes(payload[field.name]).reshape(len(slots), field.row_bytes)
             for run in runs if len(slots) else ():
-                name = _THEIR_NAMES.get(field.name, field.name)
+                name = _AUTOMODEL_NAMES.get(field.name, field.name)
                 self._put(name, row, data[run[0] : run[-1] + 1], int(slots[run[0]]))
         self._written[row] = True
 
@@ -147,7 +148,7 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 def open_padded(
     path: Path, layout: PaddedLayout, rows: Sequence[TokenRow]
 ) -> Iterator[PaddedWriter]:
-    """Fill a shard; it appears when the block ends well, and leaves nothing when it does not."""
+    """Fill a shard. It appears when the block succeeds; nothing remains when the block fails."""
     with atomic_file(path) as handle:
         writer = PaddedWriter(handle.fileno(), layout, rows)
         yield writer
@@ -161,10 +162,10 @@ class _Extent:
 
 
 class PaddedShard:
-    """A finished padded shard, memory-mapped; it answers as `shard.Shard` does.
+    """A finished padded shard, memory-mapped, with the interface of `shard.Shard`.
 
-    `order_W` are its columns in the order of ascending target ids, which is ours; None: as they
-    are. It has no checksums: a row is taken for whole.
+    `order_W` sorts its columns by ascending target id, which is our order; None if they already
+    are. There are no checksums: every row is assumed to be whole.
     """
 
     def __init__(self, path: Path, shape: CacheShape, order_W: NDArray[np.int64] | None) -> None:
@@ -173,12 +174,12 @@ class PaddedShard:
         try:
             length = int.from_bytes(self._map[:8], "little")
             header = parse_json(self._map[8 : 8 + length], where=str(path))
-            own = (header.get("__metadata__") or {}).get("fledge", "{}")
-            facts = parse_json(own.encode(), where=str(path))
+            facts_json = (header.get("__metadata__") or {}).get("fledge", "{}")
+            facts = parse_json(facts_json.encode(), where=str(path))
             self._fields = self._open_fields(header, 8 + length)
             rows = len(self._fields["input_ids"])
-            unnamed = [f"{path.name}:{row + 1}" for row in range(rows)]
-            self.places: list[str] = facts.get("places") or unnamed
+            default_places = [f"{path.name}:{row + 1}" for row in range(rows)]
+            self.places: list[str] = facts.get("places") or default_places
             self.truncated: list[bool] = facts.get("truncated") or [False] * rows
             self._first_R2 = np.array(facts.get("first") or [[0, 0]] * rows).reshape(rows, 2)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -188,17 +189,17 @@ class PaddedShard:
         self.layout = _Extent(starts, len(self._map))
 
     def _open_fields(self, header: dict[str, Any], data: int) -> dict[str, NDArray[np.uint8]]:
-        """name -> bytes [R, S, bytes a slot]; refused where they are not what the manifest says."""
-        whole: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        """name -> bytes [R, S, bytes per slot]; raises unless they match the manifest."""
+        file_bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         rows, width = header["input_ids"]["shape"]
         fields = {}
         for name, (dtype, values) in their_fields(self._shape).items():
-            found, wanted = header[name], _stack(name, rows, width, values)
-            if found["dtype"] != SAFETENSORS[dtype] or found["shape"] != wanted:
-                said = f"{found['dtype']} {found['shape']}"
-                raise ValueError(f"{name} is {said}, not {SAFETENSORS[dtype]} {wanted}")
-            begin, end = found["data_offsets"]
-            fields[name] = whole[data + begin : data + end].reshape(rows, width, -1)
+            entry, expected = header[name], _stacked_shape(name, rows, width, values)
+            if entry["dtype"] != SAFETENSORS[dtype] or entry["shape"] != expected:
+                actual = f"{entry['dtype']} {entry['shape']}"
+                raise ValueError(f"{name} is {actual}, not {SAFETENSORS[dtype]} {expected}")
+            begin, end = entry["data_offsets"]
+            fields[name] = file_bytes[data + begin : data + end].reshape(rows, width, -1)
         return fields
 
     def _integers(self, name: str) -> NDArray[np.int64]:
@@ -221,7 +222,7 @@ class PaddedShard:
 
     @property
     def loss_mask(self) -> NDArray[np.uint8]:
-        """Of all rows, end to end."""
+        """The loss masks of all rows, end to end."""
         return np.concatenate([self.tokens(row)[1] for row in range(len(self))])
 
     def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
@@ -231,8 +232,8 @@ class PaddedShard:
         return ids.astype(np.int32), mask.astype(np.uint8)
 
     def payload(self, name: str, row: int) -> NDArray[np.uint8]:
-        """The bytes of one row's part of one of our payload tensors."""
-        data_SX: NDArray[np.uint8] = self._fields[_THEIR_NAMES.get(name, name)][row]
+        """The bytes of one row in one of our payload tensors."""
+        data_SX: NDArray[np.uint8] = self._fields[_AUTOMODEL_NAMES.get(name, name)][row]
         if name == "aux_hidden_states":
             return data_SX[: int(self._lengths[row])].reshape(-1)
         kept_MX: NDArray[Any] = data_SX[self._shape.slots(self.tokens(row)[1])]
@@ -245,11 +246,11 @@ class PaddedShard:
         return raw.reshape(-1)
 
     def is_whole(self, row: int) -> bool:
-        """Nothing says otherwise."""
+        """True for every row of the shard: there is no checksum to compare."""
         return 0 <= row < len(self)
 
     def read_ahead(self, row: int) -> None:
-        """Ask the system to fetch a row in the background."""
+        """Have the operating system fetch a row in the background."""
         base: int = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
         for data in self._fields.values():
             begin = data[row].ctypes.data - base

@@ -1,7 +1,7 @@
 """Run the target once over many rows and store its answers: the work behind `precompute`.
 
-Batches never cross a shard, so its bytes do not depend on which process wrote it, or when: any
-number of processes may work on one cache, each on the shards that it has claimed.
+Batches never span two shards, so a shard's bytes do not depend on which process wrote it, or when:
+any number of processes may work on one cache, each on the shards that it has claimed.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ from fledge.target.cache.manifest import (
 )
 from fledge.target.finite import module_of
 
-STOPPED = 3  # exit code: by the quota, or a full disk
+STOPPED = 3  # exit code: stopped by the quota or a full disk
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Done:
 
     @property
     def complete(self) -> bool:
-        """Whether every shard is on the disk."""
+        """Whether every shard is on disk."""
         return self.code == 0
 
 
@@ -66,10 +66,10 @@ def execute(
     say: Callable[[str], None],
     on_progress: Callable[[Written], None] = lambda _: None,
 ) -> Done:
-    """Check, predict, load the target, write: the whole of a precompute, in every process."""
+    """A whole precompute, as run in every process: check, predict, load the target, write."""
     plan = plan_cache(job, head_bytes=head_bytes)
     free = check_disk(job, plan)
-    # everybody has looked at the directory before anybody writes: joining waits for all
+    # joining waits for all processes: each has checked the directory before any of them writes
     world = join_world(device)
     if world.is_main:
         for line in describe_plan(job, plan, free):
@@ -87,7 +87,7 @@ def execute(
 
 
 def how_it_ended(job: CacheJob, plan: CachePlan, written: int, say: Callable[[str], None]) -> Done:
-    """All that was allowed has been written; was it all?"""
+    """The outcome once all shards within the quota are written; reports a stop by the quota."""
     complete = all(index < plan.allowed for index in plan.missing)
     if not complete:
         say(f"stopped by the quota of {readable(job.quota_bytes or 0)}; --resume continues")
@@ -95,8 +95,8 @@ def how_it_ended(job: CacheJob, plan: CachePlan, written: int, say: Callable[[st
 
 
 def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> None:
-    """Check the loaded target against the cache that is there, then write all but the shards, one
-    process after the other: the first has everything to do."""
+    """Check the loaded target against the existing cache, then write everything but the shards. One
+    process at a time: the first one does the work."""
     info = target.info()
     tensors = target_tensors(info, target.get_input_embeddings().weight)
     manifest = {**job.manifest, LATE: target_facts(info, tensors)}
@@ -113,15 +113,15 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> N
 
 
 def check_target(job: CacheJob, target: Eagle3TargetBackend) -> None:
-    """Refuse a loaded target that is not what the job was laid out for."""
+    """Refuse a loaded target that differs from what the job was planned for."""
     info = target.info()
-    for name, ours, theirs in (
+    for name, expected, actual in (
         ("hidden_size", job.shape.hidden_size, info.hidden_size),
         ("vocab_size", job.manifest["vocab_size"], info.vocab_size),
         ("aux_layer_ids", list(job.manifest["aux_layer_ids"]), list(target.aux_layer_ids)),
     ):
-        if ours != theirs:
-            raise BadInput(f"the loaded target has {name} {theirs}, its config says {ours}")
+        if expected != actual:
+            raise BadInput(f"the loaded target has {name} {actual}, its config says {expected}")
     if job.shape.is_hidden and target.supervision != "hidden":
         raise BadInput(
             f"the {job.shape.encoding} encoding keeps hidden states, the target answers with "
@@ -139,24 +139,24 @@ def write_shards(
     on_progress: Callable[[Written], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Write missing shards until none is left that nobody has claimed, and wait for those; returns
-    how many this process wrote. `begin_cache` has been called."""
+    """Write missing shards until all are claimed, then wait for those of other processes. Returns
+    how many this process wrote. Call `begin_cache` first."""
     indices = [index for index in plan.missing if index < plan.allowed]
     missing = {job.shard_path(index).name: index for index in indices}
-    is_written = _New([job.shard_path(index) for index in indices])
-    disk, told = Disk(job, on_progress, module_of(target)), 0
+    is_written = _NewlyWritten([job.shard_path(index) for index in indices])
+    disk, last_reported = Disk(job, on_progress, module_of(target)), 0
 
     def waiting(shards: int) -> None:
-        nonlocal told
+        nonlocal last_reported
         disk.check()
-        if shards != told:
+        if shards != last_reported:
             say(f"waiting for {shards} shard{'s'[: shards > 1]} that other processes are writing")
-        told = shards
+        last_reported = shards
 
     with disk:
         names = claims.share(missing, is_written, waiting=waiting)
         written = capture(job, target, disk, (missing[name] for name in names))
-    if not (job.directory / MANIFEST).exists():  # nor is what was written before
+    if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
         raise removed(job.directory)
     return written
 
@@ -169,43 +169,44 @@ def write_fixed_share(
     *,
     on_progress: Callable[[Written], None] = lambda _: None,
 ) -> int:
-    """The same for ranks that share a target and so must ask it equally often: each writes a share
-    that is settled beforehand. A shard that others write meanwhile is written twice, alike."""
+    """`write_shards` for ranks that share a target and must therefore ask it equally often: each
+    writes a share that is fixed in advance. A shard that another precompute writes meanwhile is
+    written twice, with the same bytes."""
     plan = world.from_main(plan)
     with Disk(job, on_progress, module_of(target)) as disk:
         written = capture(job, target, disk, _share(plan, world.rank, world.size))
-    for _ in range(_behind(job, plan, world)):
+    for _ in range(_joins_needed(job, plan, world)):
         target.join()
     return written
 
 
-class _New:
-    """Whether a file is there, and not the damaged one that was there at the beginning."""
+class _NewlyWritten:
+    """Whether a file exists and is not the damaged one that existed at the start."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = {path.name: path for path in paths}
-        self._before = {path.name: _stamp(path) for path in paths}
+        self._stamps_at_start = {path.name: _stamp(path) for path in paths}
 
     def __call__(self, name: str) -> bool:
         stamp = _stamp(self._paths[name])
-        return stamp is not None and stamp != self._before[name]
+        return stamp is not None and stamp != self._stamps_at_start[name]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _share(plan: CachePlan, rank: int, world: int) -> list[int]:
-    """The missing shards that one process of so many writes."""
-    return [index for index in plan.missing if index < plan.allowed][rank::world]
+def _share(plan: CachePlan, rank: int, world_size: int) -> list[int]:
+    """The missing shards that one rank writes."""
+    return [index for index in plan.missing if index < plan.allowed][rank::world_size]
 
 
-def _behind(job: CacheJob, plan: CachePlan, world: World) -> int:
-    """How many questions less than the busiest process this one has."""
+def _joins_needed(job: CacheJob, plan: CachePlan, world: World) -> int:
+    """How many times this rank must join: it asks that much less often than the busiest rank."""
     sizes = [
         min(len(job.rows), (index + 1) * job.shard_size) - index * job.shard_size
         for index in range(len(plan.shard_bytes))

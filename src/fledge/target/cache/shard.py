@@ -1,8 +1,8 @@
 """One shard of the cache: written row by row in any order, read row by row from a memory map.
 
-A shard appears under its name only when all of its rows and their checksums are on the disk. A
-row's checksum runs over its token ids, its loss mask and everything kept about them, so states can
-never be taken for those of other tokens.
+A shard gets its final name only once all of its rows and their checksums are on disk. A row's
+checksum covers its token ids, its loss mask and everything stored for them, so states can never be
+mistaken for those of other tokens.
 """
 
 import hashlib
@@ -28,20 +28,20 @@ from fledge.target.cache.format import KEY_BYTES, CacheShape, ShardLayout
 
 
 class Laid(Protocol):
-    """What a layout says of a whole file."""
+    """The parts of a layout that describe the whole file."""
 
     header: bytes
     n_bytes: int
 
 
 def row_key(input_ids: NDArray[np.int32]) -> bytes:
-    """Equal token rows have equal keys."""
+    """A hash of the token ids: equal token rows have equal keys."""
     ids = np.ascontiguousarray(input_ids, dtype=np.int32)
     return hashlib.blake2b(ids.data, digest_size=KEY_BYTES).digest()
 
 
 def layout_of(shape: CacheShape, rows: Sequence[TokenRow]) -> ShardLayout:
-    """The layout of a shard of these rows, before the target has run."""
+    """The layout of a shard with these rows, which does not depend on the target's answers."""
     return ShardLayout(
         shape,
         [len(row.input_ids) for row in rows],
@@ -51,7 +51,7 @@ def layout_of(shape: CacheShape, rows: Sequence[TokenRow]) -> ShardLayout:
 
 
 class ShardWriter:
-    """The file of one shard while it is filled."""
+    """Fills the file of one shard."""
 
     def __init__(self, descriptor: int, layout: ShardLayout, rows: Sequence[TokenRow]) -> None:
         self._descriptor, self._layout, self._rows = descriptor, layout, rows
@@ -59,18 +59,18 @@ class ShardWriter:
         self._written = np.zeros(len(rows), dtype=np.bool_)
         reserve(descriptor, layout.n_bytes)
         write_at(descriptor, 0, layout.header)
-        self._array("row_start", layout.row_start)
-        self._array("slot_start", layout.slot_start)
+        self._write_array("row_start", layout.row_start)
+        self._write_array("slot_start", layout.slot_start)
         ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
-        self._array("input_ids", np.concatenate(ids))
-        self._array("loss_mask", np.concatenate([_mask(row) for row in rows]))
+        self._write_array("input_ids", np.concatenate(ids))
+        self._write_array("loss_mask", np.concatenate([_mask_bytes(row) for row in rows]))
         keys = b"".join(row_key(row) for row in ids)
-        self._array("row_key", np.frombuffer(keys, dtype=np.uint8))
+        self._write_array("row_key", np.frombuffer(keys, dtype=np.uint8))
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
-        """Write the target's answer about one row: the payload fields of its tokens and slots."""
+        """Write the target's answer for one row: the payload fields of its tokens and slots."""
         ids = np.ascontiguousarray(self._rows[row].input_ids, dtype=np.int32)
-        parts = [ids.data, _mask(self._rows[row]).data]
+        parts = [ids.data, _mask_bytes(self._rows[row]).data]
         for name in _payload_names(self._layout.shape):
             data = payload[name].contiguous().flatten().view(torch.uint8).numpy().data
             begin, end = self._layout.span(name, row)
@@ -83,23 +83,23 @@ class ShardWriter:
     def finish(self) -> None:
         missing = np.flatnonzero(~self._written)
         assert not len(missing), f"rows {missing[:3]} of the shard were never written"
-        self._array("row_digest", self._digests)
+        self._write_array("row_digest", self._digests)
 
-    def _array(self, name: str, values: NDArray[Any]) -> None:
+    def _write_array(self, name: str, values: NDArray[Any]) -> None:
         write_at(self._descriptor, self._layout.places[name].begin, values.data.cast("B"))
 
 
 def write_at(descriptor: int, at: int, data: bytes | memoryview) -> None:
-    """All of it, from byte `at` on."""
+    """Write all of `data`, starting at byte `at`."""
     rest = memoryview(data)
     while len(rest):
-        done = os.pwrite(descriptor, rest, at)
-        rest, at = rest[done:], at + done
+        count = os.pwrite(descriptor, rest, at)
+        rest, at = rest[count:], at + count
 
 
 def reserve(descriptor: int, n_bytes: int) -> None:
-    """The whole size at once: a disk that is too full fails before the target runs (but not on
-    macOS, which has no such call)."""
+    """Allocate the whole file up front, so that a full disk fails before the target runs (but not
+    on macOS, which has no such call)."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, n_bytes)
     else:
@@ -108,15 +108,15 @@ def reserve(descriptor: int, n_bytes: int) -> None:
 
 @contextmanager
 def open_shard(path: Path, layout: ShardLayout, rows: Sequence[TokenRow]) -> Iterator[ShardWriter]:
-    """Fill a shard; it appears when the block ends well, and leaves nothing when it does not."""
+    """Fill a shard. It appears when the block succeeds; nothing remains when the block fails."""
     with atomic_file(path) as handle:
         writer = ShardWriter(handle.fileno(), layout, rows)
         yield writer
         writer.finish()
 
 
-_MOST_HEADER_BYTES = 64 << 20  # of 256 rows: about a hundred bytes each
-# What the header of a shard must say before its layout can be built and compared.
+_MAX_HEADER_BYTES = 64 << 20  # a row takes about 100 bytes, and a shard has 256 by default
+# What the header of a shard must contain before its layout can be built and compared.
 _STARTS = Table({"data_offsets": Row((Whole(), Whole()))})
 _HEADER = Table(
     {"__metadata__": Table({"fledge": Text(2**30)}), "row_start": _STARTS, "slot_start": _STARTS}
@@ -125,7 +125,7 @@ _FACTS = Table({"places": ListOf(Text(), most=2**48), "truncated": ListOf(Flag()
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """A shard in memory, page by page as it is read."""
+    """A memory map of a shard, whose pages are loaded as they are read."""
     with open_regular(path, inside=path.parent) as handle:
         size = os.fstat(handle.fileno()).st_size
         if size < 8:  # an empty file cannot be mapped
@@ -133,15 +133,15 @@ def mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _read_header(held: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the safetensors header, what we keep in it)."""
-    length = int.from_bytes(held[:8], "little")
-    if length > min(len(held) - 8, _MOST_HEADER_BYTES):
+def _read_header(mapping: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the safetensors header, our own metadata in it)."""
+    length = int.from_bytes(mapping[:8], "little")
+    if length > min(len(mapping) - 8, _MAX_HEADER_BYTES):
         raise _damaged(path)
     where, what = str(path), "the shard"
-    header: dict[str, Any] = parse_json(held[8 : 8 + length], _HEADER, where=where, what=what)
-    kept = header["__metadata__"]["fledge"]
-    return header, parse_json(kept, _FACTS, where=where, what=what)
+    header: dict[str, Any] = parse_json(mapping[8 : 8 + length], _HEADER, where=where, what=what)
+    facts_json = header["__metadata__"]["fledge"]
+    return header, parse_json(facts_json, _FACTS, where=where, what=what)
 
 
 def _damaged(path: Path) -> BadInput:
@@ -175,12 +175,12 @@ class Shard:
         return len(self.places)
 
     def _counts(self, header: dict[str, Any], name: str) -> list[int]:
-        """How many tokens or slots each row has, from where each one starts."""
-        data = 8 + int.from_bytes(self._map[:8], "little")
+        """The number of tokens or slots of each row, from the offsets at which the rows start."""
+        base = 8 + int.from_bytes(self._map[:8], "little")
         begin, end = header[name]["data_offsets"]
-        if not begin < end <= len(self._map) - data or (end - begin) % 8:
+        if not begin < end <= len(self._map) - base or (end - begin) % 8:
             raise _damaged(self.path)
-        starts = np.frombuffer(self._map[data + begin : data + end], dtype=np.int64)
+        starts = np.frombuffer(self._map[base + begin : base + end], dtype=np.int64)
         counts = np.diff(starts)
         if starts[0] != 0 or starts[-1] > len(self._map) or (starts[1:] < starts[:-1]).any():
             raise _damaged(self.path)
@@ -195,13 +195,13 @@ class Shard:
         return self.input_ids[span], self.loss_mask[span]
 
     def payload(self, name: str, row: int) -> NDArray[np.uint8]:
-        """The bytes of one row's part of a payload tensor, still on the disk or in its cache."""
+        """The bytes of one row in a payload tensor, as a view of the memory map."""
         begin, end = self.layout.span(name, row)
         return self.bytes[begin:end]
 
     def is_whole(self, row: int) -> bool:
-        """Whether the row's checksum and key fit its tokens and states, and whether every id in it
-        is one; reads all of it."""
+        """Whether the row's checksum and key match its tokens and states and every id is within its
+        vocabulary. Reads the whole row."""
         ids, mask = self.tokens(row)
         if not _within(ids, self._vocab_size):
             return False
@@ -212,11 +212,11 @@ class Shard:
         slots = int(self.layout.slot_start[row + 1] - self.layout.slot_start[row])
         if row_key(ids) != self.keys[row].tobytes() or len(self.layout.shape.slots(mask)) != slots:
             return False
-        kept = (self.payload(name, row).data for name in _payload_names(self.layout.shape))
-        return _checksum([ids.data, mask.data, *kept]) == int(self._digests[row])
+        payload = (self.payload(name, row).data for name in _payload_names(self.layout.shape))
+        return _checksum([ids.data, mask.data, *payload]) == int(self._digests[row])
 
     def read_ahead(self, row: int) -> None:
-        """Ask the system to fetch a row in the background."""
+        """Have the operating system fetch a row in the background."""
         for name in _payload_names(self.layout.shape):
             begin, end = self.layout.span(name, row)
             begin -= begin % mmap.PAGESIZE
@@ -225,7 +225,7 @@ class Shard:
 
 
 def is_whole_shard(path: Path, layout: Laid) -> bool:
-    """Whether a shard of this layout is there: size and header; checksums are `verify`'s work."""
+    """Whether a shard of this layout exists, by size and header; `cache verify` checks the rows."""
     try:
         with open_regular(path) as handle:
             size = os.fstat(handle.fileno()).st_size
@@ -238,12 +238,12 @@ def _within(ids: NDArray[np.int32], size: int) -> bool:
     return not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < size)
 
 
-def _mask(row: TokenRow) -> NDArray[np.uint8]:
+def _mask_bytes(row: TokenRow) -> NDArray[np.uint8]:
     return np.ascontiguousarray(row.loss_mask, dtype=np.uint8)
 
 
 def _checksum(parts: Sequence[memoryview]) -> int:
-    """XXH3, which costs a CPU a tenth of what a CRC does; as a signed number, as it is kept."""
+    """XXH3, ten times as fast as a CRC on a CPU; as a signed integer, which is what is stored."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

@@ -1,6 +1,6 @@
-"""A finished cache: its rows by number or by their tokens, checked as they are first read.
+"""A finished cache: access to rows by number or by tokens, with a check on first read.
 
-Not here: what a row's bytes mean (`codec`), or how a batch is made of rows (`backend`).
+`codec` interprets a row's bytes; `backend` builds batches from rows.
 """
 
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def open_shards(
     directory: Path, manifest: dict[str, Any], numbers: Iterable[int]
 ) -> list[AnyShard]:
-    """Some shards of a cache, in whichever of the two layouts it is."""
+    """Open some shards of a cache, in whichever of the two layouts it has."""
     shape = shape_of(manifest)
     if manifest.get("layout") != automodel.LAYOUT:
         paths = (directory / shard_name(number) for number in numbers)
@@ -67,20 +67,20 @@ class CacheStore:
             raise BadInput(
                 f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest",
                 where=str(self.directory),
-                fix="shards of another cache lie here",
+                fix="the directory holds shards of another cache",
             )
         lengths = [np.diff(shard.layout.row_start) for shard in self.shards]
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
-        self._checked = np.zeros(len(self), dtype=np.int8)  # 0 not yet, 1 whole, 2 damaged
-        self._known: dict[bytes, list[int]] | None = None
-        self._waiting: dict[int, Future[bool]] = {}  # rows being checked ahead of their use
+        self._checked = np.zeros(len(self), dtype=np.int8)  # 0: not yet, 1: whole, 2: damaged
+        self._rows_by_key: dict[bytes, list[int]] | None = None
+        self._pending_checks: dict[int, Future[bool]] = {}  # rows being checked ahead of their use
         self._checker = ThreadPoolExecutor(1, "fledge-cache")
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
     def vocabulary(self) -> DraftVocabulary | None:
-        """The draft vocabulary that its answers are over, or that it suggests (hidden states)."""
+        """The draft vocabulary of its answers or, with hidden states, the suggested one, if any."""
         if vocabulary_size(self.manifest) is None:
             return None
         path = self.directory / VOCABULARY
@@ -90,9 +90,9 @@ class CacheStore:
         return DraftVocabulary.load(path)
 
     def at(self, row: int) -> tuple[AnyShard, int]:
-        """The shard that holds a row, and the row's number in it."""
-        which = int(np.searchsorted(self._first, row, side="right")) - 1
-        return self.shards[which], int(row - self._first[which])
+        """The shard that holds a row, and the row's number within that shard."""
+        index = int(np.searchsorted(self._first, row, side="right")) - 1
+        return self.shards[index], int(row - self._first[index])
 
     def name(self, row: int) -> str:
         shard, local = self.at(row)
@@ -100,19 +100,19 @@ class CacheStore:
 
     def find(self, input_ids: NDArray[np.int32]) -> list[int]:
         """The rows with exactly these tokens."""
-        if self._known is None:
-            known: dict[bytes, list[int]] = {}
+        if self._rows_by_key is None:
+            rows_by_key: dict[bytes, list[int]] = {}
             for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
                 for local, key in enumerate(shard.keys):
-                    known.setdefault(key.tobytes(), []).append(first + local)
-            self._known = known
-        return self._known.get(row_key(input_ids), [])
+                    rows_by_key.setdefault(key.tobytes(), []).append(first + local)
+            self._rows_by_key = rows_by_key
+        return self._rows_by_key.get(row_key(input_ids), [])
 
     def check(self, row: int) -> bool:
-        """Whether a row is whole; looked at once. A damaged one is an error unless skipped."""
+        """Whether a row is whole; checked once. A damaged row raises unless it is to be skipped."""
         if not self._checked[row]:
-            waiting = self._waiting.pop(row, None)
-            whole = self._look(row) if waiting is None else waiting.result()
+            pending = self._pending_checks.pop(row, None)
+            whole = self._is_whole(row) if pending is None else pending.result()
             self._checked[row] = 1 if whole else 2
             if not whole and self.on_damage == "skip":
                 logger.warning("skipping a damaged row of the cache: %s", self.name(row))
@@ -125,7 +125,7 @@ class CacheStore:
         return bool(self._checked[row] == 1)
 
     def fault(self, row: int) -> Fault | None:
-        """The first place of a row that is kept as NaN or infinity."""
+        """The first place in a row that is stored as NaN or infinity, or None."""
         shard, local = self.at(row)
         stored = {}
         for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
@@ -134,26 +134,26 @@ class CacheStore:
         slots = self.shape.slots(shard.tokens(local)[1])
         return row_fault(row, *unsound(stored, self.shape), slots, self.manifest["aux_layer_ids"])
 
-    def _look(self, row: int) -> bool:
+    def _is_whole(self, row: int) -> bool:
         shard, local = self.at(row)
         return shard.is_whole(local)
 
     def read_ahead(self, row: int) -> bool:
-        """Have a row fetched, and checked by a thread, before it is needed. False when it is
-        damaged and to be skipped: only then is the check waited for."""
+        """Start fetching a row, and checking it on a thread, before it is needed. With
+        `on_damage="skip"`, waits for the check and returns False for a damaged row."""
         shard, local = self.at(row)
         shard.read_ahead(local)
         if self.on_damage == "skip":
             return self.check(row)
-        if not self._checked[row] and row not in self._waiting:
-            self._waiting[row] = self._checker.submit(self._look, row)
+        if not self._checked[row] and row not in self._pending_checks:
+            self._pending_checks[row] = self._checker.submit(self._is_whole, row)
         return True
 
     def close(self) -> None:
         self._checker.shutdown(wait=True, cancel_futures=True)
 
     def damaged(self) -> Iterator[int]:
-        """Every row that is not whole; reads the whole cache."""
+        """Yield every row that is not whole; reads the whole cache."""
         for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
             yield from (first + local for local in range(len(shard)) if not shard.is_whole(local))
 
@@ -165,9 +165,9 @@ def row_fault(
     slots: NDArray[np.int64],  # [M], where supervision is kept
     aux_layer_ids: Sequence[int],
 ) -> Fault | None:
-    """What `codec.unsound` says of one row: its lowest bad layer, else its supervision."""
-    first_A = [flags.nonzero() for flags in bad_NA.bool().T]
-    for layer_id, where in sorted(zip(aux_layer_ids, first_A, strict=True), key=lambda at: at[0]):
+    """The fault that `codec.unsound` found in one row: its lowest bad layer, else supervision."""
+    bad_A = [flags.nonzero() for flags in bad_NA.bool().T]
+    for layer_id, where in sorted(zip(aux_layer_ids, bad_A, strict=True), key=lambda pair: pair[0]):
         if len(where):
             return Fault(f"layer {layer_id}", row, int(where[0]))
     if len(where := bad_M.bool().nonzero()):
@@ -176,11 +176,11 @@ def row_fault(
 
 
 class CachedRows(Sequence[TokenRow]):
-    """The token rows of a cache, as training and packing take them.
+    """The token rows of a cache, as training and packing read them.
 
-    With `reading`, taking a row also has fetched and checked what the target said about it:
-    so collating batches ahead of the trainer warms the cache for it. A damaged row that is to
-    be skipped comes out without a supervised token.
+    With `reading`, indexing a row also starts fetching and checking the target's answer for it, so
+    collating batches ahead of the trainer warms the cache. A damaged row that is to be skipped
+    comes out without supervised tokens.
     """
 
     def __init__(self, store: CacheStore, *, reading: bool = False) -> None:

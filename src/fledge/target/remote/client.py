@@ -1,7 +1,7 @@
-"""The target on other processes or machines: a client of `fledge serve-target`.
+"""The target in other processes or on other machines: a client of `fledge serve-target`.
 
-Each call becomes one question with an id of its own, asked again, elsewhere if possible, until a
-whole reply has come; calls made one after another are answered one after another.
+Each call becomes one question with its own id, which is retried, on another server if possible,
+until a complete reply arrives. Calls made in sequence are answered in sequence.
 """
 
 import os
@@ -46,11 +46,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 class RemoteEagle3TargetModel(Eagle3TargetBackend):
     """Target backend over one or more target servers.
 
-    `supervision` says what the trainer gets and what travels: `hidden` states (default), `probs`
-    over the draft vocabulary, or `topk` of them (which arrive as probs); `logits` are made here
-    from hidden states. `prefetch` calls of `answer_async` are under way at once.
+    `supervision` selects what the trainer gets and what is sent: `hidden` states (default), `probs`
+    over the draft vocabulary, or `topk` of them (returned as probs); `logits` are computed locally
+    from hidden states. Up to `prefetch` calls of `answer_async` run concurrently.
 
-    While no server is up, calls wait up to `wait_s` and then raise `TargetUnreachable`.
+    While no server is up, calls wait for up to `wait_s` seconds, then raise `TargetUnreachable`.
     """
 
     supports_async = True
@@ -84,7 +84,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         servers = [Server(url, token=token, ca_file=ca_file, buffers=buffers) for url in addresses]
         self._fleet = Fleet(servers, wait_s=wait_s)
         self._segments = Segments() if shared_memory and available() else None
-        self._no_segments: set[str] = set()  # servers that cannot see our shared memory
+        self._no_segments: set[str] = set()  # servers that cannot access our shared memory
         self._threads = ThreadPoolExecutor(max(1, prefetch), thread_name_prefix="fledge-remote")
         self._lock = threading.Lock()
         self._target: tuple[InputEmbedding, TargetInfo] | None = None
@@ -96,10 +96,10 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             self.close()
             raise
 
-    def _check_aux_layers(self, wanted: Sequence[int] | None) -> None:
-        if wanted is None:
+    def _check_aux_layers(self, aux_layer_ids: Sequence[int] | None) -> None:
+        if aux_layer_ids is None:
             return
-        ids = validate_aux_layer_ids(wanted, int(self.server_info["depth"]), count=None)
+        ids = validate_aux_layer_ids(aux_layer_ids, int(self.server_info["depth"]), count=None)
         if ids != self.aux_layer_ids:
             raise BadInput(
                 f"the servers capture aux layers {self.aux_layer_ids}, {ids} are wanted",
@@ -109,11 +109,11 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def get_input_embeddings(self) -> InputEmbedding:
         self._check_open()
-        return self._fetched()[0]
+        return self._fetch_target()[0]
 
     def info(self) -> TargetInfo:
         self._check_open()
-        return self._fetched()[1]
+        return self._fetch_target()[1]
 
     def fetch_files(self, directory: Path) -> None:
         """Write the target's config and tokenizer files into `directory`."""
@@ -130,11 +130,11 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                 handle.write(content.numpy().tobytes())
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """Ask a server about these rows. The batch lies on the CPU."""
+        """Ask a server about these rows. The batch is on the CPU."""
         return self.answer_async(rows).result()
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
-        """Ask in the background; `prefetch` calls at a time, the others wait their turn."""
+        """Ask in the background, `prefetch` calls at a time; further calls are queued."""
         self._check_open()
         rows = rows.map(lambda tensor: tensor.detach().cpu())
         find_documents(rows)
@@ -164,20 +164,20 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             self._target = None
 
     def _answer(self, question: Question) -> Eagle3TargetBatch:
-        """The batch, even if servers fail on the way."""
-        batch = self._until_whole(lambda state: self._ask(state, question))
+        """The batch for a question, with retries if servers fail."""
+        batch = self._with_retries(lambda state: self._ask(state, question))
         if self.supervision == "logits":
             batch = batch.with_logits(self.info().head)
         return batch.pin_memory() if self._pin else batch
 
-    def _until_whole(self, use: Callable[[ServerState], T]) -> T:
-        """Ask until one server gave a whole answer; see `retries` and `wait_s`."""
+    def _with_retries(self, use: Callable[[ServerState], T]) -> T:
+        """Ask until a server gives a complete answer, within `retries` and `wait_s`."""
         failures, pause = 0, _FIRST_PAUSE_S
         while True:
             try:
                 return self._fleet.ask(use)
             except (ServerBusy, ServerDown):
-                continue  # the fleet knows when to come back, and for how long
+                continue  # the fleet decides when to retry, and for how long
             except ServerFault as error:
                 failures += 1
                 if failures > self._retries:
@@ -189,7 +189,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _ask(self, state: ServerState, question: Question) -> Eagle3TargetBatch:
-        """One attempt, at one server."""
+        """Make one attempt at one server."""
         shape = WireShape.of(
             question,
             hidden_size=int(self.server_info["hidden_size"]),
@@ -197,39 +197,39 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             dtype=getattr(torch, self.server_info["dtype"]),
         )
         supervised = int(question.rows.loss_mask[:, 1:].bool().sum())
-        most = shape.answer_bytes(question.rows.tokens, supervised)
-        segment = self._segment_for(state, most)
+        max_bytes = shape.answer_bytes(question.rows.tokens, supervised)
+        segment = self._segment_for(state, max_bytes)
         if segment is not None:
             question = replace(question, segment=segment.name)
         try:
             body = question.to_message().to_bytes()
-            reply = state.server.exchange("/v1/generate", body, self._timeout_s, most)
+            reply = state.server.exchange("/v1/generate", body, self._timeout_s, max_bytes)
             state.queue = reply.queue
-            message = self._received(state, reply, segment, most)
+            message = self._answer_message(state, reply, segment, max_bytes)
             if message is not reply.body:
-                segment = None  # its memory is the batch's now
+                segment = None  # the batch owns its memory now
             tensors, metadata = unpack(message)
             return decode_answer(tensors, metadata, question, shape)
         except WireError as error:
             raise ServerFault(str(error)) from error
         except Refused as error:
-            if error.status == 409:  # it came back with other weights: the fleet will notice
+            if error.status == 409:  # restarted with other weights: the fleet will detect it
                 raise ServerFault(str(error)) from error
             raise
         finally:
-            if segment is not None:  # never used again: the server may still write to it
+            if segment is not None:  # never reused: the server may still write to it
                 segment.discard()
 
     def _segment_for(self, state: ServerState, nbytes: int) -> Segment | None:
         same_machine = state.info.get("boot_id") == boot_id() != ""
         if self._segments is None or not same_machine or state.server.url in self._no_segments:
             return None
-        return self._segments.lease(nbytes)  # None: the answer travels as a body
+        return self._segments.lease(nbytes)  # None: the answer is sent in the body
 
-    def _received(
-        self, state: ServerState, reply: Reply, segment: Segment | None, most: int
+    def _answer_message(
+        self, state: ServerState, reply: Reply, segment: Segment | None, max_bytes: int
     ) -> memoryview:
-        """The answer itself: the reply's body, or what the server wrote to shared memory."""
+        """The answer: the reply's body, or what the server wrote to shared memory."""
         if segment is None:
             return reply.body
         assert self._segments is not None
@@ -239,29 +239,31 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             self._no_segments.add(state.server.url)
             log.info("target server %s does not see our shared memory", state.server.url)
             return reply.body
-        if not written.isdecimal() or not 0 < int(written) <= most:
-            raise WireError(f"{written} bytes of shared memory, at most {most} were expected")
+        if not written.isdecimal() or not 0 < int(written) <= max_bytes:
+            raise WireError(f"{written} bytes of shared memory, at most {max_bytes} were expected")
         return self._segments.adopt(segment, int(written))
 
     def _get(self, path: str, max_bytes: int) -> dict[str, Tensor]:
-        timeout_s = max(self._timeout_s, 600.0)  # gigabytes, once
-        reply = self._until_whole(lambda s: s.server.exchange(path, None, timeout_s, max_bytes))
+        timeout_s = max(self._timeout_s, 600.0)  # gigabytes, but only once
+        reply = self._with_retries(
+            lambda state: state.server.exchange(path, None, timeout_s, max_bytes)
+        )
         return unpack(reply.body)[0]
 
-    def _fetched(self) -> tuple[InputEmbedding, TargetInfo]:
-        """Embedding and head, fetched once."""
+    def _fetch_target(self) -> tuple[InputEmbedding, TargetInfo]:
+        """The embedding and the target's info, fetched once."""
         with self._lock:
             if self._target is None:
                 facts = self.server_info
                 size = int(facts["hidden_size"])
-                most = 8 * size * (int(facts["vocab_size"]) + 2) + (1 << 20)
-                tensors = self._get("/v1/embeddings", most) | self._get("/v1/head", most)
+                max_bytes = 8 * size * (int(facts["vocab_size"]) + 2) + (1 << 20)
+                tensors = self._get("/v1/embeddings", max_bytes) | self._get("/v1/head", max_bytes)
                 self._target = assemble_target(tensors, facts, hidden_size=size)
             return self._target
 
 
 def boot_id() -> str:
-    """Equal in all processes of one running machine, its containers included."""
+    """The machine's boot id, equal in all of its processes and containers; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -269,7 +271,7 @@ def boot_id() -> str:
 
 
 def token_from(name: str | None) -> str | None:
-    """The bearer token from an environment variable; never from a file or a command line."""
+    """The bearer token from an environment variable; never from a file or the command line."""
     if name is None:
         return None
     token = os.environ.get(name, "").strip()

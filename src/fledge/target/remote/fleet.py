@@ -1,7 +1,7 @@
-"""The servers of one client: which are up, which one is asked next, and waiting when all are down.
+"""The servers of one client: tracks which are up, picks the next one, waits while all are down.
 
-A server that fails is set aside and watched; when it answers again with the same target, it is used
-again. While all are down the client waits, says so, and gives up after `wait_s`.
+A server that fails is set aside and polled; once it answers again with the same target, it is used
+again. While all servers are down, the client waits, logs a warning, and gives up after `wait_s`.
 """
 
 import logging
@@ -26,15 +26,15 @@ _REMIND_S = 30.0
 
 @dataclass
 class ServerState:
-    """What is known of one server."""
+    """The state of one server."""
 
     server: Server
     up: bool = False
     in_flight: int = 0  # this client's own requests
     queue: int = 0  # the server's own count, all clients included
-    not_before: float = 0.0  # it was full: come back then
+    not_before: float = 0.0  # its queue was full: retry at this time
     error: str = "not asked yet"
-    refused: bool = False  # it holds another target: never used
+    refused: bool = False  # it holds another target and is never used
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,25 +49,25 @@ class Fleet:
         self._changed = threading.Condition()
         self._identity: dict[str, Any] | None = None
         self._down_since: float | None = None
-        self._reminded = 0.0
-        self._dice = random.Random()  # not everybody's: runs must stay repeatable
+        self._reminded_at = 0.0
+        self._rng = random.Random()  # not the global generator: runs must stay reproducible
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="fledge-servers")
 
     def open(self) -> dict[str, Any]:
-        """Compare the targets of all servers, waiting for the first if need be; its /v1/info."""
+        """Compare the targets of all servers and return /v1/info; waits for one if all are down."""
         for state in self._states:
             self._check(state, first=True)
         self._watcher.start()
         return self.ask(lambda state: state.info)
 
     def ask(self, use: Callable[[ServerState], T]) -> T:
-        """Call `use` with the server to ask next; its exceptions go to the caller."""
+        """Call `use` with the server to ask next; its exceptions are passed to the caller."""
         state = self._take()
         try:
             answer = use(state)
         except ServerBusy as busy:
-            state.not_before = time.monotonic() + busy.retry_after_s * self._dice.uniform(0.5, 1.0)
+            state.not_before = time.monotonic() + busy.retry_after_s * self._rng.uniform(0.5, 1.0)
             raise
         except (ServerDown, ServerFault) as error:
             self._set_down(state, str(error))
@@ -89,7 +89,7 @@ class Fleet:
             self._watcher.join(timeout=2 * _CHECK_TIMEOUT_S)
 
     def _take(self) -> ServerState:
-        """The least loaded server that is up; waits for one."""
+        """The least loaded server that is up; waits until there is one."""
         with self._changed:
             while True:
                 if self._closed.is_set():
@@ -98,20 +98,21 @@ class Fleet:
                 up = [state for state in self._states if state.up]
                 ready = [state for state in up if state.not_before <= now]
                 if ready:
-                    state = min(ready, key=lambda s: (s.in_flight + s.queue, self._dice.random()))
+                    state = min(ready, key=lambda s: (s.in_flight + s.queue, self._rng.random()))
                     state.in_flight += 1
                     self._down_since = None
                     return state
                 if up:
                     pause = min(state.not_before for state in up) - now
                 else:
-                    pause = self._while_all_are_down(now)
+                    pause = self._wait_left(now)
                 self._changed.wait(min(pause, _CHECK_EVERY_S))
 
-    def _while_all_are_down(self, now: float) -> float:
-        """Say so now and then, give up in the end; how long there is left to wait."""
+    def _wait_left(self, now: float) -> float:
+        """How much longer to wait while all servers are down; warns now and then, and gives up by
+        raising `TargetUnreachable`."""
         if self._down_since is None:
-            self._down_since, self._reminded = now, -_REMIND_S
+            self._down_since, self._reminded_at = now, -_REMIND_S
         waited = now - self._down_since
         why = ", ".join(f"{state.server.url}: {state.error}" for state in self._states)
         if waited >= self._wait_s or all(state.refused for state in self._states):
@@ -119,8 +120,8 @@ class Fleet:
                 f"no target server answered for {waited:.0f} s ({why})",
                 fix="start a server and run the same command again",
             )
-        if waited - self._reminded >= _REMIND_S:
-            self._reminded = waited
+        if waited - self._reminded_at >= _REMIND_S:
+            self._reminded_at = waited
             log.warning(
                 "no target server answers (%s); waiting, for another %.0f s at most",
                 why,
@@ -129,8 +130,8 @@ class Fleet:
         return self._wait_s - waited
 
     def _watch(self) -> None:
-        """Look at the servers, those that are down above all, until the client is closed."""
-        while not self._closed.wait(_CHECK_EVERY_S * self._dice.uniform(0.8, 1.2)):
+        """Poll the servers until the client is closed, mainly to notice those that are back up."""
+        while not self._closed.wait(_CHECK_EVERY_S * self._rng.uniform(0.8, 1.2)):
             for state in self._states:
                 if not state.refused and not self._closed.is_set():
                     self._check(state)
@@ -143,19 +144,19 @@ class Fleet:
                 info = state.server.get_json("/v1/info", timeout_s=_CHECK_TIMEOUT_S)
                 self._admit(state, info, first=first)
         except (ServerDown, ServerFault, ServerBusy, WireError, ValueError) as error:
-            if first and isinstance(error, BadInput):  # a token or an address that cannot work
+            if first and isinstance(error, BadInput):  # a wrong token or address
                 raise
             self._set_down(state, str(error))
 
     def _admit(self, state: ServerState, info: dict[str, Any], *, first: bool) -> None:
-        """Use a server from now on, if it holds the target that the others hold."""
-        theirs = identity(info)
+        """Use a server from now on if it holds the same target as the others."""
+        actual = identity(info)
         with self._changed:
             if self._identity is None:
-                self._identity = theirs
-            differing = [name for name, value in theirs.items() if self._identity[name] != value]
+                self._identity = actual
+            differing = [name for name, value in actual.items() if self._identity[name] != value]
             if differing:
-                what = "; ".join(f"{n}: {theirs[n]}, not {self._identity[n]}" for n in differing)
+                what = "; ".join(f"{n}: {actual[n]}, not {self._identity[n]}" for n in differing)
                 state.refused, state.error = True, f"another target ({what})"
             else:
                 if not first:

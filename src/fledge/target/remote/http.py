@@ -1,7 +1,7 @@
-"""One target server, seen from a client: connections that are kept, deadlines, whole replies.
+"""A client's connections to one target server: keep-alive, deadlines, complete replies.
 
-Built on http.client, which can read a body straight into the memory that the tensors will live in.
-Every exchange has one deadline and ends in a whole reply or in one of four exceptions.
+Built on http.client, which can read a body directly into the memory that the tensors will use.
+Every exchange has one deadline and ends in a complete reply or in one of four exceptions.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from fledge.core.errors import BadInput, first_line
 from fledge.target.finite import NotFinite
 from fledge.target.remote.wire import CHUNK_BYTES, DigestCheck, WireError
 
-_SMALL_BYTES = 1 << 20  # more than any JSON reply has
+_SMALL_BYTES = 1 << 20  # larger than any JSON reply
 
 
-class ServerDown(Exception):  # noqa: N818  (a finding, handled by the fleet)
-    """Nothing listens there; the request itself is not at fault."""
+class ServerDown(Exception):  # noqa: N818  (a status, handled by the fleet)
+    """No server is listening; the request itself is not at fault."""
 
 
-class ServerFault(Exception):  # noqa: N818  (a finding too)
-    """The exchange broke (time, truncation, an error inside the server): try again, elsewhere."""
+class ServerFault(Exception):  # noqa: N818  (a status too)
+    """The exchange failed (timeout, truncation, an error in the server): retry on another one."""
 
 
-class ServerBusy(Exception):  # noqa: N818  (a finding too)
-    """The queue is full: try again after `retry_after_s`."""
+class ServerBusy(Exception):  # noqa: N818  (a status too)
+    """The queue is full: retry after `retry_after_s`."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(f"busy for another {retry_after_s:.1f} s")
@@ -45,7 +45,7 @@ class ServerBusy(Exception):  # noqa: N818  (a finding too)
 
 
 class Refused(BadInput):
-    """The server understood and refused; asking again would not help."""
+    """The server understood and refused the request; a retry would not help."""
 
     def __init__(self, what: str, *, status: int, where: str, fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -55,19 +55,19 @@ class Refused(BadInput):
 @dataclass(frozen=True)
 class Reply:
     body: memoryview  # writable; tensors may keep using it
-    queue: int  # requests that wait at the server
+    queue: int  # requests waiting at the server
 
 
 class Buffers:
-    """Memory for replies, used again when nothing looks at it any more.
+    """Memory for replies, reused once nothing refers to it any more.
 
     Fresh memory costs a page fault every few kilobytes, about a third of the time that a reply
-    takes on a fast link. No locks: memory comes back from the garbage collector, which may run
-    anywhere.
+    takes on a fast link. Uses no locks: memory is returned by the garbage collector, which may run
+    at any point.
     """
 
     def __init__(self, keep: int) -> None:
-        self._free: deque[NDArray[np.uint8]] = deque(maxlen=keep)  # the oldest is let go
+        self._free: deque[NDArray[np.uint8]] = deque(maxlen=keep)  # the oldest is dropped
 
     def lease(self, nbytes: int) -> memoryview:
         if nbytes < _SMALL_BYTES:
@@ -84,7 +84,7 @@ class Buffers:
 
 
 class Server:
-    """Connections to one URL. Safe to use from several threads."""
+    """Connections to one URL. Thread-safe."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Server:
             raise BadInput("a server's address has no path", where=url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host, self._port = parts.hostname, parts.port
-        self._tls = _trusting(ca_file) if parts.scheme == "https" else None
+        self._tls = _tls_context(ca_file) if parts.scheme == "https" else None
         if token is not None:
             check_token(token, where="token")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -124,7 +124,7 @@ class Server:
         return value
 
     def close(self) -> None:
-        """Close idle connections, end the exchanges that are under way, begin no new ones."""
+        """Close idle connections, abort exchanges in progress, and start no new ones."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -144,20 +144,20 @@ class Server:
         *,
         digest: bool = True,
     ) -> Reply:
-        """Ask until `timeout_s` is over; a reply with a `digest` is compared with it."""
+        """Send a request and return its reply, within `timeout_s`; by default checks the digest."""
         deadline = time.monotonic() + timeout_s
         while True:
-            connection, kept = self._connect(deadline)
+            connection, reused = self._connect(deadline)
             with self._lock:
                 self._busy.add(connection)
             try:
-                _arm(connection, deadline)
+                _set_timeout(connection, deadline)
                 method = "GET" if body is None else "POST"
                 connection.request(method, path, body=body, headers=self._headers)
                 reply = self._receive(connection, deadline, max_bytes, digest)
             except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
                 connection.close()
-                if kept:  # the server had closed it in the meantime: ask on a fresh one
+                if reused:  # the server had closed it in the meantime: retry on a new one
                     continue
                 raise ServerFault(f"closed the connection ({first_line(error)})") from error
             except (OSError, http.client.HTTPException, WireError) as error:
@@ -173,7 +173,7 @@ class Server:
             return reply
 
     def _keep(self, connection: HTTPConnection) -> None:
-        """For the next exchange, unless this one has outlived the client."""
+        """Keep a connection for the next exchange, unless the client was closed meanwhile."""
         with self._lock:
             if not self._closed:
                 self._idle.append(connection)
@@ -181,17 +181,17 @@ class Server:
         connection.close()
 
     def _connect(self, deadline: float) -> tuple[HTTPConnection, bool]:
-        """(connection, whether it was used before)."""
+        """(connection, whether it is a reused one)."""
         with self._lock:
             if self._closed:
                 raise ServerDown("this client is closed")
             if self._idle:
                 return self._idle.pop(), True
-        left = max(0.01, min(10.0, deadline - time.monotonic()))
-        place = (self._host, self._port)
-        connection = HTTPConnection(*place, timeout=left)
+        timeout_s = max(0.01, min(10.0, deadline - time.monotonic()))
+        address = (self._host, self._port)
+        connection = HTTPConnection(*address, timeout=timeout_s)
         if self._tls is not None:
-            connection = http.client.HTTPSConnection(*place, timeout=left, context=self._tls)
+            connection = http.client.HTTPSConnection(*address, timeout=timeout_s, context=self._tls)
         try:
             connection.connect()
         except ssl.SSLError as error:
@@ -208,7 +208,7 @@ class Server:
     def _receive(
         self, connection: HTTPConnection, deadline: float, max_bytes: int, digest: bool
     ) -> Reply:
-        _arm(connection, deadline)
+        _set_timeout(connection, deadline)
         response = connection.getresponse()
         length = response.length
         if length is None or length > max(max_bytes, _SMALL_BYTES):
@@ -217,7 +217,7 @@ class Server:
         check = DigestCheck(length) if digest and response.status == 200 else None
         at = 0
         while at < length:
-            _arm(connection, deadline)
+            _set_timeout(connection, deadline)
             count = response.fp.readinto1(view[at : at + CHUNK_BYTES])
             if not count:
                 raise WireError(f"the reply ended after {at} of {length} bytes")
@@ -229,16 +229,16 @@ class Server:
         if check is not None:
             check.finish(view)
         if status != 200:
-            self._complain(status, bytes(view), headers)
+            self._raise_error(status, bytes(view), headers)
         queue = headers.get("X-Fledge-Queue", "")
         return Reply(view, int(queue) if queue.isdecimal() else 0)
 
-    def _complain(self, status: int, body: bytes, headers: http.client.HTTPMessage) -> None:
-        """Turn an error reply into the exception that says what to do."""
+    def _raise_error(self, status: int, body: bytes, headers: http.client.HTTPMessage) -> None:
+        """Raise the exception that corresponds to an error reply."""
         try:
             reply = json.loads(body)
-            told = reply["error"]  # a line; in OpenAI's interface, an object that has one
-            what = str(told["message"] if isinstance(told, dict) else told)
+            detail = reply["error"]  # a string, or in OpenAI's API an object with a message
+            what = str(detail["message"] if isinstance(detail, dict) else detail)
         except (ValueError, KeyError, TypeError):
             reply, what = {}, f"HTTP {status}"
         if status == 429:
@@ -252,7 +252,7 @@ class Server:
 
 
 def check_token(token: str, *, where: str) -> None:
-    """A bearer token travels in a header: printable ASCII without blanks."""
+    """Refuse a token that cannot be sent in a header: it must be printable ASCII without spaces."""
     if not token or not all("!" <= character <= "~" for character in token):
         raise BadInput(
             "not a token that can be sent: it is empty, or has blanks, control characters or "
@@ -262,18 +262,18 @@ def check_token(token: str, *, where: str) -> None:
         )
 
 
-def _trusting(ca_file: str | None) -> ssl.SSLContext:
-    """The system's certificates, or those of a file."""
+def _tls_context(ca_file: str | None) -> ssl.SSLContext:
+    """A TLS context that trusts the system's certificates, or those of a file."""
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # SSLError among them
+    except OSError as error:  # includes SSLError
         raise BadInput(
             f"no certificates could be read ({first_line(error)})", where=f"ca_file {ca_file}"
         ) from error
 
 
-def _arm(connection: HTTPConnection, deadline: float) -> None:
-    """Let the next wait on the socket end no later than the deadline."""
+def _set_timeout(connection: HTTPConnection, deadline: float) -> None:
+    """Limit the next wait on the socket to the time left until the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("no whole reply in time")

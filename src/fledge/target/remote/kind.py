@@ -1,4 +1,4 @@
-"""`target.backend=remote`: the target on servers. Imports no torch when loaded."""
+"""`target.backend=remote`: the target on servers. Importing this does not import torch."""
 
 import functools
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class RemoteKind(TargetKind[RemoteTarget]):
     def open(
         self, section: RemoteTarget, *, device: "torch.device", aux_layers: int
     ) -> "RemoteEagle3TargetModel":
-        """The client that a recipe describes; batches lie where a copy to `device` is fast."""
+        """The client that a recipe describes; batches are pinned if `device` is a GPU."""
         return _client(section, pin_memory=device.type == "cuda")
 
     def model_name(self, section: RemoteTarget) -> str:
@@ -96,22 +96,22 @@ class RemoteKind(TargetKind[RemoteTarget]):
 def _client(section: RemoteTarget, *, pin_memory: bool = False) -> "RemoteEagle3TargetModel":
     from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
 
-    kept_here = {"backend", "model", "token_env", "wire_dtype", "trust_remote_code"}
-    options = section.model_dump(exclude=kept_here)
+    not_passed = {"backend", "model", "token_env", "wire_dtype", "trust_remote_code"}
+    options = section.model_dump(exclude=not_passed)
     options |= {"token": token_from(section.token_env), "dtype": section.wire_dtype}
     return RemoteEagle3TargetModel(**options, pin_memory=pin_memory)
 
 
 @functools.cache
 def _facts(section: RemoteTarget) -> dict[str, Any]:
-    """What the servers say of their target, asked once a process."""
+    """The servers' description of their target, requested once per process."""
     with _client(section) as target:
         return target.server_info
 
 
 @functools.cache
 def _files(section: RemoteTarget) -> Path:
-    """A directory with the config and tokenizer of the servers' target, fetched once a process."""
+    """A directory with the config and tokenizer of the servers, fetched once per process."""
     from fledge.core.files import cache_dir
 
     with _client(section) as target:

@@ -1,9 +1,9 @@
-"""What a trainer and a target server exchange: questions, answers, the identity of the target.
+"""The protocol between a trainer and a target server: questions, answers, the target's identity.
 
-A question is self-contained (token rows, encoding, draft vocabulary): servers keep nothing between
-requests, so any of them can answer any question, again if need be, and the answer is the same.
+A question is self-contained (token rows, encoding, draft vocabulary). Servers keep no state between
+requests, so any of them can answer any question, repeatedly if need be, with the same result.
 
-    GET  /health         up or not, and how much waits; needs no token
+    GET  /health         status and queue length; needs no token
     GET  /v1/info        JSON: identity, sizes, limits
     GET  /v1/embeddings  message: the input embedding
     GET  /v1/head        message: output head and final norm
@@ -11,7 +11,7 @@ requests, so any of them can answer any question, again if need be, and the answ
     POST /v1/generate    message -> message
     GET  /metrics        Prometheus text
 
-Answers travel in one of three encodings. `hidden` carries both states at every slot. `probs` and
+Answers are sent in one of three encodings. `hidden` carries both states at every slot. `probs` and
 `topk` carry aux states at every slot and supervision at supervised slots only (M of them, rows end
 to end), in the precision of the states.
 """
@@ -31,7 +31,7 @@ from fledge.target.cache.format import DTYPES, CacheShape
 from fledge.target.finite import check_probs
 from fledge.target.remote.wire import Message, WireError
 
-PROTOCOL = 1  # raise when the meaning of a message changes
+PROTOCOL = 1  # increment when the meaning of a message changes
 WireEncoding = Literal["hidden", "probs", "topk"]
 WIRE_ENCODINGS: tuple[WireEncoding, ...] = get_args(WireEncoding)
 ROW_FIELDS = ("input_ids", "attention_mask", "loss_mask")
@@ -40,16 +40,16 @@ IDENTITY = (
     *("protocol", "weights_fingerprint", "tokenizer_fingerprint", "aux_layer_ids"),
     *("dtype", "hidden_size", "vocab_size", "depth"),
 )
-_ANY = 1 << 62
+_UNLIMITED = 1 << 62
 
 
 class TooLarge(WireError):  # noqa: N818  (an answer to the client)
-    """More in one question than a server takes."""
+    """A question is larger than a server accepts."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Rows that a target is asked about, as they travel."""
+    """The rows that a target is asked about, with the requested form of the answer."""
 
     request_id: str
     rows: TokenBatch  # on the CPU
@@ -57,8 +57,8 @@ class Question:
     dtype: str = "auto"  # of the states on the wire; auto: the target's own
     top_k: int = 0
     vocabulary: Tensor | None = None  # [W] target ids in draft order, for probs and topk
-    fingerprint: str = ""  # the weights that must answer
-    alone: bool = True  # not to be run together with other requests
+    fingerprint: str = ""  # of the weights that must answer
+    alone: bool = True  # not to be merged with other requests
     segment: str = ""  # shared memory that the answer may be written to
 
     def to_message(self) -> Message:
@@ -89,16 +89,16 @@ class Question:
         tensors: dict[str, Tensor],
         metadata: dict[str, str],
         *,
-        max_tokens: int = _ANY,
-        vocab_size: int = _ANY,
+        max_tokens: int = _UNLIMITED,
+        vocab_size: int = _UNLIMITED,
     ) -> "Question":
-        """From the network: a ValueError names what is wrong."""
+        """Parse a question from the network; a ValueError says what is wrong with it."""
         if metadata.get("protocol") != str(PROTOCOL):
             raise WireError(f"protocol {metadata.get('protocol')!r}, this server speaks {PROTOCOL}")
         _check_layout(tensors, max_tokens, vocab_size)
         wide = {name: tensor.long() for name, tensor in tensors.items()}
-        named = {name: tensor for name, tensor in wide.items() if name != "vocabulary"}
-        rows = TokenBatch(**named)  # type: ignore[arg-type]  # the layout was checked
+        row_tensors = {name: tensor for name, tensor in wide.items() if name != "vocabulary"}
+        rows = TokenBatch(**row_tensors)  # type: ignore[arg-type]  # the layout was checked
         encoding, dtype = metadata.get("encoding", ""), metadata.get("dtype", "")
         if encoding not in WIRE_ENCODINGS:
             raise WireError(f"encoding {encoding!r} is not one of {', '.join(WIRE_ENCODINGS)}")
@@ -120,10 +120,10 @@ class Question:
         )._checked()
 
     def asks_the_same(self, other: "Question") -> bool:
-        """Whether one answer serves both; where it is written does not matter."""
-        mine, theirs = self._content(), other._content()
-        tensors = zip(mine[0], theirs[0], strict=True)
-        return mine[1:] == theirs[1:] and all(_equal(one, another) for one, another in tensors)
+        """Whether both have the same answer; where it is to be written does not matter."""
+        left, right = self._content(), other._content()
+        pairs = zip(left[0], right[0], strict=True)
+        return left[1:] == right[1:] and all(_equal(a, b) for a, b in pairs)
 
     def _content(self) -> tuple[tuple[Tensor | None, ...], str, str, int, str]:
         tensors = (*self.rows.arguments(), self.vocabulary)
@@ -139,17 +139,17 @@ class Question:
         return self
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and torch.equal(one, other)
+def _equal(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.shape == right.shape and torch.equal(left, right)
 
 
 def _check_layout(tensors: dict[str, Tensor], max_tokens: int, vocab_size: int) -> None:
-    """Names, ranks and sizes, before anything is made of these tensors: what travels as a byte
-    takes eight when it is used."""
-    known = {*ROW_FIELDS, *PACKING_FIELDS, "vocabulary"}
-    missing, foreign = set(ROW_FIELDS) - set(tensors), set(tensors) - known
+    """Check names, ranks and sizes before the tensors are widened: a value that is sent as one byte
+    takes eight in use."""
+    allowed = {*ROW_FIELDS, *PACKING_FIELDS, "vocabulary"}
+    missing, foreign = set(ROW_FIELDS) - set(tensors), set(tensors) - allowed
     if missing or foreign:
         raise WireError(f"tensors missing: {sorted(missing)}, not known: {sorted(foreign)}")
     for name, tensor in tensors.items():
@@ -174,13 +174,13 @@ def _check_layout(tensors: dict[str, Tensor], max_tokens: int, vocab_size: int) 
 
 
 def _narrow(name: str, tensor: Tensor) -> Tensor:
-    """Integers as small as their meaning allows: masks are 0 or 1, ids and lengths fit 32 bits."""
+    """The smallest integers that hold the values: masks are 0 or 1, ids and lengths fit 32 bits."""
     return (tensor != 0).to(torch.uint8) if name.endswith("_mask") else tensor.to(torch.int32)
 
 
 @dataclass(frozen=True)
 class WireShape:
-    """What a trainer must know to read answers, and how large they will be."""
+    """What a trainer needs in order to read answers and to predict their size."""
 
     hidden_size: int
     aux_layers: int
@@ -194,14 +194,14 @@ class WireShape:
     def of(
         cls, question: Question, *, hidden_size: int, aux_layers: int, dtype: torch.dtype
     ) -> "WireShape":
-        """Of the answer to a question, by a target of these sizes."""
+        """The shape of a target's answer to a question."""
         size = 0 if question.vocabulary is None else len(question.vocabulary)
-        asked = (question.encoding, question.dtype, size, question.top_k)
-        return cls(hidden_size, aux_layers, dtype, *asked)
+        requested = (question.encoding, question.dtype, size, question.top_k)
+        return cls(hidden_size, aux_layers, dtype, *requested)
 
     @cached_property
     def sent(self) -> "SentShape":
-        """What travels for each token and slot."""
+        """What is sent for each token and slot."""
         return SentShape(
             encoding=self.encoding,
             dtype=DTYPES.get(self.wire_dtype, self.dtype),
@@ -212,7 +212,7 @@ class WireShape:
         )
 
     def answer_bytes(self, tokens: int, supervised: int) -> int:
-        """An upper bound; without what the header takes it is exact."""
+        """An upper bound on the size of an answer; exact except for the header."""
         slots = tokens if self.encoding == "hidden" else supervised
         token_bytes = sum(field.row_bytes for field in self.sent.token_fields())
         slot_bytes = sum(field.row_bytes for field in self.sent.slot_fields())
@@ -220,14 +220,14 @@ class WireShape:
 
 
 class SentShape(CacheShape):
-    """As a cache would keep it; but every dtype that a target runs in can travel."""
+    """The shape of a cache, except that every dtype a target can run in is allowed."""
 
     dtypes = (*CacheShape.dtypes, torch.float64)
 
 
 @torch.no_grad()
 def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead) -> Message:
-    """The target's answer (states) in the encoding that was asked for."""
+    """The target's answer (hidden states) as a message in the requested encoding."""
     assert batch.last_hidden_states is not None, "servers run their target with hidden supervision"
     dtype = DTYPES.get(question.dtype, batch.aux_hidden_states.dtype)
     tensors = {"aux_hidden_states": batch.aux_hidden_states.to(dtype)}
@@ -239,15 +239,15 @@ def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead
         mask_V = torch.zeros(len(head.weight_VD), dtype=torch.bool, device=ids_W.device)
         mask_V[ids_W] = True
         hidden_MD = batch.last_hidden_states[batch.loss_mask.bool()]
-        probs_MW, sayable_M = target_distribution_from_hidden(hidden_MD, head, ids_W, mask_V)
+        probs_MW, position_M = target_distribution_from_hidden(hidden_MD, head, ids_W, mask_V)
         check_probs(probs_MW, batch)
         top_k = question.top_k if question.encoding == "topk" else None
-        tensors |= encode_probs(probs_MW, sayable_M[:, None], dtype, top_k)
+        tensors |= encode_probs(probs_MW, position_M[:, None], dtype, top_k)
     return Message(_to_host(tensors), {"request_id": question.request_id})
 
 
 def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """From a GPU through page-locked memory, all copies under way at once."""
+    """Copy tensors from a GPU through pinned memory, with a single synchronization."""
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return tensors
     host = {
@@ -264,36 +264,36 @@ def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def decode_answer(
     tensors: dict[str, Tensor], metadata: dict[str, str], question: Question, shape: WireShape
 ) -> Eagle3TargetBatch:
-    """A batch from an answer and the rows that were asked about; a WireError if they do not fit."""
+    """The batch for a question's rows, from the answer; raises a WireError if they do not match."""
     rows, wanted_id, got_id = question.rows, question.request_id, metadata.get("request_id")
     if got_id != wanted_id:
         raise WireError(f"an answer to request {got_id!r}, not to {wanted_id}")
     supervised_BT = shift_left(rows.loss_mask).bool()
-    for name, wanted in _expected(shape, rows.shape, int(supervised_BT.sum())).items():
+    for name, expected in _expected_shapes(shape, rows.shape, int(supervised_BT.sum())).items():
         tensor = tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != wanted:
+        if tensor is None or tuple(tensor.shape) != expected:
             got = "nothing" if tensor is None else list(tensor.shape)
-            raise WireError(f"{name} should be {list(wanted)}, got {got}")
+            raise WireError(f"{name} should be {list(expected)}, got {got}")
     states = {"aux_hidden_states": tensors["aux_hidden_states"]}
     if shape.encoding == "hidden":
         states["last_hidden_states"] = tensors["last_hidden_states"]
     else:
-        states |= _scattered(tensors, shape, supervised_BT)
+        states |= _scatter_supervision(tensors, shape, supervised_BT)
     return Eagle3TargetBatch.about(rows, **states, shifted=True)
 
 
-def _expected(
+def _expected_shapes(
     shape: WireShape, rows_BT: tuple[int, int], supervised: int
 ) -> dict[str, tuple[int, ...]]:
     slots = rows_BT if shape.encoding == "hidden" else (supervised,)
-    expected = {field.name: (*rows_BT, field.width) for field in shape.sent.token_fields()}
-    return expected | {field.name: (*slots, field.width) for field in shape.sent.slot_fields()}
+    shapes = {field.name: (*rows_BT, field.width) for field in shape.sent.token_fields()}
+    return shapes | {field.name: (*slots, field.width) for field in shape.sent.slot_fields()}
 
 
-def _scattered(
+def _scatter_supervision(
     tensors: dict[str, Tensor], shape: WireShape, supervised_BT: Tensor
 ) -> dict[str, Tensor]:
-    """Supervision of the M supervised slots at their places; the other slots are 0."""
+    """The supervision of the M supervised slots at their positions; all other slots are 0."""
     if shape.encoding == "topk" and len(ids := tensors["topk_ids"]):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= shape.draft_vocab_size:
@@ -307,7 +307,7 @@ def _scattered(
 
 
 def identity(info: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal among the servers of one trainer, from /v1/info."""
+    """The facts of /v1/info that must be equal among the servers of one trainer."""
     missing = [name for name in IDENTITY if name not in info]
     if missing:
         raise WireError(f"/v1/info says nothing about {', '.join(missing)}")

@@ -1,13 +1,13 @@
 """Replies through shared memory, for a trainer and a target server on one machine.
 
 The client owns the memory: a file under /dev/shm that it names in its request. The server writes
-its reply there and answers with a few bytes; the client's tensors are views of the file, and when
-the last of them is gone the file is used again. The holder of a segment holds a lock on it, which
-the kernel drops with the process: files without a holder are leftovers of a kill, and the next
+its reply there and answers with a few bytes. The client's tensors are views of the file, which is
+reused once the last of them is gone. The owner of a segment holds a lock on it, which the kernel
+releases when the process ends: unlocked files were left behind by killed processes, and the next
 client or any running server removes them. All segments of a machine together take at most half of
-/dev/shm; an answer for which there is no room travels as a body.
+/dev/shm; an answer for which there is no room is sent in the body.
 
-A segment whose request failed is never used again: the server that got it may still be writing.
+A segment whose request failed is never reused: its server may still be writing to it.
 """
 
 import errno
@@ -26,7 +26,7 @@ from fledge.target.remote.wire import Message
 
 DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"fledge-[0-9a-f]{32}")
-_GRAIN = 1 << 20
+_GRANULARITY = 1 << 20
 
 
 def available() -> bool:
@@ -34,30 +34,30 @@ def available() -> bool:
 
 
 def most_bytes() -> int:
-    """What the segments of all clients on this machine may take together."""
+    """The most bytes that the segments of all clients on this machine may take together."""
     room = os.statvfs(DIRECTORY)
     return room.f_blocks * room.f_frsize // 2
 
 
 def living_bytes() -> int:
-    """What the segments that are there may come to hold, in use or not."""
+    """The total size of all existing segments, in use or not."""
     total = 0
-    for path in _living():
+    for path in _segment_paths():
         with suppress(OSError):  # just removed
             total += path.lstat().st_size
     return total
 
 
-def _living() -> list[Path]:
+def _segment_paths() -> list[Path]:
     if not available():
         return []
     return [path for path in DIRECTORY.glob("fledge-*") if _NAME.fullmatch(path.name)]
 
 
 def remove_leftovers() -> int:
-    """Unlink segments that no process holds; how many there were."""
+    """Unlink segments that no process owns, and return how many there were."""
     removed = 0
-    for path in _living():
+    for path in _segment_paths():
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # gone, or another user's
@@ -66,7 +66,7 @@ def remove_leftovers() -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed += 1
-        except OSError:  # held, or just removed by somebody else
+        except OSError:  # locked by its owner, or just removed by another process
             pass
         finally:
             os.close(descriptor)
@@ -74,7 +74,7 @@ def remove_leftovers() -> int:
 
 
 class Segment:
-    """One file, held by this process."""
+    """One file, owned and locked by this process."""
 
     def __init__(self) -> None:
         while True:
@@ -93,7 +93,7 @@ class Segment:
 
     def grow(self, nbytes: int) -> None:
         if nbytes > self.size:
-            self.size = -(-nbytes // _GRAIN) * _GRAIN
+            self.size = -(-nbytes // _GRANULARITY) * _GRANULARITY
             os.ftruncate(self._descriptor, self.size)
 
     def map(self, nbytes: int) -> mmap.mmap:
@@ -105,19 +105,19 @@ class Segment:
 
 
 class Segments:
-    """The segments of one client, each in use by at most one request or batch. No locks: memory is
-    given back by the garbage collector, which may run anywhere, in the middle of `lease` too."""
+    """The segments of one client, each used by at most one request or batch. Uses no locks: memory
+    is returned by the garbage collector, which may run at any point, even within `lease`."""
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         remove_leftovers()
         self._most_bytes = most_bytes() if max_bytes is None else max_bytes
         self._free: deque[Segment] = deque()
         self._closed = False
-        weakref.finalize(self, _discard_all, self._free)  # also when the program ends
+        weakref.finalize(self, _discard_all, self._free)  # also at exit
 
     def lease(self, nbytes: int) -> Segment | None:
-        """A segment of at least so many bytes; ends in `adopt` or in its own `discard`. None: the
-        machine's segments take all the room that they may."""
+        """A segment of at least `nbytes`, to be passed to `adopt` or discarded by the caller. None
+        if the machine's segments would exceed their limit."""
         try:
             segment = self._free.pop()
         except IndexError:
@@ -125,14 +125,14 @@ class Segments:
         size = 0 if segment is None else segment.size
         if nbytes > size and living_bytes() + nbytes - size > self._most_bytes:
             if segment is not None:
-                segment.discard()  # small ones that lie idle may be what is in the way
+                segment.discard()  # small idle segments may be what takes up the room
             return None
         segment = segment or Segment()
         segment.grow(nbytes)
         return segment
 
     def adopt(self, segment: Segment, nbytes: int) -> memoryview:
-        """The segment's memory. When nothing looks at it any more, the segment is free again."""
+        """The segment's memory. Once nothing refers to it any more, the segment is free again."""
         mapped = segment.map(nbytes)
         weakref.finalize(mapped, self._release, segment)
         return memoryview(mapped)
@@ -155,8 +155,8 @@ def _discard_all(segments: deque[Segment]) -> None:
 
 
 def write_segment(name: str, message: Message) -> bool:
-    """Write a reply into a client's segment; False when it has to travel as a body instead. The
-    name comes from the network: only an existing segment of this very user is written to."""
+    """Write a reply to a client's segment; False if it must be sent in the body instead. The name
+    comes from the network: only existing segments of the current user are written to."""
     if _NAME.fullmatch(name) is None:
         return False
     try:
@@ -164,22 +164,22 @@ def write_segment(name: str, message: Message) -> bool:
     except OSError:  # another machine, another container, another user
         return False
     try:
-        facts = os.fstat(descriptor)
-        regular = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid()
-        if not regular or facts.st_size < message.nbytes:
+        status = os.fstat(descriptor)
+        is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own_file or status.st_size < message.nbytes:
             return False
         at = 0
         for chunk in message.chunks():
             while len(chunk):
-                done = os.pwrite(descriptor, chunk, at)
-                chunk, at = chunk[done:], at + done
+                count = os.pwrite(descriptor, chunk, at)
+                chunk, at = chunk[count:], at + count
         return True
     except OSError as error:
         if error.errno != errno.ENOSPC:  # a small /dev/shm, as containers have
             raise
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, facts.st_size)
+            os.ftruncate(descriptor, status.st_size)
         return False
     finally:
         os.close(descriptor)

@@ -1,13 +1,13 @@
 """Tensors on the wire: one safetensors file whose last tensor is the digest of all before it.
 
-Any safetensors reader can load a message; nothing in it can be executed. The sender walks over the
-tensors in place and hashes each piece just before it goes out, the receiver each piece just
-after it came in, so that neither holds a second copy and the check costs almost nothing (XXH3, tens
-of GB/s). A message that was cut short or garbled anywhere is noticed; forgery is not the concern
-(that is what TLS and the token are for).
+Any safetensors reader can load a message; nothing in it can be executed. The sender reads the
+tensors in place and hashes each piece just before sending it; the receiver hashes each piece as it
+arrives. So neither side holds a second copy, and the check costs almost nothing (XXH3, tens of
+GB/s). Truncation and corruption are detected; forgery is not the concern here, but that of TLS and
+the token.
 
     8 bytes   length of the header, little endian
-    header    JSON: name -> dtype, shape, offsets; `__metadata__`: strings. Padded with blanks
+    header    JSON: name -> dtype, shape, offsets; `__metadata__`: strings. Padded with spaces
     data      tensors end to end, widest numbers first, so that each is aligned to its own width
     8 bytes   the tensor `digest`: XXH3-64 of everything above, little endian
 """
@@ -25,25 +25,25 @@ from fledge.target.cache.format import SAFETENSORS, safetensors_header
 
 DIGEST = "digest"
 DIGEST_BYTES = 8
-CHUNK_BYTES = 1 << 20  # what is hashed and handed to the socket at once: fits a second-level cache
+CHUNK_BYTES = 1 << 20  # hashed and passed to the socket at once: fits an L2 cache
 _MAX_HEADER_BYTES = 1 << 20
-_NAMED = {name: dtype for dtype, name in SAFETENSORS.items()}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
-Buffer = bytearray | memoryview  # writable memory that tensors may go on living in
+Buffer = bytearray | memoryview  # writable memory that tensors may keep as their storage
 
 
 class WireError(ValueError):
-    """These bytes are not a whole message."""
+    """The bytes are not a complete, valid message."""
 
 
 class Message:
-    """Tensors and strings, ready to be sent; the tensors' memory is used as it lies."""
+    """Tensors and strings, ready to be sent without copying the tensors' memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         assert DIGEST not in tensors, f"{DIGEST} is the message's own tensor"
         ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
         flat = (tensor.detach().cpu().contiguous().flatten() for _, tensor in ordered)
-        self._parts = [numbers.view(torch.uint8).numpy().data for numbers in flat]
+        self._parts = [values.view(torch.uint8).numpy().data for values in flat]
         shapes = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in ordered]
         shapes.append((DIGEST, torch.uint8, [DIGEST_BYTES]))
         self._header = safetensors_header(shapes, dict(metadata))
@@ -60,12 +60,12 @@ class Message:
         yield memoryview(digest.digest()[::-1])
 
     def to_bytes(self) -> bytes:
-        """The whole message at once: for small ones."""
+        """The whole message as one copy, for small messages."""
         return b"".join(self.chunks())
 
 
 class DigestCheck:
-    """Follows a message of known length while it comes in."""
+    """Computes the digest of a message of known length as it arrives."""
 
     def __init__(self, nbytes: int) -> None:
         self._left, self._digest = nbytes - DIGEST_BYTES, xxhash.xxh3_64()
@@ -76,7 +76,7 @@ class DigestCheck:
         self._left -= len(covered)
 
     def finish(self, message: Buffer) -> None:
-        """Compare with the message's own last bytes."""
+        """Compare with the digest at the end of the message; raises if they differ."""
         if self._left or bytes(message[-DIGEST_BYTES:]) != self._digest.digest()[::-1]:
             raise WireError("the digest does not fit: bytes were lost or changed on the way")
 
@@ -88,8 +88,8 @@ def check_digest(message: Buffer) -> None:
 
 
 def unpack(message: Buffer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors (views of `message`, which they keep alive) and strings. Trusts no byte of it. The
-    digest is not compared here: see `DigestCheck`."""
+    """The tensors (views of `message`, which they keep alive) and strings of a message. Its bytes
+    are not trusted. The digest is not compared here: see `DigestCheck`."""
     begin, header = _read_header(message)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -131,18 +131,18 @@ def _read_header(message: Buffer) -> tuple[int, dict[str, Any]]:
 def _read_entry(name: str, entry: Any, at: int) -> tuple[torch.dtype, list[int], int]:
     """(dtype, shape, end) of a tensor that must begin at byte `at` of the data."""
     try:
-        dtype, shape, (first, end) = _NAMED[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        whole = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, first, end))
+        dtype, shape, (first, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        valid = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, first, end))
     except (KeyError, TypeError, ValueError):
         raise WireError(f"the header's entry {name!r} cannot be read") from None
     if (
-        not whole
+        not valid
         or len(shape) > 8
         or first != at
         or end - first != math.prod(shape) * dtype.itemsize
     ):
         raise WireError(f"{name} does not lie where its shape {shape} says")
-    if math.prod(n for n in shape if n) >= 2**48:  # beside a zero: no tensor can have such sizes
+    if math.prod(n for n in shape if n) >= 2**48:  # too large even for an empty tensor
         raise WireError(f"{name} has sizes {shape}")
     if first % dtype.itemsize:
         raise WireError(f"{name} is not aligned")

@@ -1,7 +1,7 @@
-"""What a server holds at once: counted when a request's head is read, before its body is.
+"""Bounds what a server holds at once, counted when a request's head is read, before its body.
 
-A request has a place from its head to the last byte of its reply, so that neither slow writers nor
-slow readers can make the server hold more than its limits.
+A request keeps its place from its head to the last byte of its reply, so that neither slow senders
+nor slow readers can make the server hold more than its limits.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,17 +16,17 @@ class Limits:
     """What a server accepts and holds."""
 
     max_body_bytes: int = 64 << 20
-    max_bodies_bytes: int = 256 << 20  # of all requests that are under way
+    max_bodies_bytes: int = 256 << 20  # of all requests in progress
     max_tokens: int = 1 << 18  # rows times width of one request
     max_attention: int = 1 << 34  # its tokens times its longest row or document
-    max_documents: int = 1 << 14  # of one request: planning them takes their number squared
+    max_documents: int = 1 << 14  # of one request: planning takes time quadratic in them
     max_requests: int = 64
-    max_reply_bytes: int = 8 << 30  # of all replies that are under way
+    max_reply_bytes: int = 8 << 30  # of all replies in progress
     merge_tokens: int = 16384
 
 
 class QueueFull(Exception):  # noqa: N818  (an answer to the client, not a fault)
-    """Come back after `retry_after_s`."""
+    """The server is at its limits: retry after `retry_after_s`."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(f"the queue is full for about {retry_after_s:.1f} s")
@@ -34,7 +34,7 @@ class QueueFull(Exception):  # noqa: N818  (an answer to the client, not a fault
 
 
 class Admission:
-    """Requests under way, and the bytes of their bodies and replies. On the event loop only."""
+    """Requests in progress, and the bytes of their bodies and replies. On the event loop only."""
 
     def __init__(self, limits: Limits, metrics: Metrics, expected_s: Callable[[], float]) -> None:
         self._limits, self._metrics, self._expected_s = limits, metrics, expected_s
@@ -42,7 +42,7 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator["Place"]:
-        """For one request, or a QueueFull."""
+        """A place for one request; raises `QueueFull` if there is none."""
         if self._requests >= self._limits.max_requests:
             raise QueueFull(self._expected_s())
         place = Place(self)
@@ -58,7 +58,8 @@ class Admission:
         self._count(body_bytes=nbytes)
 
     def take_reply(self, nbytes: int) -> None:
-        """A reply that is larger than the limit is let in alone, or it could never be had."""
+        """Reserve room for a reply. One above the limit is admitted if no other is in progress: it
+        could never be sent otherwise."""
         if self._reply_bytes and self._reply_bytes + nbytes > self._limits.max_reply_bytes:
             raise QueueFull(self._expected_s())
         self._count(reply_bytes=nbytes)

@@ -1,4 +1,4 @@
-"""The target behind a server: questions in, messages out, one thread at a time."""
+"""The target behind a server: turns questions into messages, on one thread at a time."""
 
 from collections.abc import Sequence
 
@@ -20,20 +20,21 @@ from fledge.target.runner import RunnerEagle3TargetModel
 
 
 class Target:
-    """A backend with hidden supervision, and what is asked of it."""
+    """A backend with hidden supervision, and the checks on what it is asked."""
 
     def __init__(self, backend: Eagle3TargetBackend, limits: Limits) -> None:
         if backend.supervision != "hidden":
             raise ValueError(f"a server's target answers hidden states, not {backend.supervision}")
         self.backend, self.info = backend, backend.info()
-        self._known_ids = len(backend.get_input_embeddings().weight)
+        self._embedding_rows = len(backend.get_input_embeddings().weight)
         self._limits, self._context = limits, _context(backend, self.info)
-        # What is computed here is looked at here, where that costs next to nothing beside the pass.
-        # What merely passes through was looked at before, and is again by whoever asked.
+        # Answers computed in this process are checked for NaN and infinity here, where that costs
+        # next to nothing compared to the pass. Answers that another process computed were checked
+        # there, and the client checks them again.
         self._computes = self.info.module is not None or isinstance(backend, InProcessTarget)
 
     def read(self, body: bytearray) -> Question:
-        """A question from the network; a ValueError says why it is none."""
+        """Parse and check a question from the network; a ValueError says what is wrong with it."""
         tensors, metadata = unpack(body)
         check_digest(body)
         sizes = {"max_tokens": self._limits.max_tokens, "vocab_size": self.info.vocab_size}
@@ -42,10 +43,10 @@ class Target:
         return question
 
     def _check(self, question: Question) -> None:
-        """Refuse now what would fail later, in a pass with the questions of others."""
+        """Refuse a question that would fail later, in a pass shared with other questions."""
         rows = question.rows
         self._check_lengths(rows)
-        check_token_ids(rows.input_ids, self._known_ids)
+        check_token_ids(rows.input_ids, self._embedding_rows)
         if not bool(rows.attention_mask.any()):
             raise WireError("attention_mask marks no token at all")
         ids = question.vocabulary
@@ -57,28 +58,28 @@ class Target:
                 )
 
     def _check_lengths(self, rows: TokenBatch) -> None:
-        """What attention compares grows with the square of a row's length."""
+        """Bound the cost of attention, which grows with the square of a row's length."""
         documents = find_documents(rows)
         what, longest = "a row", rows.shape[1]
         if documents is not None:
             what, longest = "a document", max(documents.lengths, default=0)
             if (count := len(documents.lengths)) > self._limits.max_documents:
-                most = self._limits.max_documents
-                raise TooLarge(f"{count} documents in one request, {most} are allowed")
+                limit = self._limits.max_documents
+                raise TooLarge(f"{count} documents in one request, {limit} are allowed")
         if longest > self._context:
             raise WireError(
                 f"{what} of {longest} tokens is longer than the target's context, {self._context}"
             )
         if (pairs := rows.tokens * longest) > self._limits.max_attention:
-            most = self._limits.max_attention
+            limit = self._limits.max_attention
             raise TooLarge(
                 f"{rows.tokens} tokens with {what} of {longest} compare {pairs} pairs of tokens, "
-                f"{most} are allowed (--max-attention): ask about fewer rows at once"
+                f"{limit} are allowed (--max-attention): ask about fewer rows at once"
             )
 
     @torch.no_grad()
     def answer(self, questions: Sequence[Question]) -> list[Message]:
-        """One pass for all of them."""
+        """Answer all questions in one pass of the target."""
         rows = [question.rows for question in questions]
         batch = self.backend.answer(merge(rows))
         return [
@@ -87,8 +88,8 @@ class Target:
         ]
 
     def _message(self, batch: Eagle3TargetBatch, question: Question) -> Message:
-        """The answer as it travels; NaN and infinity do not, also where only the precision that
-        was asked for is too narrow."""
+        """The answer as a message. Raises for NaN and infinity, also where they only result from
+        the range of the requested precision."""
         batch = batch.to(dtype=DTYPES.get(question.dtype))
         if self._computes:
             check_answer(self.backend, batch, question.rows)
@@ -96,7 +97,7 @@ class Target:
 
 
 def _context(backend: Eagle3TargetBackend, info: TargetInfo) -> int:
-    """The longest row that the target was made for; practically unlimited where nobody says."""
+    """The target's maximum context length; practically unlimited if its config has none."""
     if isinstance(backend, RunnerEagle3TargetModel):
         return longest_text(backend.runner.model.config)
     return longest_text(getattr(info.module, "config", None))

@@ -1,6 +1,6 @@
-"""The target server's routes. What they mean is written in `remote/protocol.py`.
+"""The target server's routes, which are described in `remote/protocol.py`.
 
-Small replies go through FastAPI; messages are sent by hand in large pieces of the tensors' own
+Small replies go through FastAPI; messages are sent directly, in large pieces of the tensors' own
 memory, which reaches the speed of a plain socket (benchmarks/results/remote.md).
 """
 
@@ -38,26 +38,26 @@ from fledge.target.remote.server.metrics import Metrics
 from fledge.target.remote.server.queue import AnswerQueue
 from fledge.target.remote.wire import Message
 
-_LONGEST_REASON = 500  # characters
-_BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to take the next piece
+_MAX_REASON_LENGTH = 500  # characters
+_BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to read the next piece
 _STALL_S = 10.0  # for the next piece of a body
-_SMALL_BYTES = 16 << 10  # a body that is read in less time than it takes to hand it to a thread
+_SMALL_BYTES = 16 << 10  # parsing such a body is faster than handing it to a thread
 
 
-class _Gone(Exception):  # noqa: N818  (ends a request, no fault)
-    """The client left."""
+class _ClientGone(Exception):  # noqa: N818  (ends a request, not an error)
+    """The client disconnected."""
 
 
-class _Late(Exception):  # noqa: N818  (an answer to the client)
-    """The client takes too long to say what it wants."""
+class _BodyTimeout(Exception):  # noqa: N818  (an answer to the client)
+    """The client takes too long to send the body."""
 
 
-class _Overlong(Exception):  # noqa: N818  (an answer to the client)
-    """The body is larger than it may be."""
+class _BodyTooLarge(Exception):  # noqa: N818  (an answer to the client)
+    """The body exceeds its limit."""
 
 
 class TargetServer:
-    """The routes over one target."""
+    """The routes for one target."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class TargetServer:
 
     def _describe(self, model: str, engine: str) -> dict[str, Any]:
         info = self.target.info
-        facts = {name: fact for name, fact in target_facts(info, {}).items() if name != "crc"}
+        facts = {name: value for name, value in target_facts(info, {}).items() if name != "crc"}
         return {
             **facts,
             "protocol": PROTOCOL,
@@ -100,7 +100,7 @@ class TargetServer:
 
     def _routes(self) -> FastAPI:
         app = FastAPI(title="fledge target server", version=__version__, openapi_url=None)
-        app.router.redirect_slashes = False  # a redirect would repeat whatever Host it was sent
+        app.router.redirect_slashes = False  # a redirect would echo the request's Host header
 
         @app.get("/health")
         async def health() -> dict[str, Any]:
@@ -115,16 +115,16 @@ class TargetServer:
             return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
         app.router.routes += [
-            Route("/v1/embeddings", _Once(self, self._embeddings), methods=["GET"]),
-            Route("/v1/head", _Once(self, self._head), methods=["GET"]),
-            Route("/v1/files", _Once(self, self._files), methods=["GET"]),
+            Route("/v1/embeddings", _TargetPart(self, self._embeddings), methods=["GET"]),
+            Route("/v1/head", _TargetPart(self, self._head), methods=["GET"]),
+            Route("/v1/files", _TargetPart(self, self._files), methods=["GET"]),
             Route("/v1/generate", _Generate(self), methods=["POST"]),
         ]
         return app
 
     @property
     def largest_part(self) -> int:
-        """Bytes of the embedding or the head, whichever is larger; files are far smaller."""
+        """The bytes of the embedding or the head, whichever is larger; files are much smaller."""
         weights = (
             self.target.backend.get_input_embeddings().weight,
             self.target.info.head.weight_VD,
@@ -155,7 +155,7 @@ class TargetServer:
 
 
 class _Route:
-    """A route whose reply is a message: it needs a place among the requests under way."""
+    """A route whose reply is a message: needs a place among the requests in progress."""
 
     def __init__(self, server: TargetServer) -> None:
         self._server, self._queue = server, server.queue
@@ -164,24 +164,24 @@ class _Route:
         try:
             with self._queue.admission.place() as place:
                 await self._respond(place, scope, receive, send)
-        except _Gone:
+        except _ClientGone:
             return
-        except _Late:
+        except _BodyTimeout:
             await send_json(send, 408, {"error": "the body did not arrive in time"})
-        except _Overlong:
+        except _BodyTooLarge:
             await send_json(send, 413, {"error": "the body is too large"})
         except QueueFull as full:
-            after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # HTTP knows whole seconds
+            after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # must be whole seconds
             facts = {"error": str(full), "retry_after_s": full.retry_after_s}
             await send_json(send, 429, facts, after)
-        except NotFinite as error:  # a fault of ours that asking again does not mend
+        except NotFinite as error:  # our error, which a retry does not fix
             await send_json(send, 500, {"error": first_line(error), "final": True})
         except TooLarge as error:
-            await send_json(send, 413, {"error": first_line(error)[:_LONGEST_REASON]})
-        except ValueError as error:  # WireError among them: malformed input is the client's problem
-            await send_json(send, 400, {"error": first_line(error)[:_LONGEST_REASON]})
+            await send_json(send, 413, {"error": first_line(error)[:_MAX_REASON_LENGTH]})
+        except ValueError as error:  # includes WireError: malformed input is the client's error
+            await send_json(send, 400, {"error": first_line(error)[:_MAX_REASON_LENGTH]})
         except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:
-            reason = first_line(error)[:_LONGEST_REASON]
+            reason = first_line(error)[:_MAX_REASON_LENGTH]
             what = f"the target failed ({type(error).__name__}: {reason})"
             await send_json(send, 500, {"error": what})
 
@@ -189,8 +189,8 @@ class _Route:
         raise NotImplementedError
 
 
-class _Once(_Route):
-    """A message about the target itself, which takes a while to put together."""
+class _TargetPart(_Route):
+    """A route for a message about the target itself, which takes a while to build."""
 
     def __init__(self, server: TargetServer, make: Callable[[], Message]) -> None:
         super().__init__(server)
@@ -202,28 +202,28 @@ class _Once(_Route):
 
 
 class _Generate(_Route):
-    """POST /v1/generate, from the body's first byte to the reply's last."""
+    """POST /v1/generate, from the first byte of the body to the last byte of the reply."""
 
     async def _respond(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
         declared = _declared_length(scope)
         if declared is not None:
             place.take_body(declared)  # before any of it is read
-        most = self._server.limits.max_body_bytes
-        body = await _read_body(receive, most, place if declared is None else None)
+        max_bytes = self._server.limits.max_body_bytes
+        body = await _read_body(receive, max_bytes, place if declared is None else None)
         read = self._server.target.read
         small = len(body) < _SMALL_BYTES
         question = read(body) if small else await asyncio.to_thread(read, body)
         del body
-        if await self._refused(question, send):
+        if await self._refuse_other_weights(question, send):
             return
         place.take_reply(self._reply_bytes(question))
         message = await self._answer(question, receive)
         await self._reply(question, message, send)
 
-    async def _refused(self, question: Question, send: Send) -> bool:
-        wanted = question.fingerprint
-        if wanted and wanted != self._server.target.info.weights_fingerprint:
-            what = f"weights {wanted} were asked for, this server holds "
+    async def _refuse_other_weights(self, question: Question, send: Send) -> bool:
+        fingerprint = question.fingerprint
+        if fingerprint and fingerprint != self._server.target.info.weights_fingerprint:
+            what = f"weights {fingerprint} were asked for, this server holds "
             what += self._server.target.info.weights_fingerprint
             await send_json(send, 409, {"error": what})
             return True
@@ -238,13 +238,13 @@ class _Generate(_Route):
         return shape.answer_bytes(question.rows.tokens, int(question.rows.loss_mask.bool().sum()))
 
     async def _answer(self, question: Question, receive: Receive) -> Message:
-        """Wait for the target's turn, or for the client to leave."""
+        """Wait for the answer, or for the client to disconnect."""
         answer = asyncio.ensure_future(self._queue.answer(question))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise _Gone
+                raise _ClientGone
             return answer.result()
         finally:
             for task in (answer, gone):
@@ -253,27 +253,27 @@ class _Generate(_Route):
                 await gone
 
     async def _reply(self, question: Question, message: Message, send: Send) -> None:
-        queue, way = {"X-Fledge-Queue": str(self._queue.waiting)}, "body"
+        headers, way = {"X-Fledge-Queue": str(self._queue.waiting)}, "body"
         size = message.nbytes
         name = question.segment
         if name != "" and await asyncio.to_thread(write_segment, name, message):
             facts = {"request_id": question.request_id, "segment_bytes": str(size)}
             message, way = Message({}, facts), "shared_memory"
-        # Counted before it is sent: whoever has the answer finds it in the counters.
+        # Counted before it is sent: a client that has the answer finds it in the metrics.
         self._server.metrics.count("reply_bytes_total", size, way=way)
-        await _send_message(send, message, queue)
+        await _send_message(send, message, headers)
 
 
 def _declared_length(scope: Scope) -> int | None:
-    """Of the body; None where it comes in chunks."""
+    """The declared length of the body; None if it comes in chunks."""
     headers = dict(scope["headers"])
     if b"transfer-encoding" in headers:
         return None
     return int(headers.get(b"content-length", b"0"))
 
 
-async def _read_body(receive: Receive, most: int, growing: Place | None) -> bytearray:
-    """The whole body. Where its length was not declared, it takes its room as it comes in."""
+async def _read_body(receive: Receive, max_bytes: int, place: Place | None) -> bytearray:
+    """The whole body. With `place`, for an undeclared length, room is reserved as it arrives."""
     body = bytearray()
     now = asyncio.get_running_loop().time
     end = now() + _BODY_TIMEOUT_S
@@ -283,17 +283,17 @@ async def _read_body(receive: Receive, most: int, growing: Place | None) -> byte
                 limit.reschedule(min(end, now() + _STALL_S))
                 part = await receive()
                 if part["type"] == "http.disconnect":
-                    raise _Gone
+                    raise _ClientGone
                 piece = part.get("body", b"")
-                if len(body) + len(piece) > most:
-                    raise _Overlong
-                if growing is not None:
-                    growing.take_body(len(piece))
+                if len(body) + len(piece) > max_bytes:
+                    raise _BodyTooLarge
+                if place is not None:
+                    place.take_body(len(piece))
                 body += piece
                 if not part.get("more_body", False):
                     return body
     except TimeoutError:
-        raise _Late from None
+        raise _BodyTimeout from None
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -304,7 +304,7 @@ async def _disconnected(receive: Receive) -> None:
 async def _send_message(
     send: Send, message: Message, headers: dict[str, str] | None = None
 ) -> None:
-    """Large pieces of the tensors' own memory; a client that reads nothing is dropped."""
+    """Send large pieces of the tensors' own memory; a client that stops reading is dropped."""
     await send_head(send, 200, "application/octet-stream", message.nbytes, headers)
     now = asyncio.get_running_loop().time
     try:
@@ -313,5 +313,5 @@ async def _send_message(
                 limit.reschedule(now() + _BODY_TIMEOUT_S)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-    except TimeoutError:  # the reply has begun: all that is left is to close the connection
-        raise _Gone from None
+    except TimeoutError:  # the reply has started: the connection can only be closed
+        raise _ClientGone from None

@@ -1,9 +1,9 @@
-"""Who may be connected: counted where connections are accepted, before anything is read of them.
+"""Limits on connections, enforced when they are accepted, before anything is read from them.
 
-A connection is *new* until its first request has come in, then *busy* while a request is answered
-and *idle* between two. Where there is no room for another, the one that has waited longest without
-asking anything makes place, new ones before idle ones; requests at work are never cut off. So
-connections that are opened and left (or that never finish their TLS handshake) keep nobody out.
+A connection is *new* until its first request has arrived, then *busy* while a request is answered
+and *idle* between requests. When there is no room for another, the one that has waited longest
+without a request is closed, new ones before idle ones; requests in progress are never cut off. So
+connections that are opened and abandoned (or never finish their TLS handshake) block nobody.
 """
 
 import errno
@@ -23,8 +23,8 @@ from typing import Any
 log = logging.getLogger("fledge.remote")
 
 KEEP_ALIVE_S = 120  # longer than trainers pause between requests
-_SLACK_S = 5.0  # whoever closes idle connections should have done so by then
-_AT_ONCE = 64  # connections turned away or replaced before the event loop gets its turn
+_SLACK_S = 5.0  # uvicorn should have closed an idle connection by then
+_MAX_DROPS = 64  # connections refused or replaced before the event loop gets its turn
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REMIND_S = 60.0
 _PAUSE_S = 0.05
@@ -34,40 +34,40 @@ Peer = tuple[str, int]
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What strangers may hold of a server."""
+    """What the clients of a server may hold open."""
 
     max_connections: int = 1024
     max_per_address: int = 64
-    header_s: float = 10.0  # for a connection's first request to arrive, and for each head
+    header_s: float = 10.0  # for a connection's first request, and for each request's head
 
     def below(self, files: int) -> "ConnectionLimits":
-        """So few connections that half of the process's files are left for everything else."""
-        most = max(1, files // 2)
-        if self.max_connections <= most:
+        """These limits, lowered so that half of the process's files remain for everything else."""
+        limit = max(1, files // 2)
+        if self.max_connections <= limit:
             return self
         log.warning(
             "at most %d connections, not %d: this process may open %d files (ulimit -n)",
-            most, self.max_connections, files,
+            limit, self.max_connections, files,
         )  # fmt: skip
-        return replace(self, max_connections=most)
+        return replace(self, max_connections=limit)
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as it may at most; how many that is."""
+    """Raise this process's limit on open files to its maximum, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems promise more than they grant
+    with suppress(ValueError, OSError):  # some systems grant less than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 class Connection(socket.socket):
-    """An accepted socket, and when it must have gone on."""
+    """An accepted socket with its deadlines."""
 
     peer: Peer
-    home: str  # what is counted together
-    due: float  # in the state it is in
-    part_due: float = math.inf  # of the message that is coming in
+    home: str  # connections with the same home are counted together; see `_home`
+    due: float  # when it must have left its current state
+    part_due: float = math.inf  # when the next part of an incoming message must be complete
     owner: "Connections | None" = None
 
     def close(self) -> None:
@@ -78,15 +78,15 @@ class Connection(socket.socket):
 
 
 class Connections:
-    """All connections of one server. Everything happens on the event loop."""
+    """All connections of one server. Used only on the event loop."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits, self.dropped = limits, 0
-        # in the order in which they came into this state
+        # each in the order in which connections entered the state
         self._new: dict[Peer, Connection] = {}
         self._busy: dict[Peer, Connection] = {}
         self._idle: dict[Peer, Connection] = {}
-        self._at_home: Counter[str] = Counter()
+        self._count_by_home: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._new) + len(self._busy) + len(self._idle)
@@ -96,9 +96,9 @@ class Connections:
         return self._new.get(key) or self._busy.get(key) or self._idle.get(key)
 
     def add(self, connection: Connection) -> bool:
-        """Count a new connection, instead of an older one if need be; False: there is no room."""
+        """Admit a new connection, replacing an older one if need be; False if there is no room."""
         home = connection.home
-        if self._at_home[home] >= self.limits.max_per_address:
+        if self._count_by_home[home] >= self.limits.max_per_address:
             room = self._replace(home)
         else:
             room = len(self) < self.limits.max_connections or self._replace(None)
@@ -107,21 +107,21 @@ class Connections:
             return False
         connection.owner, connection.due = self, time.monotonic() + self.limits.header_s
         self._new[connection.peer] = connection
-        self._at_home[home] += 1
+        self._count_by_home[home] += 1
         return True
 
     def forget(self, connection: Connection) -> None:
-        """It is closed, or will be soon."""
+        """Stop counting a connection that is closed, or is about to be."""
         for state in (self._new, self._busy, self._idle):
             if state.get(connection.peer) is connection:
                 del state[connection.peer]
-                self._at_home[connection.home] -= 1
-                if not self._at_home[connection.home]:
-                    del self._at_home[connection.home]
+                self._count_by_home[connection.home] -= 1
+                if not self._count_by_home[connection.home]:
+                    del self._count_by_home[connection.home]
 
     @contextmanager
     def busy(self, peer: Any) -> Iterator[None]:
-        """While a request of this connection is answered."""
+        """Mark a connection as busy while a request of it is answered."""
         connection = self.find(peer)
         if connection is not None:
             self._move(connection, self._busy, math.inf)
@@ -132,10 +132,10 @@ class Connections:
                 self._move(connection, self._idle, time.monotonic() + KEEP_ALIVE_S + _SLACK_S)
 
     def drop_late(self) -> None:
-        """Send away whoever had time enough."""
+        """Drop the connections whose time is up."""
         now = time.monotonic()
-        everybody = (*self._new.values(), *self._busy.values(), *self._idle.values())
-        for connection in everybody:
+        all_connections = (*self._new.values(), *self._busy.values(), *self._idle.values())
+        for connection in all_connections:
             if min(connection.due, connection.part_due) < now:
                 self._drop(connection)
 
@@ -145,7 +145,7 @@ class Connections:
         to[connection.peer], connection.due = connection, due
 
     def _replace(self, home: str | None) -> bool:
-        """Send away the connection that has waited longest, of one address or of all."""
+        """Drop the connection that has waited longest, of one home or of all."""
         for state in (self._new, self._idle):
             for connection in state.values():
                 if home is None or connection.home == home:
@@ -154,26 +154,26 @@ class Connections:
         return False
 
     def _drop(self, connection: Connection) -> None:
-        """The event loop sees the end of the stream and closes the socket itself."""
+        """Shut a connection down; the event loop then sees the end of stream and closes it."""
         self.forget(connection)
         self.dropped += 1
-        with suppress(OSError):  # it is gone already
+        with suppress(OSError):  # already closed
             connection.shutdown(socket.SHUT_RDWR)
 
 
 class Listener(socket.socket):
-    """A listening socket that lets in only as many connections as its limits allow."""
+    """A listening socket that accepts only as many connections as its limits allow."""
 
     def __init__(self, family: int, limits: ConnectionLimits) -> None:
-        # named as TCP: asyncio sends small packets at once only where it can tell
+        # asyncio sets TCP_NODELAY only on sockets whose protocol is explicitly TCP
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.connections = Connections(limits)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._reminded, self._seen = -math.inf, 0
+        self._reminded_at, self._seen = -math.inf, 0
 
     def accept(self) -> tuple[Connection, Any]:
-        """As of any socket that does not block, except for those that are turned away."""
-        while self.connections.dropped - self._seen < _AT_ONCE:
+        """Accept like any non-blocking socket, but skip connections that are turned away."""
+        while self.connections.dropped - self._seen < _MAX_DROPS:
             try:
                 plain, address = super().accept()
             except OSError as error:
@@ -187,7 +187,7 @@ class Listener(socket.socket):
                 return connection, address
             connection.close()
         self._seen = self.connections.dropped
-        raise BlockingIOError  # for now: the event loop closes what was sent away and comes back
+        raise BlockingIOError  # lets the event loop close the dropped connections and come back
 
     def close(self) -> None:
         super().close()
@@ -196,10 +196,10 @@ class Listener(socket.socket):
             os.close(spare)
 
     def _turn_away(self, error: OSError) -> None:
-        """No file is left for another connection: take it with the spare one and close it, or the
-        event loop would be told of it again and again."""
-        if time.monotonic() - self._reminded >= _REMIND_S:
-            self._reminded = time.monotonic()
+        """Refuse a connection when the process is out of files: accept it with the spare descriptor
+        and close it, or else the event loop would be woken for it again and again."""
+        if time.monotonic() - self._reminded_at >= _REMIND_S:
+            self._reminded_at = time.monotonic()
             log.warning(
                 "connections are turned away: %s; raise the limit (ulimit -n) or lower "
                 "--max-connections", (error.strerror or str(error)).lower(),
@@ -210,13 +210,13 @@ class Listener(socket.socket):
         try:
             super().accept()[0].close()
         except OSError:
-            time.sleep(_PAUSE_S)  # not for lack of files: nothing can be done but wait
+            time.sleep(_PAUSE_S)  # not for lack of files: all that is left is to wait
         with suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _home(host: str) -> str:
-    """An address; of IPv6 the network, of which one machine may have every address."""
+    """The IPv4 address, or the IPv6 /64 network: one machine may have all of its addresses."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

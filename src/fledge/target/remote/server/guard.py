@@ -1,4 +1,4 @@
-"""What stands in front of every route: the token, the size limit, the count; from headers alone."""
+"""Checks in front of every route, from headers alone: the token, the size limit, the metrics."""
 
 import asyncio
 import hmac
@@ -22,7 +22,7 @@ OPEN_PATHS = ("/health",)  # for load balancers, which have no token
 
 
 class Guard:
-    """Answers 401 and 413 itself and lets the rest through."""
+    """Answers 401 and 413 itself and passes all other requests on."""
 
     def __init__(self, app: App, *, token: str | None, max_body: int, metrics: Metrics) -> None:
         self._app, self._max_body, self._metrics = app, max_body, metrics
@@ -32,30 +32,30 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = False
+        started = False
 
         async def counted(message: MutableMapping[str, Any]) -> None:
-            nonlocal begun
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
-                known = scope["path"] in PATHS  # strangers invent paths without end
+                started = True
+                known_path = scope["path"] in PATHS  # clients can make up any number of others
                 self._metrics.count(
                     "http_requests_total",
-                    path=scope["path"] if known else "other",
+                    path=scope["path"] if known_path else "other",
                     status=str(message["status"]),
                 )
             await send(message)
 
         try:
             await self._admit(scope, receive, counted)
-        except asyncio.CancelledError:  # the server ends, and the time to drain is over
-            if not begun:
+        except asyncio.CancelledError:  # the server is shutting down, and the time to drain is over
+            if not started:
                 with suppress(asyncio.CancelledError):
                     await send_json(counted, 503, {"error": "the server is shutting down"})
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        if scope["path"] not in OPEN_PATHS and not self._may_enter(headers):
+        if scope["path"] not in OPEN_PATHS and not self._is_authorized(headers):
             what = "a valid bearer token is needed"
             await send_json(send, 401, {"error": what}, {"WWW-Authenticate": "Bearer"})
             return
@@ -68,16 +68,17 @@ class Guard:
             return
         await self._app(scope, receive, send)
 
-    def _may_enter(self, headers: dict[bytes, bytes]) -> bool:
+    def _is_authorized(self, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None:
             return True
-        # the comparison takes the same time wherever the first difference lies
+        # constant time, wherever the first difference is
         return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
 
 
 class OwnHosts:
-    """Lets only those in who name this machine: a web page whose own name was made to point to
-    127.0.0.1 can make a browser ask a server there, but not under another name than its own."""
+    """Accepts only requests whose Host header names this machine. This stops DNS rebinding: a web
+    page whose domain resolves to 127.0.0.1 can make a browser send requests to a local server, but
+    only with the page's own domain as the host."""
 
     def __init__(self, app: App, host: str) -> None:
         self._app = app
@@ -85,15 +86,15 @@ class OwnHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hosts = [value for name, value in scope.get("headers", ()) if name == b"host"]
-        open_to_all = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        if open_to_all or (len(hosts) == 1 and self._is_own(hosts[0].decode("latin1"))):
+        unrestricted = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if unrestricted or (len(hosts) == 1 and self._is_own(hosts[0].decode("latin1"))):
             await self._app(scope, receive, send)
             return
         what = "the Host header does not name this machine; without a token only it may ask"
         await send_json(send, 421, {"error": what})
 
     def _is_own(self, host: str) -> bool:
-        """With any port: it may have been forwarded from another one, as ssh -L does."""
+        """Whether a host is this machine, with any port: ssh -L may forward from another one."""
         name, port = host, ""
         if host.startswith("["):
             name, _, port = host[1:].partition("]")
@@ -114,7 +115,7 @@ async def send_json(
 async def send_head(
     send: Send, status: int, kind: str, length: int, headers: dict[str, str] | None
 ) -> None:
-    """Status and headers of a reply whose body follows."""
+    """Send the status and headers of a reply whose body follows."""
     fields = {"content-type": kind, "content-length": str(length), **(headers or {})}
     encoded = [(name.lower().encode(), text.encode()) for name, text in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})

@@ -1,8 +1,8 @@
-"""HTTP as uvicorn speaks it, with bounds on what a request may hold besides its body.
+"""uvicorn's HTTP protocol, with bounds on what a request may contain besides its body.
 
-The parser keeps an unfinished name, value or target in memory, and uvicorn keeps all headers, so a
-request whose head never ends would be buffered until memory is. Bytes that are not of a body
-(request line, headers, trailers, the framing of chunks) are counted as they come.
+The parser buffers an unfinished name, value or target, and uvicorn buffers all headers, so a
+request whose head never ends would be buffered until memory runs out. Bytes outside of bodies
+(request line, headers, trailers, the framing of chunks) are counted as they arrive.
 """
 
 import math
@@ -15,26 +15,26 @@ from fledge.target.remote.server.connections import Connection, Connections
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 100
-_MAX_WAITING = 4  # requests sent before the reply to an earlier one
-_BODY_S = 90.0  # for a body that nobody reads too; the routes are less patient
-_REPLY = (
+_MAX_PIPELINED = 4  # requests sent before the reply to an earlier one
+_BODY_S = 90.0  # for any body, even one that no route reads; the routes have shorter limits
+_TOO_LARGE_REPLY = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\nconnection: close\r\n\r\n"
 )
 
 
-class _TooMuch(Exception):  # noqa: N818  (ends the parsing, no fault of ours)
-    """Of headers, or of requests at once."""
+class _TooMuch(Exception):  # noqa: N818  (ends the parsing, not an error of ours)
+    """Too many headers, or too many requests at once."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol on httptools, which calls `on_...` for each part of a request."""
+    """uvicorn's protocol for httptools, which calls `on_...` for each part of a request."""
 
     def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
         self._connections = connections
         self._connection: Connection | None = None
-        self._left = MAX_HEAD_BYTES  # of what is not a body
+        self._left = MAX_HEAD_BYTES  # for bytes outside of bodies
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -47,10 +47,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse()
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= _MAX_WAITING:
+        if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.abort()
             raise _TooMuch
-        self._expect(self._connections.limits.header_s)
+        self._set_due(self._connections.limits.header_s)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -60,25 +60,25 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _TooMuch
 
     def on_headers_complete(self) -> None:
-        self._expect(_BODY_S)
+        self._set_due(_BODY_S)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        # twice: a chunk's framing may be as long as the chunk, and is not held against it
+        # twice: a chunk's framing may be as long as the chunk itself, and must not count
         self._left = min(MAX_HEAD_BYTES, self._left + 2 * len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._left = MAX_HEAD_BYTES
-        self._expect(math.inf)
+        self._set_due(math.inf)
         super().on_message_complete()
 
-    def _expect(self, seconds: float) -> None:
-        """The part of the message that comes next must be whole after this time."""
+    def _set_due(self, seconds: float) -> None:
+        """Set the time within which the next part of the message must be complete."""
         if self._connection is not None:
             self._connection.part_due = time.monotonic() + seconds
 
     def _refuse(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # not into the middle of a reply
-            self.transport.write(_REPLY)
+        if self.cycle is None or self.cycle.response_complete:  # not in the middle of a reply
+            self.transport.write(_TOO_LARGE_REPLY)
         self.transport.close()

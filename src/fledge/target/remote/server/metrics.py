@@ -1,4 +1,4 @@
-"""What a server counts, in the text format that Prometheus reads."""
+"""A server's counters and gauges, in the text format of Prometheus."""
 
 import threading
 
@@ -9,19 +9,19 @@ _HELP = {
     "failed_passes_total": ("counter", "Passes that raised an error."),
     "questions_total": ("counter", "Questions answered; more than passes where some were merged."),
     "tokens_total": ("counter", "Tokens that were asked about, padding included."),
-    "reply_bytes_total": ("counter", "Bytes of answers, by the way they took."),
+    "reply_bytes_total": ("counter", "Bytes of answers, by the way they were sent."),
     "abandoned_total": ("counter", "Questions whose client left before their turn came."),
     "queue_requests": ("gauge", "Questions that wait for the target."),
     "pending_requests": ("gauge", "Requests between arrival and the end of their reply."),
-    "pending_body_bytes": ("gauge", "Bytes of the bodies that these hold or will hold."),
-    "pending_reply_bytes": ("gauge", "Bytes of replies that these hold or will hold."),
+    "pending_body_bytes": ("gauge", "Bytes of the bodies of pending requests."),
+    "pending_reply_bytes": ("gauge", "Bytes of the replies to pending requests."),
     "connections": ("gauge", "Open connections."),
     "dropped_connections_total": ("counter", "Connections closed for being too many or too slow."),
 }
 
 
 class Metrics:
-    """Counters and gauges; safe to use from any thread."""
+    """Counters and gauges. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str], float] = {}
@@ -41,7 +41,7 @@ class Metrics:
                 self._values[name, ""] = value
 
     def passed(self, questions: int, tokens: int, seconds: float, *, failed: bool) -> None:
-        """One pass of the target is over."""
+        """Record one pass of the target."""
         self.count("passes_total")
         self.count("pass_seconds_total", seconds)
         if failed:
@@ -54,8 +54,8 @@ class Metrics:
         with self._lock:
             values = dict(self._values)
         lines = []
-        for name, (kind, about) in _HELP.items():
-            lines += [f"# HELP fledge_{name} {about}", f"# TYPE fledge_{name} {kind}"]
+        for name, (kind, description) in _HELP.items():
+            lines += [f"# HELP fledge_{name} {description}", f"# TYPE fledge_{name} {kind}"]
             lines += [
                 f"fledge_{key}{{{labels}}} {value:.15g}" if labels else f"fledge_{key} {value:.15g}"
                 for (key, labels), value in sorted(values.items())

@@ -1,6 +1,6 @@
-"""The order of answers: a queue in front of one worker thread. What bounds it is `admission`.
+"""The queue of questions in front of one worker thread; `admission` bounds its size.
 
-Everything here happens on the event loop; only the target's passes run elsewhere.
+Everything here runs on the event loop, except the target's passes, which run on the worker.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ class _Job:
     question: Question
     done: asyncio.Future[Message]
     alone: bool  # runs in a pass of its own
-    listeners: int = 0  # requests that wait for it: a repeated one joins the first
+    listeners: int = 0  # requests waiting for it: a repeated request joins the first one
 
 
 class AnswerQueue:
-    """One pass after another; merges small questions that wait together."""
+    """Runs one pass at a time; merges small questions that are waiting together."""
 
     def __init__(self, target: Target, metrics: Metrics, limits: Limits) -> None:
         self._target, self._metrics, self._limits = target, metrics, limits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fledge-target")
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._runner: asyncio.Task[None] | None = None
         self.admission = Admission(limits, metrics, self._expected_s)
-        self._tokens_per_s = 1000.0  # measured as passes go by
+        self._tokens_per_s = 1000.0  # a running average over passes
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     async def answer(self, question: Question) -> Message:
-        """Wait for the answer. A question whose id is already here is not computed twice."""
+        """Wait for the answer. A question whose id is already queued is not computed twice."""
         job = self._jobs.get(question.request_id)
         if job is not None and not job.question.asks_the_same(question):
             raise WireError(f"request {question.request_id} is under way with another question")
@@ -52,34 +52,34 @@ class AnswerQueue:
             job = _Job(question, done, question.alone)
             self._jobs[question.request_id] = job
             self._waiting.append(job)
-            self._show()
+            self._update_metrics()
         job.listeners += 1
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._run())
+        if self._runner is None:
+            self._runner = asyncio.create_task(self._run())
         try:
             return await asyncio.shield(job.done)
         finally:
             job.listeners -= 1
             if not job.listeners:
-                self._forget(job)
+                self._remove(job)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    def _forget(self, job: _Job) -> None:
-        """No request waits for it any more: answered, or given up before its turn came."""
+    def _remove(self, job: _Job) -> None:
+        """Drop a job that no request waits for any more, whether answered or abandoned."""
         self._jobs.pop(job.question.request_id, None)
         if job in self._waiting:
             self._waiting.remove(job)
             self._metrics.count("abandoned_total")
-        self._show()
+        self._update_metrics()
 
     async def _run(self) -> None:
-        """Passes, one after another, as long as questions wait."""
+        """Run passes, one at a time, until no question is waiting."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             jobs = self._next_group()
-            self._show()
+            self._update_metrics()
             questions = [job.question for job in jobs]
             begin = time.monotonic()
             call = loop.run_in_executor(self._thread, self._target.answer, questions)
@@ -89,20 +89,20 @@ class AnswerQueue:
             self._tokens_per_s += 0.2 * (tokens / max(seconds, 1e-4) - self._tokens_per_s)
             failed = isinstance(answers, BaseException)
             self._metrics.passed(len(jobs), tokens, seconds, failed=failed)
-            if isinstance(answers, BaseException) and len(jobs) > 1:  # whose fault was it?
+            if isinstance(answers, BaseException) and len(jobs) > 1:  # retry each job alone
                 self._put_back(jobs)
                 continue
             for index, job in enumerate(jobs):
                 if isinstance(answers, BaseException):
                     job.done.set_exception(answers)
-                    job.done.exception()  # retrieved here: possibly no one awaits it any more
+                    job.done.exception()  # mark as retrieved: nobody may be waiting any more
                 else:
                     job.done.set_result(answers[index])
-            del jobs, questions, answers, call  # replies live as long as they are sent, no longer
-        self._pump = None
+            del jobs, questions, answers, call  # free the replies as soon as they are sent
+        self._runner = None
 
     def _put_back(self, jobs: list[_Job]) -> None:
-        """Each in a pass of its own, as far as anybody still waits for it."""
+        """Queue jobs again, each for a pass of its own, unless nobody waits for them any more."""
         for job in reversed(jobs):
             job.alone = True
             if job.listeners:
@@ -111,7 +111,7 @@ class AnswerQueue:
                 self._metrics.count("abandoned_total")
 
     def _next_group(self) -> list[_Job]:
-        """The oldest question, and those behind it that may share its pass."""
+        """The oldest job and those queued after it that can share its pass."""
         first = self._waiting.popleft()
         group, rows = [first], [first.question.rows]
         if first.alone:
@@ -131,5 +131,5 @@ class AnswerQueue:
         tokens = sum(job.question.rows.tokens for job in self._waiting)
         return min(30.0, max(0.1, tokens / max(self._tokens_per_s, 1.0)))
 
-    def _show(self) -> None:
+    def _update_metrics(self) -> None:
         self._metrics.set(queue_requests=len(self._waiting))

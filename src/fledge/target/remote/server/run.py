@@ -1,4 +1,4 @@
-"""Serving until asked to stop: the socket, TLS, and a drain in which nothing is lost."""
+"""Runs a server until it is told to stop: the socket, TLS, and a drain that loses nothing."""
 
 import asyncio
 import ipaddress
@@ -30,13 +30,13 @@ from fledge.target.remote.server.connections import (
 from fledge.target.remote.server.guard import App, OwnHosts, Receive, Scope, Send
 from fledge.target.remote.server.heads import BoundedProtocol
 
-_LEFTOVERS_S = 30.0  # between two looks for shared memory of killed clients
-_REPEAT_S = 60.0  # before a warning is said again
+_LEFTOVERS_S = 30.0  # between two searches for shared memory of killed clients
+_REPEAT_S = 60.0  # before a warning is logged again
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and how it may be reached."""
+    """Where a server listens, with or without TLS."""
 
     host: str = "127.0.0.1"
     port: int = 8700
@@ -51,7 +51,7 @@ class Address:
             return False
 
     def check(self, *, token: str | None, insecure: bool) -> None:
-        """Refuse to be open to a network by accident."""
+        """Check the certificate, and refuse to be open to a network by accident."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise BadInput("a certificate and its key belong together", where="--tls-cert")
         for path in (self.tls_cert, self.tls_key):
@@ -69,15 +69,15 @@ class Address:
     def _check_certificate(self) -> None:
         assert self.tls_cert is not None
 
-        def no_password() -> str:  # or OpenSSL would ask the terminal for one
-            what = "the key is encrypted, and nobody is there to type its password"
+        def no_password() -> str:  # otherwise OpenSSL prompts for one on the terminal
+            what = "the key is encrypted, and there is no way to enter its password"
             fix = "decrypt it: openssl pkey -in KEY -out NEW"
             raise BadInput(what, where=str(self.tls_key), fix=fix)
 
         try:
             context = ssl.create_default_context()
             context.load_cert_chain(self.tls_cert, self.tls_key, no_password)
-        except OSError as error:  # SSLError among them
+        except OSError as error:  # includes SSLError
             reason = getattr(error, "reason", None) or error.strerror
             raise BadInput(
                 f"no certificate chain with its key ({reason})",
@@ -86,11 +86,11 @@ class Address:
             ) from None
 
     def bind(self, limits: ConnectionLimits | None = None) -> Listener:
-        """The listening socket, taken before the model is loaded: a busy port is known at once."""
+        """The listening socket, bound before the model is loaded: a busy port fails at once."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         bound = Listener(family, limits or ConnectionLimits())
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # accepted sockets inherit it: a client whose machine is gone is noticed
+        # accepted sockets inherit it, so that clients whose machine is gone are detected
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
             bound.bind((self.host, self.port))
@@ -112,8 +112,8 @@ class Address:
 def make_uvicorn(
     server: TargetServer, address: Address, bound: Listener, *, drain_s: float
 ) -> uvicorn.Server:
-    """uvicorn on its httptools parser and asyncio's own loop: the pair that sends large pieces
-    without copying them (uvloop and h11 reach half of it, see benchmarks/results/remote.md)."""
+    """uvicorn with the httptools parser and asyncio's own event loop, which send large pieces
+    without copying them (uvloop and h11 are half as fast, see benchmarks/results/remote.md)."""
     app = server.app
     if address.is_loopback and not server.has_token:
         app = OwnHosts(app, address.host)
@@ -127,20 +127,20 @@ def make_uvicorn(
         log_level="warning",
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # who asks is who is connected
+        proxy_headers=False,  # the client is always the peer of the connection
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # it takes any number
-        callback_notify=_Chores(server, bound.connections).do,
-        timeout_notify=0,  # as often as it looks, which is every second
+        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # accepts any number
+        callback_notify=_Maintenance(server, bound.connections).run,
+        timeout_notify=0,  # as often as uvicorn checks, which is every second
         ssl_certfile=None if address.tls_cert is None else str(address.tls_cert),
         ssl_keyfile=None if address.tls_key is None else str(address.tls_key),
     )
-    logging.getLogger("uvicorn.error").addFilter(_SELDOM)
+    logging.getLogger("uvicorn.error").addFilter(_RATE_LIMIT)
     return uvicorn.Server(config)
 
 
 def _tracked(app: App, connections: Connections) -> App:
-    """The application, which tells whose requests are at work."""
+    """The application, with its connections marked as busy during requests."""
 
     async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
         with connections.busy(scope.get("client")):
@@ -149,40 +149,40 @@ def _tracked(app: App, connections: Connections) -> App:
     return tracked
 
 
-class _Chores:
-    """What a running server does now and then."""
+class _Maintenance:
+    """The periodic work of a running server."""
 
     def __init__(self, server: TargetServer, connections: Connections) -> None:
         self._metrics, self._connections = server.metrics, connections
-        self._looked = time.monotonic()
+        self._cleaned_at = time.monotonic()
 
-    async def do(self) -> None:
+    async def run(self) -> None:
         self._connections.drop_late()
-        held, dropped = len(self._connections), self._connections.dropped
-        self._metrics.set(connections=held, dropped_connections_total=dropped)
-        if time.monotonic() - self._looked >= _LEFTOVERS_S:
-            self._looked = time.monotonic()
+        count, dropped = len(self._connections), self._connections.dropped
+        self._metrics.set(connections=count, dropped_connections_total=dropped)
+        if time.monotonic() - self._cleaned_at >= _LEFTOVERS_S:
+            self._cleaned_at = time.monotonic()
             await asyncio.to_thread(remove_leftovers)
 
 
-class _Seldom(logging.Filter):
-    """Warnings that strangers can cause at will, such as of what is not HTTP, once a minute."""
+class _RateLimit(logging.Filter):
+    """Logs each warning at most once a minute: any client can cause them, e.g. by invalid HTTP."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno > logging.WARNING:
             return True
         now, text = time.monotonic(), str(record.msg)
-        if now - self._said.get(text, -_REPEAT_S) < _REPEAT_S:
+        if now - self._logged_at.get(text, -_REPEAT_S) < _REPEAT_S:
             return False
-        self._said[text] = now
+        self._logged_at[text] = now
         return True
 
 
-_SELDOM = _Seldom()
+_RATE_LIMIT = _RateLimit()
 
 
 def serve(
@@ -193,7 +193,7 @@ def serve(
     drain_s: float = 60.0,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Answer until SIGINT or SIGTERM; then finish what was accepted, and take nothing new."""
+    """Serve until SIGINT or SIGTERM, then finish the accepted requests and accept no new ones."""
     remove_leftovers()
     connections = bound.connections
     connections.limits = connections.limits.below(raise_file_limit())
@@ -201,7 +201,7 @@ def serve(
     bound.listen(2048)
     on_ready(address.url(bound))
     try:
-        with _signals_end_quietly():
+        with _exit_code_zero_on_signals():
             web.run(sockets=[bound])
     finally:
         server.queue.close()
@@ -209,9 +209,9 @@ def serve(
 
 
 @contextmanager
-def _signals_end_quietly() -> Iterator[None]:
-    """uvicorn raises the signal that stopped it again at the end; a drained server should end with
-    code 0."""
+def _exit_code_zero_on_signals() -> Iterator[None]:
+    """Ignore the signal that stopped uvicorn, which it raises again at the end: a drained server
+    should exit with code 0."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
