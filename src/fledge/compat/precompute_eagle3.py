@@ -9,7 +9,8 @@ Then train from it, without the target: `target.backend=cache
 target.cached_target_path=/data/cache`. By default hidden states are kept, which serve every
 draft vocabulary, loss and objective (see `--encoding` for the others); the vocabulary given here
 is the default of training from the cache. Bytes are predicted before anything is written. Under
-torchrun several processes write disjoint shards of one cache. `fledge precompute` does the same from a recipe, for any target backend.
+torchrun several processes write disjoint shards of one cache. `fledge precompute` does the same
+from a recipe, for any target backend.
 
 Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a full disk
 (`--resume` continues), 130 interrupted.
