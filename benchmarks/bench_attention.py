@@ -157,10 +157,8 @@ def error_ratios(shape: Shape, plan: RolloutPlan, depth: int = 3, subset: int = 
     fused = [out[picked], grads[0][picked], *grads[1:3], *(x[picked] for x in grads[3:])]
 
     def reference(dtype: torch.dtype) -> list[Tensor]:
-        row_inputs = [0, *range(3, len(inputs))]
-        tensors = [
-            x.detach()[picked] if i in row_inputs else x.detach() for i, x in enumerate(inputs)
-        ]
+        by_row = [0, *range(3, len(inputs))]
+        tensors = [x.detach()[picked] if i in by_row else x.detach() for i, x in enumerate(inputs)]
         tensors = [x.to(dtype).requires_grad_() for x in tensors]
         result = attend(reference_attention, subset_rows, tensors)
         return [result, *torch.autograd.grad(result, tensors, dout.to(dtype))]

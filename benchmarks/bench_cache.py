@@ -137,11 +137,10 @@ def rates(args: argparse.Namespace) -> None:
         seconds, size = write(job, target), size_of(directory)
         rounds = [cold_rates(directory, turn) for turn in range(args.repeat)]
         disk, reader, decoded = (
-            size / median(timing[way] for timing in rounds) / 1e6 for way in ("disk", "meta", "cpu")
+            size / median(times[way] for times in rounds) / 1e6 for way in ("disk", "meta", "cpu")
         )
         of_disk = {
-            way: median(timing["disk"] / timing[way] for timing in rounds)
-            for way in ("meta", "cpu")
+            way: median(times["disk"] / times[way] for times in rounds) for way in ("meta", "cpu")
         }
         print(f"| {encoding} | {size / 1e9:.2f} | {size / tokens:,.0f} | "
               f"{size / seconds / 1e6:,.0f} | {disk:,.0f} | {reader:,.0f} | {of_disk['meta']:.0%} "
@@ -157,14 +156,12 @@ def cold_rates(directory: Path, turn: int) -> dict[str, float]:
     The device `meta` stands for a GPU: it receives the bytes and computes nothing with them.
     """
     ways = ["disk", "meta", "cpu"]
-    seconds = {}
+    times = {}
     for way in ways[turn % 3 :] + ways[: turn % 3]:
         paths = shards(directory)
         forget(paths)
-        seconds[way] = (
-            read_all(paths) if way == "disk" else feed(directory, tokens=8192, device=way)
-        )
-    return seconds
+        times[way] = read_all(paths) if way == "disk" else feed(directory, tokens=8192, device=way)
+    return times
 
 
 def main() -> None:

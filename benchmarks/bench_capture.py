@@ -143,10 +143,8 @@ def machine(device: torch.device) -> str:
 
 
 def commit() -> str:
-    process = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return process.stdout.strip() or "unknown"
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def padded_rows_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> list[str]:

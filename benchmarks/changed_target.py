@@ -1,11 +1,11 @@
-"""A target as it comes back from quantization or from tuning, for `fledge retarget`.
+"""Makes a changed target, as after quantization or fine-tuning, for `fledge retarget`.
 
     python benchmarks/changed_target.py smollm2-135m --bits 4 --group 32 --out targets/int4
     python benchmarks/changed_target.py smollm2-135m --noise 0.1 --out targets/noise
 
---bits rounds every matrix of the decoder layers to so many bits, symmetric, with one scale for each
---group inputs of a row: what plain weight quantization does to the numbers. --noise adds normal
-noise of that share of each matrix's own spread. Embedding, head and norms stay.
+--bits rounds every matrix of the decoder layers to that many bits, symmetric, with one scale per
+--group inputs of a row, as plain weight quantization does. --noise adds Gaussian noise with that
+share of each matrix's standard deviation. Embedding, head and norms are not changed.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from fledge.models.resolve import load_model, load_tokenizer
 
 
 def rounded(weight_OI: Tensor, *, bits: int, group: int) -> Tensor:
-    """To the nearest of 2 ** bits - 1 steps between minus and plus the largest of each group."""
-    parts = weight_OI.reshape(len(weight_OI), -1, group)
-    most = 2 ** (bits - 1) - 1
-    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
-    return ((parts / scale).round() * scale).reshape(weight_OI.shape)
+    """Round to the nearest of 2 ** bits - 1 levels between plus and minus the group's largest."""
+    groups = weight_OI.reshape(len(weight_OI), -1, group)
+    largest_level = 2 ** (bits - 1) - 1
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest_level
+    return ((groups / scale).round() * scale).reshape(weight_OI.shape)
 
 
 @torch.no_grad()
@@ -42,19 +42,19 @@ def change(
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    words.add_argument("model")
-    words.add_argument("--bits", type=int, default=0)
-    words.add_argument("--group", type=int, default=32)
-    words.add_argument("--noise", type=float, default=0.0)
-    words.add_argument("--out", type=Path, required=True)
-    asked = words.parse_args()
-    model = load_model(asked.model)
-    change(model, bits=asked.bits, group=asked.group, noise=asked.noise)
-    model.save_pretrained(asked.out)
-    load_tokenizer(asked.model).save_pretrained(asked.out)
+    parser.add_argument("model")
+    parser.add_argument("--bits", type=int, default=0)
+    parser.add_argument("--group", type=int, default=32)
+    parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    model = load_model(args.model)
+    change(model, bits=args.bits, group=args.group, noise=args.noise)
+    model.save_pretrained(args.out)
+    load_tokenizer(args.model).save_pretrained(args.out)
 
 
 if __name__ == "__main__":

@@ -43,20 +43,20 @@ def draft(layers, **options):
 chain = draft(1)
 drafts = {"plain": None, "chain": chain, "tree": chain,
           "parallel": draft(4, parallel_drafting=True, mask_token_id=7)}
-found = {}
+rounds_per_s = {}
 for batch in (1, 16):
     prompts = [[(7 * i + j) % 49152 for j in range(64)] for i in range(batch)]
-    for name, own in drafts.items():
-        method = None if own is None else name
-        options = {} if own is None else {"aux_layer_ids": [1, 14, 26], "method": method}
-        decoder = fledge.SpeculativeDecoder(model, own, num_draft_tokens=7, **options)
+    for name, own_draft in drafts.items():
+        method = None if own_draft is None else name
+        options = {} if own_draft is None else {"aux_layer_ids": [1, 14, 26], "method": method}
+        decoder = fledge.SpeculativeDecoder(model, own_draft, num_draft_tokens=7, **options)
         stops = fledge.Stops(max_new_tokens=160)
         rates = []
         for _ in range(4):  # the first records passes
             decoder.generate(prompts, stops)
             rates.append(decoder.timing.rounds / decoder.timing.decode_s)
-        found[f"{name}, batch {batch}"] = max(rates[1:])
-print(json.dumps(found))
+        rounds_per_s[f"{name}, batch {batch}"] = max(rates[1:])
+print(json.dumps(rounds_per_s))
 """
 
 
