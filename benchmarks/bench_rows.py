@@ -53,8 +53,8 @@ class Phases:
         seconds = time.perf_counter() - begin
         lines = Path("/proc/self/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
-        peak, own = (int(status[key].split()[0]) << 10 for key in ("VmHWM", "RssAnon"))
-        self.found[name] = {"s": seconds, "peak": peak, "own": own}
+        peak, anonymous = (int(status[key].split()[0]) << 10 for key in ("VmHWM", "RssAnon"))
+        self.found[name] = {"s": seconds, "peak": peak, "own": anonymous}
 
 
 def start(data: str, tokens: int) -> dict[str, object]:

@@ -42,8 +42,8 @@ def create_peagle_mask_mod(
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         same = (document_N[q] == document_N[kv]) & (document_N[q] >= 0)
         prefix = (depth_N[kv] == 0) & (anchor_N[kv] <= anchor_N[q])
-        own = (anchor_N[kv] == anchor_N[q]) & (depth_N[kv] <= depth_N[q])
-        return same & (prefix | own)
+        rollout = (anchor_N[kv] == anchor_N[q]) & (depth_N[kv] <= depth_N[q])
+        return same & (prefix | rollout)
 
     return mask_mod
 

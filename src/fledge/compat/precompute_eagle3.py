@@ -111,12 +111,12 @@ def _validate_args(args: argparse.Namespace) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{value} is too small", where=flag, fix=f"at least {least}")
     quota_in_bytes(args.quota_gb)
-    for flag, value, known in (
+    for flag, value, allowed in (
         ("--dtype", args.dtype, ("auto", *_FLOATS)),
         ("--target-dtype", args.target_dtype, ("auto", *_FLOATS, "fp8")),
     ):
-        if value not in known:
-            raise BadInput(f"{value!r} is not a dtype", where=flag, fix=", ".join(known))
+        if value not in allowed:
+            raise BadInput(f"{value!r} is not a dtype", where=flag, fix=", ".join(allowed))
     if not 0 <= args.max_drop_share <= 1:
         what = f"{args.max_drop_share} is not a share"
         raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
