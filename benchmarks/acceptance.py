@@ -4,7 +4,7 @@
         mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl
 
 Each file holds chats that the target itself answered (tools/make_demo_chats.py --prompts). The
-figure is joint prefix acceptance over every slot: length = 1 + sum_k P(tokens 1..k all right).
+figure is joint prefix acceptance over every slot: length = 1 + sum_k P(tokens 1..k all correct).
 """
 
 import argparse
@@ -53,9 +53,9 @@ def main() -> None:
         options = TokeniseOptions(max_length=args.max_length)
         rows = prepare_rows([path], local_model(args.model), options)
         packs = pack_rows(rows.lengths, 8192).packs
-        found = evaluate(models, [collate(rows, [pack], 8192, 0) for pack in packs])
-        rates = [round(rate, 3) for rate in found["prefix_acceptance"]]
-        print(json.dumps({"domain": name, "rows": len(rows), "tau": round(found["tau"], 3),
+        figures = evaluate(models, [collate(rows, [pack], 8192, 0) for pack in packs])
+        rates = [round(rate, 3) for rate in figures["prefix_acceptance"]]
+        print(json.dumps({"domain": name, "rows": len(rows), "tau": round(figures["tau"], 3),
                           "prefix_acceptance": rates}), flush=True)  # fmt: skip
 
 

@@ -3,12 +3,12 @@
     python benchmarks/bench_attention.py            # the three shapes, under 40 s on an H200
     python benchmarks/bench_attention.py --sweep    # which tile is fastest, per kernel and shape
 
-One line a shape: milliseconds of all 7 depths, forward / backward, 60 % of the slots supervised
-(the end of every document). `blocked` is the torch path; it is timed at one depth where documents
-are long, and scaled. `sdpa` is PyTorch's causal attention over every slot of equal documents, 7
-times, without chains: what one would pay without compaction. TFLOP/s counts visible scores only.
-Errors are relative to fp64 (norm over a subset of rows, and over what they send to the keys), as
-multiples of the error that the dense reference makes from the same bf16 inputs: 1 is perfect.
+One line per shape: milliseconds of all 7 depths, forward / backward, 60 % of the slots supervised
+(the end of every document). `blocked` is the torch path; for long documents it is timed at one
+depth and scaled. `sdpa` is PyTorch's causal attention over every slot of equal documents, 7 times,
+without chains: the cost without compaction. TFLOP/s counts visible scores only. Errors are relative
+to fp64 (norm over a subset of rows and over the gradients that they send to the keys), as multiples
+of the error that the dense reference makes from the same bf16 inputs: 1 is perfect.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def inputs_of(shape: Shape, plan: RolloutPlan, depth: int) -> list[Tensor]:
 
 
 def timed(function: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds, after one call to warm up."""
+    """Median milliseconds, after one warm-up call."""
     function()
     times = []
     for _ in range(repeats):
@@ -127,7 +127,7 @@ def time_path(
 
 
 def time_sdpa(shape: Shape) -> tuple[float, float]:
-    """Causal attention of equal documents, every slot a query, as often as there are depths."""
+    """Milliseconds of causal attention over equal documents, every slot a query, for all depths."""
     size = (len(shape.lengths), shape.heads, shape.lengths[0], shape.channels)
     q = torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (
@@ -144,29 +144,29 @@ def time_sdpa(shape: Shape) -> tuple[float, float]:
 
 
 def error_ratios(shape: Shape, plan: RolloutPlan, depth: int = 3, subset: int = 48) -> list[float]:
-    """Errors of the kernel over those of the reference: output, dq, dk, dv, then the chain's."""
+    """Errors of the kernel relative to the reference: output, dq, dk, dv, then the chain's."""
     rows, inputs = plan.depths[depth], inputs_of(shape, plan, depth)
     picked = torch.randperm(len(rows), device="cuda")[:subset]
     slot_N = rows.slot_N[picked]
-    few = QueryRows(slot_N, rows.first_N[picked], torch.argsort(slot_N))
+    subset_rows = QueryRows(slot_N, rows.first_N[picked], torch.argsort(slot_N))
     dout = torch.randn(subset, shape.heads, shape.channels, device="cuda").bfloat16()
 
     out = attend(fused_attention, rows, inputs)
     full_dout = torch.zeros_like(out).index_copy_(0, picked, dout)
     grads = torch.autograd.grad(out, inputs, full_dout)
-    ours = [out[picked], grads[0][picked], *grads[1:3], *(x[picked] for x in grads[3:])]
+    fused = [out[picked], grads[0][picked], *grads[1:3], *(x[picked] for x in grads[3:])]
 
     def reference(dtype: torch.dtype) -> list[Tensor]:
-        own = [0, *range(3, len(inputs))]
-        some = [x.detach()[picked] if i in own else x.detach() for i, x in enumerate(inputs)]
-        some = [x.to(dtype).requires_grad_() for x in some]
-        result = attend(reference_attention, few, some)
-        return [result, *torch.autograd.grad(result, some, dout.to(dtype))]
+        by_row = [0, *range(3, len(inputs))]
+        tensors = [x.detach()[picked] if i in by_row else x.detach() for i, x in enumerate(inputs)]
+        tensors = [x.to(dtype).requires_grad_() for x in tensors]
+        result = attend(reference_attention, subset_rows, tensors)
+        return [result, *torch.autograd.grad(result, tensors, dout.to(dtype))]
 
-    truth, theirs = reference(torch.float64), reference(torch.bfloat16)
+    exact, bf16 = reference(torch.float64), reference(torch.bfloat16)
     return [
         float(((a - t).norm() / (b - t).norm()).detach())
-        for a, b, t in zip(ours, theirs, truth, strict=True)
+        for a, b, t in zip(fused, bf16, exact, strict=True)
     ]
 
 
@@ -206,7 +206,7 @@ CANDIDATES = {
 
 
 def sweep(shape: Shape, depth: int = 3) -> None:
-    """Time every candidate tile of every kernel at one depth; the five fastest."""
+    """Time every candidate tile of every kernel at one depth; prints the five fastest."""
     plan = plan_of(shape)
     q, k, v, *chain = (x.detach() for x in inputs_of(shape, plan, depth))
     chains = triton_attention.Chain.of([*chain[::2], *chain[1::2]])
@@ -220,16 +220,16 @@ def sweep(shape: Shape, depth: int = 3) -> None:
         "key_grad": lambda: job.key_grad(dout, lse, delta),
     }
     for kernel, call in calls.items():
-        found = []
+        timings = []
         for tile in CANDIDATES[kernel]:
             for width in triton_attention.TILES[kernel]:
                 triton_attention.TILES[kernel][width] = tile
             try:
-                found.append((timed(call, 5), tile))
+                timings.append((timed(call, 5), tile))
             except triton.errors.TritonError as error:
                 print(f"  {kernel} {tile}: {str(error).splitlines()[0]}")
         print(f"{shape.name} {kernel}")
-        for ms, tile in sorted(found, key=lambda pair: pair[0])[:5]:
+        for ms, tile in sorted(timings, key=lambda pair: pair[0])[:5]:
             print(f"  {ms:7.3f} ms  {tile}", flush=True)
 
 

@@ -8,8 +8,8 @@
 `sizes` and `rates` need no target: states are random, lengths are those of the data. `tau` makes
 one cache of hidden states with the real target, converts it, and trains one draft from each
 encoding and one from the live target with the same steps (one GPU); mind the disk: `probs` at
-16,384 takes 32 kB a supervised token (`--rows`, `--encodings hidden hidden-fp8 live topk`). DIR
-must lie on the disk that is to be measured.
+16,384 takes 32 kB per supervised token (`--rows`, `--encodings hidden hidden-fp8 live topk`). DIR
+must be on the disk to be measured.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from fledge.target.cache.shard import layout_of
 
 
 class NoiseTarget(Eagle3TargetBackend):
-    """Answers with random states at once: what remains is the cost of keeping them."""
+    """Answers with random states at no cost, so that only the cost of storing them remains."""
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__("hidden")
@@ -95,33 +95,33 @@ def sizes(args: argparse.Namespace) -> None:
     """Bytes of an 8B target (hidden 4096, draft vocabulary 32,000) on the data's own lengths."""
     rows = token_rows(args.data, args.model, 2048)
     tokens = int(rows.lengths.sum())
-    seed = padded_layout_bytes(len(rows), 2048, 3 * 4096, 32_000)
+    padded = padded_layout_bytes(len(rows), 2048, 3 * 4096, 32_000)
     print(f"{len(rows):,} rows, {tokens:,} tokens (mean {tokens / len(rows):.0f}, 2,048 at most)")
     print("| encoding | bytes a token | MB a row | total GB | of padded rows |")
     print("|---|--:|--:|--:|--:|")
-    print(f"| seed: probs, padded | {seed / tokens:,.0f} | {seed / len(rows) / 1e6:.1f} | "
-          f"{seed / 1e9:,.1f} | 100 % |")  # fmt: skip
+    print(f"| seed: probs, padded | {padded / tokens:,.0f} | {padded / len(rows) / 1e6:.1f} | "
+          f"{padded / 1e9:,.1f} | 100 % |")  # fmt: skip
     parts = [[rows[i] for i in range(b, min(b + 256, len(rows)))] for b in range(0, len(rows), 256)]
     for encoding in ENCODINGS:
         total = sum(layout_of(shape_for(encoding, 4096, 32_000), part).n_bytes for part in parts)
         print(f"| {encoding} | {total / tokens:,.0f} | {total / len(rows) / 1e6:.1f} | "
-              f"{total / 1e9:,.1f} | {total / seed:.1%} |")  # fmt: skip
-    few = RowView(rows._rows, np.arange(48))
+              f"{total / 1e9:,.1f} | {total / padded:.1%} |")  # fmt: skip
+    first_rows = RowView(rows._rows, np.arange(48))
     target = NoiseTarget(4096, 1000, torch.bfloat16)
     for encoding in ("hidden", "hidden-fp8"):
         directory = Path(args.scratch) / f"sizes-{encoding}"
-        write(job_for(few, directory, shape_for(encoding, 4096, 0), 1000), target)
-        share = size_of(directory) / padded_layout_bytes(len(few), 2048, 3 * 4096, 32_000)
-        print(f"measured on files, first {len(few)} rows, {encoding}: {share:.1%}")
+        write(job_for(first_rows, directory, shape_for(encoding, 4096, 0), 1000), target)
+        share = size_of(directory) / padded_layout_bytes(len(first_rows), 2048, 3 * 4096, 32_000)
+        print(f"measured on files, first {len(first_rows)} rows, {encoding}: {share:.1%}")
         shutil.rmtree(directory)
 
 
 def rates(args: argparse.Namespace) -> None:
     """Write a cache, then read it from a cold disk: end to end, and as training would.
 
-    `reader` ends with a batch's bytes checked and gathered on the host, as they leave for a GPU;
-    `decoded` has them decoded on this CPU too. Shares of the disk are medians over rounds, each
-    against the disk in the same round.
+    `reader` ends with a batch's bytes checked and gathered on the host, ready to be sent to a GPU;
+    `decoded` also decodes them on this CPU. Shares of the disk are medians over rounds, each
+    relative to the disk in the same round.
     """
     rows = token_rows(args.data, args.model, 2048)
     rows = RowView(rows._rows, np.arange(min(args.rows, len(rows))))
@@ -137,10 +137,10 @@ def rates(args: argparse.Namespace) -> None:
         seconds, size = write(job, target), size_of(directory)
         rounds = [cold_rates(directory, turn) for turn in range(args.repeat)]
         disk, reader, decoded = (
-            size / median(found[way] for found in rounds) / 1e6 for way in ("disk", "meta", "cpu")
+            size / median(times[way] for times in rounds) / 1e6 for way in ("disk", "meta", "cpu")
         )
         of_disk = {
-            way: median(found["disk"] / found[way] for found in rounds) for way in ("meta", "cpu")
+            way: median(times["disk"] / times[way] for times in rounds) for way in ("meta", "cpu")
         }
         print(f"| {encoding} | {size / 1e9:.2f} | {size / tokens:,.0f} | "
               f"{size / seconds / 1e6:,.0f} | {disk:,.0f} | {reader:,.0f} | {of_disk['meta']:.0%} "
@@ -151,17 +151,17 @@ def rates(args: argparse.Namespace) -> None:
 
 
 def cold_rates(directory: Path, turn: int) -> dict[str, float]:
-    """Seconds to read a cache in three ways, another one first at each turn.
+    """Seconds to read a cache in three ways, starting with a different one at each turn.
 
-    The device `meta` stands for a GPU: it takes the bytes and computes nothing with them.
+    The device `meta` stands for a GPU: it receives the bytes and computes nothing with them.
     """
     ways = ["disk", "meta", "cpu"]
-    found = {}
+    times = {}
     for way in ways[turn % 3 :] + ways[: turn % 3]:
         paths = shards(directory)
         forget(paths)
-        found[way] = read_all(paths) if way == "disk" else feed(directory, tokens=8192, device=way)
-    return found
+        times[way] = read_all(paths) if way == "disk" else feed(directory, tokens=8192, device=way)
+    return times
 
 
 def main() -> None:
@@ -178,8 +178,8 @@ def main() -> None:
             verb.add_argument("--scratch", default="/tmp")
             continue
         verb.add_argument("directory", help="where caches and runs go")
-        few = {"rates": 1500, "waiting": 64, "tau": None}[name]
-        verb.add_argument("--rows", type=int, default=few, help="take only the first rows")
+        default_rows = {"rates": 1500, "waiting": 64, "tau": None}[name]
+        verb.add_argument("--rows", type=int, default=default_rows, help="take only the first rows")
         if name == "rates":
             verb.add_argument("--hidden-size", type=int, default=576)
             verb.add_argument("--repeat", type=int, default=6, help="rounds")

@@ -1,10 +1,10 @@
-"""What capturing costs: `generate_batch` in hidden encoding against the plain base-model forward.
+"""The cost of capture: `generate_batch` in hidden encoding against the plain base-model forward.
 
     python benchmarks/bench_capture.py [--model smollm2-135m] [--device cpu] [--rows 2 --width 256]
 
-Writes benchmarks/results/capture.md. Times are paired (plain and capture, in turns first), so
-that a machine that is busy slows both; the overhead is the median of the pairs' ratios. Memory is
-the peak of live tensor bytes during the call, counted at every operation, above what is alive
+Writes benchmarks/results/capture.md. Times are paired (plain and capture, alternating which goes
+first), so that a busy machine slows both; the overhead is the median of the pairs' ratios. Memory
+is the peak of live tensor bytes during the call, counted at every operation, above what was alive
 before.
 """
 
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "capture.md"
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create, while they live."""
+    """Counts the bytes of the storages that operations create, while they are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,16 +54,16 @@ class PeakBytes(TorchDispatchMode):
         size = storage.nbytes()
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, size)
+        weakref.finalize(storage, self._release, size)
 
-    def _forget(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self.live -= size
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
     with PeakBytes() as counter:
-        held = call()
-    del held
+        result = call()
+    del result
     return counter.peak
 
 
@@ -79,7 +79,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways timed in turn."""
+    """Seconds of two calls, timed alternately."""
 
     first_s: list[float]
     second_s: list[float]
@@ -95,7 +95,7 @@ def timed(first: Callable[[], object], second: Callable[[], object], repeats: in
     pair = Pair([], [])
     for repeat in range(repeats):
         turn = [(first, pair.first_s), (second, pair.second_s)]
-        for call, times in turn if repeat % 2 else reversed(turn):  # neither always goes first
+        for call, times in turn if repeat % 2 else reversed(turn):  # alternate which goes first
             times.append(seconds(call, device))
     return pair
 
@@ -143,8 +143,8 @@ def machine(device: torch.device) -> str:
 
 
 def commit() -> str:
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return asked.stdout.strip() or "unknown"
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def padded_rows_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> list[str]:
@@ -161,7 +161,7 @@ def padded_rows_table(target: HFEagle3TargetModel, asked: argparse.Namespace) ->
         return target.generate_batch(ids, ones, ones)
 
     pair = timed(plain, capture, asked.repeats)
-    returned = capture().nbytes - ones.nbytes  # the attention mask is the caller's own
+    returned = capture().nbytes - ones.nbytes  # the attention mask belongs to the caller
     plain_peak, capture_peak = peak_bytes(plain), peak_bytes(capture)
     mib = 2**20
     return [
@@ -194,14 +194,14 @@ def packed_row_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> 
 
     def in_one_row() -> Any:
         target.try_one_row = True
-        kept, target.overhead_tokens = target.overhead_tokens, asked.packed_width
+        old_overhead, target.overhead_tokens = target.overhead_tokens, asked.packed_width
         try:
             return target.generate_batch(*row)
         finally:
-            target.overhead_tokens = kept
+            target.overhead_tokens = old_overhead
 
-    few = max(3, asked.repeats // 3)
-    rows, single = timed(dense, as_rows, few), timed(dense, in_one_row, few)
+    pairs = max(3, asked.repeats // 3)
+    rows, single = timed(dense, as_rows, pairs), timed(dense, in_one_row, pairs)
     assert target._one_row_is_exact(), "this target cannot run documents in one row"
     width, lengths = asked.packed_width, row[4][0].tolist()
     groups = plan_groups(lengths, overhead_tokens=target.overhead_tokens, max_tokens=width)
@@ -234,26 +234,26 @@ def main() -> None:
     parser.add_argument("--packed-width", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     target = HFEagle3TargetModel.from_pretrained(
-        local_model(asked.model),
-        device=asked.device,
-        dtype=asked.dtype if asked.dtype == "auto" else getattr(torch, asked.dtype),
+        local_model(args.model),
+        device=args.device,
+        dtype=args.dtype if args.dtype == "auto" else getattr(torch, args.dtype),
     )
     lines = [
         "# Cost of capture",
         "",
-        f"- machine: {machine(torch.device(asked.device))}",
+        f"- machine: {machine(torch.device(args.device))}",
         f"- command: `{' '.join(['python benchmarks/bench_capture.py', *sys.argv[1:]])}`",
-        f"- commit: {commit()}; target {asked.model}, {target.info().weight_dtypes}",
+        f"- commit: {commit()}; target {args.model}, {target.info().weight_dtypes}",
         "",
-        *padded_rows_table(target, asked),
+        *padded_rows_table(target, args),
         "",
-        *packed_row_table(target, asked),
+        *packed_row_table(target, args),
         "",
     ]
-    asked.out.parent.mkdir(exist_ok=True)
-    asked.out.write_text("\n".join(lines))
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text("\n".join(lines))
     print("\n".join(lines))
 
 

@@ -1,10 +1,10 @@
-"""Memory of a training step on ranks that share their rows, counted on CPU: what each rank keeps.
+"""Memory of a training step on ranks that share their rows, counted on the CPU.
 
-One row of one document, 60 % of it supervised at its end (as prompts and answers lie), on 1, 2, 4
-and 8 ranks over gloo. `kept` is what autograd holds when the forward pass is over, weights left
-out; `answer` what a rank has left of the target's answer; `shared keys` the depth-0 keys and
-values of all slots, the only part that does not fall. `attention` is how many (query, key) pairs a
-rank's queries look at. Largest and smallest rank.
+One row of one document, whose last 60 % are supervised (like an answer after its prompt), on 1, 2,
+4 and 8 ranks over gloo. `kept` is what autograd holds after the forward pass, without weights;
+`answer` is a rank's part of the target's answer; `shared keys` are the depth-0 keys and values of
+all slots, the only part that does not shrink. `attention` is the number of (query, key) pairs that
+a rank's queries see. Figures are those of the largest and the smallest rank.
 
     python benchmarks/bench_context.py [--tokens 8192] [--ranks 1,2,4,8]
 """
@@ -38,7 +38,7 @@ def make_module(kind: str, tokens: int, context: ContextRanks | None) -> Any:
     config = LlamaConfig(
         **SHAPE, num_hidden_layers=layers, max_position_embeddings=tokens, **parallel
     )
-    given = {
+    options = {
         "selected_token_ids": torch.arange(W),
         "selected_token_mask": torch.arange(V) < W,
         "target_head": TargetHead(torch.randn(V, D)),
@@ -47,8 +47,8 @@ def make_module(kind: str, tokens: int, context: ContextRanks | None) -> Any:
     draft = LlamaEagle3DraftModel(config)
     draft.freeze_embeddings()
     if kind == "eagle3":
-        return Eagle3TrainerModule(draft, ttt_steps=7, **given)
-    return PEagleTrainerModule(draft, num_depths=8, **given)
+        return Eagle3TrainerModule(draft, ttt_steps=7, **options)
+    return PEagleTrainerModule(draft, num_depths=8, **options)
 
 
 def make_batch(tokens: int) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ def make_batch(tokens: int) -> dict[str, torch.Tensor]:
 
 
 def measure(kind: str, tokens: int, size: int) -> dict[str, float]:
-    """On one rank: a step, and what it kept."""
+    """Run a step on this rank and measure what it kept."""
     world = join_world(torch.device("cpu"), context=size)
     module = make_module(kind, tokens, ContextRanks.of(world))
     ready = module.prepare_inputs(**make_batch(tokens), seed=0)
@@ -104,39 +104,40 @@ def on_ranks(size: int, kind: str, tokens: int) -> list[dict[str, float]]:
         port = probe.getsockname()[1]
     results = context.Queue()
     arguments = [(rank, size, port, kind, tokens, results) for rank in range(size)]
-    processes = [context.Process(target=_on_rank, args=given) for given in arguments]
+    processes = [context.Process(target=_on_rank, args=args) for args in arguments]
     for process in processes:
         process.start()
-    found = [results.get(timeout=600) for _ in processes]
+    figures = [results.get(timeout=600) for _ in processes]
     for process in processes:
         process.join()
-    return found
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--ranks", default="1,2,4,8")
-    given = parser.parse_args()
+    args = parser.parse_args()
     print("| | ranks | kept MiB | against one | answer MiB | shared keys MiB | attention, share |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for kind in ("eagle3", "peagle"):
-        alone: dict[str, float] = {}
-        for size in map(int, given.ranks.split(",")):
-            found = on_ranks(size, kind, given.tokens)
+        single: dict[str, float] = {}
+        for size in map(int, args.ranks.split(",")):
+            figures = on_ranks(size, kind, args.tokens)
             most, least = (
-                {name: pick(one[name] for one in found) for name in found[0]} for pick in (max, min)
+                {name: pick(rank[name] for rank in figures) for name in figures[0]}
+                for pick in (max, min)
             )
-            alone = alone or most
-            assert abs(most["loss"] - alone["loss"]) < 1e-5, "ranks must not change the loss"
+            single = single or most
+            assert abs(most["loss"] - single["loss"]) < 1e-5, "ranks must not change the loss"
 
             def mib(name: str, low: dict[str, float] = least, high: dict[str, float] = most) -> str:
-                both = {f"{side[name] / 2**20:.1f}" for side in (low, high)}
-                return " to ".join(sorted(both, key=float))
+                sizes = {f"{side[name] / 2**20:.1f}" for side in (low, high)}
+                return " to ".join(sorted(sizes, key=float))
 
-            shares = sorted({f"{s['attention'] / alone['attention']:.3f}" for s in (least, most)})
+            shares = sorted({f"{s['attention'] / single['attention']:.3f}" for s in (least, most)})
             print(
-                f"| {kind} | {size} | {mib('kept')} | {most['kept'] / alone['kept']:.3f} "
+                f"| {kind} | {size} | {mib('kept')} | {most['kept'] / single['kept']:.3f} "
                 f"| {mib('answer')} | {mib('shared keys')} | {' to '.join(shares)} |",
                 flush=True,
             )

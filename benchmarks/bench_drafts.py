@@ -1,11 +1,11 @@
-"""What several drafts from one pass cost, against each of them alone, in one run.
+"""The cost of several drafts from one pass of the target, compared to each of them alone.
 
     python benchmarks/bench_drafts.py drafts.yaml [section.key=value ...] [--rounds 9]
 
-Takes a recipe that names several drafts. In every round, on the same rows: the target alone, each
-draft's whole step alone, and the step of all of them from one pass. Medians over the rounds; on a
-CPU the process's own time, which neighbors do not lengthen, on a GPU the wall's. Nothing is saved.
-Prints a Markdown table; the ratio is the shared step over the drafts' own steps plus one pass.
+Takes a recipe that names several drafts. Every round measures, on the same rows: the target alone,
+each draft's whole step alone, and the step of all of them from one pass. Prints medians over the
+rounds: on a CPU of process time, which other processes do not lengthen, on a GPU of wall time.
+Nothing is saved. The ratio is the shared step over the drafts' own steps plus one pass.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from fledge.train.setup import set_up, set_up_together
 from fledge.train.step import train_step
 
 
-class _Silence:
+class _SilentObserver:
     def note(self, text: str) -> None: ...
     def logged(self, values: dict[str, object]) -> None: ...
     def evaluated(self, values: dict[str, object]) -> None: ...
@@ -44,11 +44,11 @@ def seconds(work: Callable[[StepBatch], object], batch: StepBatch, device: torch
 
 
 def measure(recipe: Path, overrides: list[str], rounds: int) -> dict[str, float]:
-    """Median seconds by what was done: the target, each draft by name, all of them."""
+    """Median seconds of the target, of each draft by name, and of all drafts together."""
     with tempfile.TemporaryDirectory() as place:
         recipes = load_recipes(recipe, [*overrides, f"run.output_dir={place}"])
         shared = set_up_together([*recipes.values()])
-        sessions = [Session(one, _Silence()) for one in shared]
+        sessions = [Session(training, _SilentObserver()) for training in shared]
         asking, device = together.asking(sessions), shared[0].parts.device
 
         def ask(batch: StepBatch) -> None:
@@ -56,24 +56,24 @@ def measure(recipe: Path, overrides: list[str], rounds: int) -> dict[str, float]
                 if rows is not None:
                     asking.target.answer(rows)
 
-        def all_of_them(batch: StepBatch) -> None:
-            for session, heard in together.heard(asking, batch, sessions):
+        def train_all(batch: StepBatch) -> None:
+            for session, draft_batch in together.heard(asking, batch, sessions):
                 with session.parts.turn():
-                    train_step(session.parts, heard, lr=1e-4)
+                    train_step(session.parts, draft_batch, lr=1e-4)
 
         works: dict[str, Callable[[StepBatch], object]] = {"the target": ask}
-        for name, recipe_of_one in recipes.items():
-            parts = set_up(recipe_of_one).parts
+        for name, draft_recipe in recipes.items():
+            parts = set_up(draft_recipe).parts
             works[name] = lambda batch, parts=parts: train_step(parts, batch, lr=1e-4)
-        works["all, from one pass"] = all_of_them
-        spent: dict[str, list[float]] = {name: [] for name in works}
+        works["all, from one pass"] = train_all
+        times_by_name: dict[str, list[float]] = {name: [] for name in works}
         for index in range(rounds + 2):  # the first two are warm-up
             batch = shared[0].stream.batch(index % shared[0].stream.steps)
             for name, work in works.items():
-                spent[name].append(seconds(work, batch, device))
+                times_by_name[name].append(seconds(work, batch, device))
         for session in sessions:
             session.close()
-    return {name: statistics.median(times[2:]) for name, times in spent.items()}
+    return {name: statistics.median(times[2:]) for name, times in times_by_name.items()}
 
 
 def main() -> None:
@@ -82,15 +82,16 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    found = measure(options.recipe, options.overrides, options.rounds)
-    target, (*alone, together_s) = found["the target"], list(found.values())[1:]
-    own = sum(step - target for step in alone)
+    medians = measure(options.recipe, options.overrides, options.rounds)
+    target_s, (*alone, together_s) = medians["the target"], list(medians.values())[1:]
+    steps_s = sum(step - target_s for step in alone)
     print("| a step | seconds | without the target |\n|---|---|---|")
-    for name, spent in found.items():
-        rest = "" if name == "the target" else f"{spent - target:.3f}"
-        print(f"| {name} | {spent:.3f} | {rest} |")
+    for name, step_s in medians.items():
+        without_target = "" if name == "the target" else f"{step_s - target_s:.3f}"
+        print(f"| {name} | {step_s:.3f} | {without_target} |")
     print(
-        f"\nown steps plus one pass: {own + target:.3f} s; ratio {together_s / (own + target):.3f}"
+        f"\nown steps plus one pass: {steps_s + target_s:.3f} s; "
+        f"ratio {together_s / (steps_s + target_s):.3f}"
     )
     print(f"one after the other: {sum(alone):.3f} s; saved {1 - together_s / sum(alone):.0%}")
 

@@ -1,9 +1,9 @@
-"""How fast answers travel from a target server to a trainer, against a plain socket.
+"""How fast answers travel from a target server to a trainer, compared to a plain socket.
 
-The target is taken out of the picture: the server's backend returns states that lie ready, in the
-shape of an 8B target (hidden 4096, bfloat16). A plain socket copies as many bytes between two
-processes in the same run; the figure that matters is the ratio. Bytes a token are what the server
-counted for each encoding.
+The target costs nothing here: the server's backend returns precomputed states in the shape of an 8B
+target (hidden 4096, bfloat16). A plain socket copies as many bytes between two processes in the
+same run; the figure that matters is the ratio. Bytes per token are what the server counted for each
+encoding.
 
     python benchmarks/bench_remote.py [--tokens 4096] [--rounds 12] [--markdown FILE]
 """
@@ -23,23 +23,23 @@ from fledge.target.remote.client import RemoteEagle3TargetModel
 from ready_states import VOCABULARY, Plain, rows, started
 
 HIDDEN, DRAFT_VOCABULARY = 4096, 32_000
-REPLIES = 4  # in a round
+REPLIES = 4  # per round
 
 
 def measure(tokens: int, rounds: int) -> dict[str, float]:
-    """Gigabytes per second of each way, the ways taking turns."""
+    """Gigabytes per second of each way; the ways alternate."""
     nbytes = 4 * HIDDEN * 2 * tokens
     states, url = started("states", tokens)
     plain, port = started("bytes", tokens)
-    copy, given = Plain(int(port), nbytes).copy, rows(tokens)
+    copy, batch = Plain(int(port), nbytes).copy, rows(tokens)
 
     def one_by_one(target: RemoteEagle3TargetModel) -> None:
         for _ in range(REPLIES):
-            target.generate_batch(*given)
+            target.generate_batch(*batch)
 
     def ahead(target: RemoteEagle3TargetModel) -> None:
-        """As a trainer asks: the next reply is under way while this one is looked at."""
-        waiting = [target.generate_batch_async(*given) for _ in range(REPLIES)]
+        """As a trainer does: the next reply is in flight while this one is used."""
+        waiting = [target.generate_batch_async(*batch) for _ in range(REPLIES)]
         while waiting:
             waiting.pop(0).result()
 
@@ -69,20 +69,20 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
 
 
 def bytes_per_token(tokens: int) -> dict[str, float]:
-    """What the server counted, by encoding."""
+    """Bytes that the server counted, by encoding."""
     states, url = started("states", tokens)
     ids = torch.arange(DRAFT_VOCABULARY)
     mask = torch.arange(VOCABULARY) < DRAFT_VOCABULARY
-    found = {}
+    sizes = {}
     for name in ("hidden", "probs", "topk"):
         with RemoteEagle3TargetModel(url, supervision=name, shared_memory=False) as target:
             target.set_vocab_mapping(ids, mask)
             before = _sent(url)
             target.generate_batch(*rows(tokens))
-            found[name] = (_sent(url) - before) / tokens
+            sizes[name] = (_sent(url) - before) / tokens
     states.terminate()
     states.wait()
-    return found
+    return sizes
 
 
 def _sent(url: str) -> float:

@@ -34,42 +34,44 @@ def clock(device: torch.device) -> float:
 def decode_live(
     decoder: SpeculativeDecoder, turns: list[AnsweredTurn], stops: Stops, batch: int
 ) -> tuple[float, list[Generation]]:
-    """Seconds, and the texts in the turns' order; those of similar length run together."""
+    """Returns seconds and texts in the order of the turns; similar lengths are batched together."""
     order = sorted(range(len(turns)), key=lambda i: len(turns[i].prompt_ids))
     decoder.generate([turns[0].prompt_ids], Stops(8))
-    begin, found = clock(decoder.target.device), {}
+    begin, generations = clock(decoder.target.device), {}
     for start in range(0, len(order), batch):
         members = order[start : start + batch]
         texts = decoder.generate([turns[i].prompt_ids for i in members], stops)
-        found |= dict(zip(members, texts, strict=True))
-        print(f"  live, batch {batch}: {len(found)} of {len(turns)}", flush=True)
-    return clock(decoder.target.device) - begin, [found[i] for i in range(len(turns))]
+        generations |= dict(zip(members, texts, strict=True))
+        print(f"  live, batch {batch}: {len(generations)} of {len(turns)}", flush=True)
+    return clock(decoder.target.device) - begin, [generations[i] for i in range(len(turns))]
 
 
 def replay_all(
     target: Any, draft: Any, turns: list[AnsweredTurn], draft_tokens: int, batch_tokens: int
 ) -> tuple[float, float, Any]:
-    """(seconds the first time, seconds when warm, what was found)."""
-    texts = [Text(one.prompt_ids, one.answer_ids) for one in turns]
+    """Returns (seconds the first time, seconds when warm, replays)."""
+    texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in turns]
     seconds = []
     for _ in range(2):
         begin = clock(target.model.device)
-        found = replay(
+        replays = replay(
             target, draft, texts, num_draft_tokens=draft_tokens, batch_tokens=batch_tokens
         )
         seconds.append(clock(target.model.device) - begin)
-    return seconds[0], seconds[1], found
+    return seconds[0], seconds[1], replays
 
 
 def same_rounds(turns: list[AnsweredTurn], live: list[Generation], replays: Any) -> tuple[int, int]:
-    """(rounds that are equal, rounds in all) of the texts that both ways agree on."""
+    """Returns (equal rounds, all rounds) over the texts on which both ways agree."""
     pairs = [
-        (one.rounds, found.rounds)
-        for one, own, found in zip(live, turns, replays, strict=True)
-        if one.token_ids == own.answer_ids
+        (generation.rounds, replayed.rounds)
+        for generation, turn, replayed in zip(live, turns, replays, strict=True)
+        if generation.token_ids == turn.answer_ids
     ]
-    equal = sum(len(set(ours) & set(theirs)) for ours, theirs in pairs)
-    return equal, sum(len(ours) for ours, _ in pairs)
+    equal = sum(
+        len(set(live_rounds) & set(replayed_rounds)) for live_rounds, replayed_rounds in pairs
+    )
+    return equal, sum(len(live_rounds) for live_rounds, _ in pairs)
 
 
 def main() -> None:
@@ -89,11 +91,11 @@ def main() -> None:
 
     path = draft_directory(options.draft)
     target = load_target(path, options.target, "", options.dtype, options.device)
-    draft = load_draft_beside(path, target)
+    draft = load_draft_beside(target, path)
     prompts = read_prompts(options.prompts, limit=options.limit)
     answers = cached_answers(target, prompts, max_new_tokens=options.max_new_tokens)
     turns = answers.turns
-    tokens = sum(len(one.answer_ids) for one in turns)
+    tokens = sum(len(turn.answer_ids) for turn in turns)
     cold_s, warm_s, replays = replay_all(
         target, draft, turns, options.draft_tokens, options.batch_tokens
     )

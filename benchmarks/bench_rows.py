@@ -1,14 +1,14 @@
-"""Time and memory of many rows, from an empty cache to the first pack of a run.
+"""Time and memory of preparing many rows, from an empty cache to the first pack of a run.
 
     python benchmarks/bench_rows.py chats.jsonl DIR --rows 400000
     python benchmarks/bench_rows.py chats.jsonl DIR --rows 4000000 --characters 100
 
-The chats are repeated with a number in front of each until there are so many rows; `--characters`
-clips what is said in them, where disk or time is short. DIR takes the file and the cache, and both
-are removed. Every start is a new process that does what `fledge train` does before its first step:
-tokenise, hold rows out, count the vocabulary, plan an epoch, lay out the first pack. The second
-start finds the rows prepared. Peaks are of the resident memory of that process in each phase (what
-Linux calls VmHWM: pages of mapped files count, too), and of the largest of its workers.
+The chats are repeated, each with a number in front, until there are `--rows` of them;
+`--characters` truncates their messages where disk or time is short. DIR takes the file and the
+cache, and both are removed. Every start is a new process that does what `fledge train` does before
+its first step: tokenize, hold rows out, count the vocabulary, plan an epoch, lay out the first
+pack. The second start finds the rows prepared. Peaks are of the resident memory of that process in
+each phase (VmHWM in Linux, which includes pages of mapped files), and of its largest worker.
 """
 
 import argparse
@@ -40,25 +40,25 @@ def write_chats(chats: Path, out: Path, rows: int, characters: int | None) -> No
 
 
 class Phases:
-    """Seconds, and peak and final resident memory, of each thing that is done."""
+    """Seconds, and peak and final resident memory, of each phase."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, float]] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin
         lines = Path("/proc/self/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
-        peak, own = (int(status[key].split()[0]) << 10 for key in ("VmHWM", "RssAnon"))
-        self.found[name] = {"s": seconds, "peak": peak, "own": own}
+        peak, anonymous = (int(status[key].split()[0]) << 10 for key in ("VmHWM", "RssAnon"))
+        self.found[name] = {"s": seconds, "peak": peak, "own": anonymous}
 
 
 def start(data: str, tokens: int) -> dict[str, object]:
-    """What a run does before its first step."""
+    """Do what a run does before its first step, and measure its phases."""
     from fledge.data.vocab import special_token_ids
     from fledge.recipe.schema import load_recipe
     from fledge.target.kinds import target_tokenizer
@@ -70,7 +70,7 @@ def start(data: str, tokens: int) -> dict[str, object]:
     recipe = load_recipe("smollm2_cpu", words)
     tokenizer, phases = target_tokenizer(recipe.target), Phases()
     with phases.phase("imports"):
-        import torch  # noqa: F401  (a run has it; its memory is not the rows')
+        import torch  # noqa: F401  (a run imports it; not part of the rows' memory)
     with phases.phase("tokenise"):
         rows = tokenised(recipe.data.train, recipe, lambda _: None)
     with phases.phase("hold out"):
@@ -107,15 +107,15 @@ def run_start(data: Path, cache: Path, tokens: int) -> dict:
 def table(starts: list[dict]) -> str:
     names = list(starts[0]["phases"])
     lines = ["| | " + " | ".join(names) + " | all |", "|---" + "|--:" * (len(names) + 1) + "|"]
-    for title, found in zip(("first start", "second start"), starts, strict=True):
-        phases = found["phases"].values()
+    for title, figures in zip(("first start", "second start"), starts, strict=True):
+        phases = figures["phases"].values()
         seconds, peaks = [p["s"] for p in phases], [p["peak"] / MIB for p in phases]
-        own = [p["own"] / MIB for p in phases]
+        anonymous = [p["own"] / MIB for p in phases]
         rows = {"s": (seconds, sum(seconds)), "peak MiB": (peaks, max(peaks))}
-        rows["own MiB after"] = (own, max(own))
-        for what, (values, total) in rows.items():
+        rows["own MiB after"] = (anonymous, max(anonymous))
+        for label, (values, total) in rows.items():
             cells = " | ".join(f"{value:,.1f}" for value in [*values, total])
-            lines.append(f"| {title}, {what} | {cells} |")
+            lines.append(f"| {title}, {label} | {cells} |")
     return "\n".join(lines)
 
 
@@ -135,7 +135,7 @@ def main() -> None:
 
     from fledge.models.resolve import local_model
 
-    model = local_model("smollm2-135m")  # outside the clock: fetched once per machine
+    model = local_model("smollm2-135m")  # not timed: fetched once per machine
     args.directory.mkdir(parents=True, exist_ok=True)
     data, cache = args.directory / "many.jsonl", args.directory / "cache"
     (cache / "models").mkdir(parents=True)
@@ -143,14 +143,20 @@ def main() -> None:
     try:
         write_chats(args.chats, data, args.rows, args.characters)
         starts = [run_start(data, cache, args.tokens) for _ in range(2)]
-        size, kept = data.stat().st_size, sum(p.stat().st_size for p in cache.rglob("part-*"))
+        size, rows_size = (
+            data.stat().st_size,
+            sum(p.stat().st_size for p in cache.rglob("part-*")),
+        )
     finally:
         data.unlink(missing_ok=True)
         shutil.rmtree(cache)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     first = starts[0]
     print(f"## {first['rows']:,} rows, {first['tokens']:,} tokens\n")
-    print(f"{size / 1e9:.2f} GB of JSON, {kept / 1e9:.2f} GB of rows; {first['packs']:,} packs of")
+    print(
+        f"{size / 1e9:.2f} GB of JSON, {rows_size / 1e9:.2f} GB of rows; "
+        f"{first['packs']:,} packs of"
+    )
     print(f"{args.tokens}, {first['padding']:.3%} padding; the largest worker took")
     print(
         f"{first['worker'] / MIB:,.0f} MiB. Commit {commit.stdout.strip()}, {os.cpu_count()} cores,"

@@ -1,9 +1,9 @@
-"""What a rank holds of a draft by `training.shard`: bytes of weights, gradients and moments.
+"""What a rank holds of a draft with `training.shard`: bytes of weights, gradients and moments.
 
     python benchmarks/bench_sharding.py [--hidden 1024] [--ranks 1 2 4]
 
 Ranks are processes on this CPU (gloo); every tensor is counted, nothing is estimated. "in a step"
-are the trained weights while a step computes: the whole ones, and this rank's share.
+is the size of the trained weights during a step: the gathered ones plus this rank's shard.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def held(tensors: Any) -> int:
 
 
 def measure(hidden: int, ranks: int) -> dict[str, float]:
-    """One step with a gradient for every weight: what is held after it, and its weights inside."""
+    """Run one step with a gradient for every weight; bytes held after it, and weights during it."""
     world = join_world(torch.device("cpu"), shard=ranks) if ranks > 1 else World()
     draft = make_draft(hidden)
     trained = [name for name, p in draft.named_parameters() if p.requires_grad]
@@ -57,9 +57,9 @@ def measure(hidden: int, ranks: int) -> dict[str, float]:
     optimizer = make_optimizer(parameters, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     begin = time.perf_counter()
     with whole(draft):
-        inside = [p for p in draft.parameters() if p.requires_grad]
-        step = held(inside) + (held(parameters) if ranks > 1 else 0)
-        loss = sum((p.float() ** 2).sum() for p in inside)
+        gathered = [p for p in draft.parameters() if p.requires_grad]
+        step = held(gathered) + (held(parameters) if ranks > 1 else 0)
+        loss = sum((p.float() ** 2).sum() for p in gathered)
         backward(draft, loss)
     seconds = time.perf_counter() - begin
     gradients = held(p.grad for p in parameters if p.grad is not None)
@@ -98,10 +98,10 @@ def over_ranks(ranks: int, hidden: int) -> list[dict[str, float]]:
     ]
     for process in processes:
         process.start()
-    found = dict(results.get(timeout=300) for _ in processes)
+    figures = dict(results.get(timeout=300) for _ in processes)
     for process in processes:
         process.join()
-    return [found[rank] for rank in range(ranks)]
+    return [figures[rank] for rank in range(ranks)]
 
 
 def main() -> None:
@@ -112,15 +112,15 @@ def main() -> None:
     names = ("frozen", "weights", "gradients", "moments")
     print("| ranks | frozen | weights | gradients | moments | a rank holds | share | in a step |")
     print("|---|---|---|---|---|---|---|---|")
-    alone = 0.0
+    single = 0.0
     for ranks in args.ranks:
-        most = max(over_ranks(ranks, args.hidden), key=lambda found: sum(found[n] for n in names))
+        most = max(over_ranks(ranks, args.hidden), key=lambda rank: sum(rank[n] for n in names))
         total = sum(most[name] for name in names)
         trained = total - most["frozen"]
-        alone = alone or trained
+        single = single or trained
         cells = [f"{most[name] / MIB:.1f}" for name in names]
         print(
-            f"| {ranks} | {' | '.join(cells)} | {total / MIB:.1f} | {trained / alone:.3f} | "
+            f"| {ranks} | {' | '.join(cells)} | {total / MIB:.1f} | {trained / single:.3f} | "
             f"{most['step'] / MIB:.1f} |"
         )
 

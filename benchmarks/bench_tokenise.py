@@ -1,8 +1,8 @@
-"""How long tokenising takes, and how long the second start takes.
+"""How long tokenization takes, and how long the second start takes.
 
     python benchmarks/bench_tokenise.py chats.jsonl
 
-Each start is a new process, as a user would have it; a fresh cache is used. The table goes to
+Each start is a new process, as for a user; the cache is empty at first. The table goes to
 benchmarks/results/tokenise.md with --write.
 """
 
@@ -22,13 +22,13 @@ RESULT = Path(__file__).parent / "results" / "tokenise.md"
 def start(data: str, cache: str) -> tuple[float, dict]:
     from fledge.models.resolve import local_model
 
-    model = str(local_model("smollm2-135m"))  # outside the clock: fetched once per machine
+    model = str(local_model("smollm2-135m"))  # not timed: fetched once per machine
     command = [sys.executable, "-m", "fledge.cli.main", "data", "prepare", data]
     command += ["--model", model, "--json"]
     begin = time.perf_counter()
     environment = {**os.environ, "FLEDGE_CACHE": cache}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return time.perf_counter() - begin, json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return time.perf_counter() - begin, json.loads(process.stdout)
 
 
 def main() -> None:

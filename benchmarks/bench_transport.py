@@ -1,11 +1,11 @@
-"""What it costs to bring a target's answers to a trainer: in the process, over a plain socket, by
+"""The cost of moving a target's answers to a trainer: in the same process, over a plain socket, by
 the target server, and over Ray, in one run, with the same batches.
 
-The target is taken out of the picture: its states lie ready (`ready_states.py`). The ways take
-turns, so that all of them meet the same neighbors on the machine. The plain socket only copies as
-many bytes; it is the lower bound of whatever crosses a process. Ray is measured with the worker on
-the trainer's own node, and on another one (two raylets of this machine, which copy the answer from
-store to store over TCP, as two machines would).
+The target costs nothing here: its states are precomputed (`ready_states.py`). The ways alternate,
+so that all of them see the same load on the machine. The plain socket only copies as many bytes; it
+is the lower bound for crossing a process boundary. Ray is measured with the worker on the trainer's
+own node, and on another one (two raylets on this machine, which copy the answer from store to store
+over TCP, as two machines would).
 
     python benchmarks/bench_transport.py [--tokens 4096] [--rounds 8] [--markdown FILE]
 """
@@ -37,13 +37,13 @@ from fledge.target.remote.client import RemoteEagle3TargetModel
 from ready_states import Plain, Ready, rows, started
 
 SHAPES = {"SmolLM2-135M": 576, "8B": 4096}  # hidden size
-BATCHES = 4  # in a round
+BATCHES = 4  # per round
 STORE = 1 << 30
 Way = Callable[[], Any]
 
 
 class ReadyWorker(TargetWorker):
-    """A worker as any other, with states that lie ready."""
+    """An ordinary worker, with precomputed states."""
 
     def __init__(self, tokens: int, hidden: int) -> None:
         super().__init__("target-0", None, aux_layers=3, gpus=0, board=None)  # type: ignore[arg-type]
@@ -59,11 +59,11 @@ class ReadyWorker(TargetWorker):
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one way."""
+    """The figures of one way."""
 
-    tokens: int  # of a batch
+    tokens: int  # per batch
     nbytes: int
-    seconds: float  # a batch, median of the rounds
+    seconds: float  # per batch, median over the rounds
 
     def row(self, name: str, least_s: float) -> str:
         rate, speed = self.tokens / self.seconds, self.nbytes / self.seconds / 1e9
@@ -74,9 +74,9 @@ class Figures:
 @contextmanager
 def over_ray(node: Any, tokens: int, hidden: int) -> Iterator[RayEagle3TargetModel]:
     """A target on a node of the cluster, as a trainer on the head sees it."""
-    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    made = ray.remote(ReadyWorker).options(num_cpus=1, scheduling_strategy=there)
-    actor = made.remote(tokens, hidden)
+    on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    worker_class = ray.remote(ReadyWorker).options(num_cpus=1, scheduling_strategy=on_node)
+    actor = worker_class.remote(tokens, hidden)
     fleet = Fleet([("target-0", actor)], wait_s=120, release=lambda: ray.kill(actor))
     with RayEagle3TargetModel(fleet, supervision="hidden", prefetch=2) as target:
         yield target
@@ -88,15 +88,15 @@ def one_by_one(target: Eagle3TargetBackend, batch: TokenBatch) -> None:
 
 
 def ahead(target: Eagle3TargetBackend, batch: TokenBatch) -> None:
-    """As a trainer asks: the next answers are under way while this one is looked at."""
-    asked = [target.answer_async(batch) for _ in range(BATCHES)]
-    while asked:
-        asked.pop(0).result()
+    """As a trainer does: the next answers are in flight while this one is used."""
+    pending = [target.answer_async(batch) for _ in range(BATCHES)]
+    while pending:
+        pending.pop(0).result()
 
 
 class InProcess:
     """The target in the trainer's own process; its states are copied once, as on the way to a GPU,
-    into memory that is used again."""
+    into reused memory."""
 
     def __init__(self, target: Ready, batch: TokenBatch) -> None:
         self._target, self._batch = target, batch
@@ -115,12 +115,12 @@ class InProcess:
 @contextmanager
 def ways(hidden: int, tokens: int, cluster: Cluster) -> Iterator[dict[str, Way]]:
     batch = TokenBatch(*rows(tokens))
-    with ExitStack() as undo:
+    with ExitStack() as stack:
         states, url = started("states", tokens, hidden)
         plain, port = started("bytes", tokens, hidden)
         for process in (states, plain):
-            undo.callback(process.wait)
-            undo.callback(process.terminate)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
         copy = Plain(int(port), 8 * hidden * tokens).copy
         distant: dict[str, Any] = {
             "target server, HTTP": RemoteEagle3TargetModel(url, shared_memory=False),
@@ -128,22 +128,22 @@ def ways(hidden: int, tokens: int, cluster: Cluster) -> Iterator[dict[str, Way]]
             "Ray, the same node": over_ray(cluster.head_node, tokens, hidden),
             "Ray, another node": over_ray(cluster.worker_nodes.copy().pop(), tokens, hidden),
         }
-        found: dict[str, Way] = {
+        by_name: dict[str, Way] = {
             "in this process, copied once": InProcess(Ready(tokens, hidden), batch),
             "plain socket": lambda: [copy() for _ in range(BATCHES)],
         }
         for name, context in distant.items():
-            target = undo.enter_context(context)
-            found[f"{name}, one at a time"] = lambda target=target: one_by_one(target, batch)
-            found[f"{name}, two under way"] = lambda target=target: ahead(target, batch)
-        yield found
+            target = stack.enter_context(context)
+            by_name[f"{name}, one at a time"] = lambda target=target: one_by_one(target, batch)
+            by_name[f"{name}, two under way"] = lambda target=target: ahead(target, batch)
+        yield by_name
 
 
 def measure(hidden: int, tokens: int, rounds: int, cluster: Cluster) -> dict[str, Figures]:
     seconds: dict[str, list[float]] = {}
-    with ways(hidden, tokens, cluster) as found:
+    with ways(hidden, tokens, cluster) as by_name:
         for index in range(rounds + 1):
-            for name, way in found.items():
+            for name, way in by_name.items():
                 begin = time.perf_counter()
                 way()
                 if index:  # the first round loads, connects and touches memory
@@ -153,14 +153,17 @@ def measure(hidden: int, tokens: int, rounds: int, cluster: Cluster) -> dict[str
 
 
 def table(shape: str, figures: dict[str, Figures]) -> list[str]:
-    one = figures["plain socket"]
-    size = f"{one.tokens:,} tokens of {one.nbytes // one.tokens:,} bytes, {one.nbytes / 1e6:.0f} MB"
+    base = figures["plain socket"]
+    size = (
+        f"{base.tokens:,} tokens of {base.nbytes // base.tokens:,} bytes, "
+        f"{base.nbytes / 1e6:.0f} MB"
+    )
     return [
         f"**{shape}**: batches of {size}",
         "",
         "| way | tokens/s | GB/s | ms a batch | speed, plain socket = 100 % |",
         "|---|--:|--:|--:|--:|",
-        *(found.row(name, one.seconds) for name, found in figures.items()),
+        *(row.row(name, base.seconds) for name, row in figures.items()),
         "",
     ]
 
@@ -170,7 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--markdown", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     node = {"num_cpus": 1, "object_store_memory": STORE}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     cluster.add_node(**node)
@@ -178,15 +181,15 @@ def main() -> None:
     try:
         with Connection(cluster.address):
             for shape, hidden in SHAPES.items():
-                lines += table(shape, measure(hidden, asked.tokens, asked.rounds, cluster))
+                lines += table(shape, measure(hidden, args.tokens, args.rounds, cluster))
     finally:
         cluster.shutdown()
-    rounds = f"median of {asked.rounds} rounds of {BATCHES}"
+    rounds = f"median of {args.rounds} rounds of {BATCHES}"
     load = f"load average {begin:.1f} before, {os.getloadavg()[0]:.1f} after"
     lines.append(f"{os.cpu_count()} cores, ray {ray.__version__}, {rounds}; {load}.")
     print("\n".join(lines))
-    if asked.markdown:
-        asked.markdown.write_text("\n".join(lines) + "\n")
+    if args.markdown:
+        args.markdown.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writing and reading caches by the clock: what the verbs of `bench_cache.py` share."""
+"""Timed writing and reading of caches, shared by the verbs of `bench_cache.py`."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ from fledge.train.batches import PackStream
 
 
 def write(job: CacheJob, target: Eagle3TargetBackend) -> float:
-    """Seconds to fill the shards of a new cache; what lies in its directory goes first."""
+    """Seconds to fill the shards of a new cache; its directory is removed first."""
     shutil.rmtree(job.directory, ignore_errors=True)
     plan = plan_cache(job, head_bytes=0)
     check_disk(job, plan)
@@ -40,7 +40,7 @@ def size_of(directory: Path) -> int:
 
 def forget(paths: list[Path]) -> None:
     """Push files out of the page cache, so that the next read comes from the disk."""
-    gc.collect()  # pages that a reader still maps would stay
+    gc.collect()  # pages that are still mapped would stay
     for path in paths:
         with path.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -49,7 +49,7 @@ def forget(paths: list[Path]) -> None:
 
 
 def read_all(paths: list[Path]) -> float:
-    """Seconds to read files from end to end, 8 MB at a time."""
+    """Seconds to read whole files, 8 MB at a time."""
     buffer = bytearray(8 << 20)
     begin = time.perf_counter()
     for path in paths:
@@ -60,7 +60,7 @@ def read_all(paths: list[Path]) -> float:
 
 
 def feed(directory: Path, *, tokens: int, device: torch.device | str = "cpu") -> float:
-    """Seconds in which the reader delivers every batch of shuffled packs, nobody training."""
+    """Seconds in which the reader delivers every batch of shuffled packs, without training."""
     with CachedEagle3TargetModel(directory, device=device) as target:
         rows = RowView(CachedRows(target.store, reading=True), np.arange(len(target.store)))
         stream = PackStream(rows, tokens=tokens, pad_id=0, seed=0)

@@ -1,8 +1,8 @@
-"""Training from caches: how long a step waits, and what each encoding costs the draft.
+"""Training from caches: how long a step waits, and what each encoding costs in draft quality.
 
 The verbs `waiting` and `tau` of `bench_cache.py`. Chats are split once; the live run, the caches
-and the vocabularies then see the same rows, and all drafts are measured on the states that the
-target gave for the held-out ones.
+and the vocabularies then see the same rows, and all drafts are measured on the target's exact
+states for the held-out rows.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from fledge.train.fit import fit
 from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
 from fledge.train.setup import set_up
 
-LIVE = "live"  # no cache: the target answers as the draft trains
+LIVE = "live"  # no cache: the target answers during training
 _NEVER = 10**9  # an interval that no run reaches
 
 
 class _Log:
-    """An observer that keeps the metrics."""
+    """An observer that records the metrics."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -71,25 +71,25 @@ class Cached:
 
 
 def split_chats(data: str, directory: Path, rows: int | None, held_out: int) -> tuple[Path, Path]:
-    """The first `rows` chats as two files: those to train on, and some drawn to be held out."""
+    """Write the first `rows` chats to two files: those to train on, and a held-out sample."""
     with gzip.open(data, "rt") if data.endswith(".gz") else open(data) as handle:
         chats = [line for line, _ in zip(handle, range(rows or _NEVER), strict=False)]
     drawn = set(random.Random(0).sample(range(len(chats)), min(held_out, len(chats) // 4)))
     paths = directory / "train.jsonl", directory / "held_out.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
-    for path, kept in zip(paths, (False, True), strict=True):
-        path.write_text("".join(chat for i, chat in enumerate(chats) if (i in drawn) is kept))
+    for path, chosen in zip(paths, (False, True), strict=True):
+        path.write_text("".join(chat for i, chat in enumerate(chats) if (i in drawn) is chosen))
     return paths
 
 
 def overrides_for(args: argparse.Namespace, *given: str) -> list[str]:
-    """What a verb changes of the recipe, its data included; the user's own words come last."""
+    """The overrides of a verb, including its data; the user's overrides come after `given`."""
     words = [f"target.model={args.model}", f"evaluation.every_steps={_NEVER}",
              f"checkpoint.every_steps={_NEVER}", *given, *args.overrides]  # fmt: skip
     if args.steps:
         words.append(f"training.steps={args.steps}")
-    asked = load_recipe(args.recipe, words).data.valid_rows
-    held_out = MOST_HELD_OUT if asked is None else asked
+    valid_rows = load_recipe(args.recipe, words).data.valid_rows
+    held_out = MOST_HELD_OUT if valid_rows is None else valid_rows
     train, valid = split_chats(args.data, Path(args.directory), args.rows, held_out)
     words.append(f"data.train={train}")
     return [*words, f"data.valid={valid}"] if valid.stat().st_size else words
@@ -98,7 +98,7 @@ def overrides_for(args: argparse.Namespace, *given: str) -> list[str]:
 def make_cache(
     recipe: Recipe, directory: Path, batch_size: int, device: torch.device
 ) -> tuple[float, int]:
-    """(seconds, tokens) of the recipe's target answering all rows into a cache of hidden states."""
+    """Write the target's answers for all rows to a cache of hidden states; (seconds, tokens)."""
     options = CacheOptions(dtype=cache_dtype(recipe, device), batch_size=batch_size)
     job, _ = recipe_job(recipe, directory, options)
     with recipe_target(recipe, device) as target:
@@ -106,22 +106,22 @@ def make_cache(
 
 
 def train(recipe: str, words: list[str], run: Path, exact: Path | None = None) -> Trained:
-    """Train; the last draft is measured on the held-out states of `exact`, as the target gave them.
+    """Train a draft and measure it on the held-out states of the cache `exact`.
 
-    Only the metrics of a run are kept.
+    Only the metrics of the run are kept.
     """
     shutil.rmtree(run, ignore_errors=True)
     training = set_up(load_recipe(recipe, [*words, f"run.output_dir={run}"]))
-    log, found = _Log(), {"tau": 0.0, "acceptance_length": 0.0}
+    log, figures = _Log(), {"tau": 0.0, "acceptance_length": 0.0}
     fit(training, log)
     parts = training.parts
     parts.target.close()
     if exact is not None:
         with CachedEagle3TargetModel(exact, device=parts.device) as target:
-            found = evaluate(replace(parts, target=target), training.held_out)
+            figures = evaluate(replace(parts, target=target), training.held_out)
     shutil.copy(run / "metrics.jsonl", run.with_suffix(".jsonl"))
     shutil.rmtree(run)
-    return Trained(log.lines, found["tau"], found["acceptance_length"])
+    return Trained(log.lines, figures["tau"], figures["acceptance_length"])
 
 
 def from_cache(words: list[str], cache: Path) -> list[str]:
@@ -151,20 +151,20 @@ def tau(args: argparse.Namespace) -> None:
     words = overrides_for(args)
     recipe, directory = load_recipe(args.recipe, words), Path(args.directory)
     device, hidden = pick_device(recipe.training.device), directory / "cache-hidden"
-    asked_s, tokens = make_cache(recipe, hidden, args.batch_size, device)
-    print(f"target over {tokens:,} tokens: {asked_s:.1f} s", flush=True)
+    capture_s, tokens = make_cache(recipe, hidden, args.batch_size, device)
+    print(f"target over {tokens:,} tokens: {capture_s:.1f} s", flush=True)
     table: list[str] = []
     first: float | None = None
     for encoding in args.encodings:
         cache = directory / f"cache-{encoding}"
         try:
-            made = None
+            cached = None
             if cache == hidden:
-                made = timed(cache, tokens, asked_s, recipe.packing.tokens, device)
+                cached = timed(cache, tokens, capture_s, recipe.packing.tokens, device)
             elif encoding != LIVE:
                 convert_s = convert(hidden, cache, encoding, recipe, args, device)
-                made = timed(cache, tokens, convert_s, recipe.packing.tokens, device)
-            source = words if made is None else from_cache(words, cache)
+                cached = timed(cache, tokens, convert_s, recipe.packing.tokens, device)
+            source = words if cached is None else from_cache(words, cache)
             runs = [
                 train(
                     args.recipe,
@@ -174,14 +174,14 @@ def tau(args: argparse.Namespace) -> None:
                 )
                 for seed in args.seeds
             ]
-        except (BadInput, OSError) as error:  # no room, most likely: the others may fit
+        except (BadInput, OSError) as error:  # most likely the disk is full; others may fit
             print(f"{encoding} is left out: {error}", flush=True)
             continue
         finally:
             if cache != hidden:
                 shutil.rmtree(cache, ignore_errors=True)
         first = fmean(run.tau for run in runs) if first is None else first
-        table.append(_line(encoding, made, runs, first))
+        table.append(_line(encoding, cached, runs, first))
         text = "\n".join([*_HEAD, *table]) + "\n"
         write_text(directory / "tau.md", text)
         print(text, flush=True)
@@ -218,20 +218,20 @@ _HEAD = [
 ]
 
 
-def _line(encoding: str, made: Cached | None, runs: list[Trained], first: float) -> str:
+def _line(encoding: str, cached: Cached | None, runs: list[Trained], first: float) -> str:
     """One row of the table; `write` is the target's work for hidden, a conversion for the rest."""
     cells = ["", "", "", "", ""]
-    if made is not None:
-        cells = [f"{made.n_bytes / made.tokens:,.0f}"]
-        for seconds in (made.write_s, made.read_s):
-            cells += [f"{made.n_bytes / seconds / 1e6:,.0f}", f"{made.tokens / seconds:,.0f}"]
+    if cached is not None:
+        cells = [f"{cached.n_bytes / cached.tokens:,.0f}"]
+        for seconds in (cached.write_s, cached.read_s):
+            cells += [f"{cached.n_bytes / seconds / 1e6:,.0f}", f"{cached.tokens / seconds:,.0f}"]
     speed, share = (
         fmean(run.lines[-1][name] for run in runs) for name in ("tokens_per_s", "target_share")
     )
-    found, each = fmean(run.tau for run in runs), " ".join(f"{run.tau:.4f}" for run in runs)
+    mean_tau, taus = fmean(run.tau for run in runs), " ".join(f"{run.tau:.4f}" for run in runs)
     cells += [
-        f"{found:.4f}" if len(runs) == 1 else f"{found:.4f} ({each})",
-        f"{found / first - 1:+.2%}",
+        f"{mean_tau:.4f}" if len(runs) == 1 else f"{mean_tau:.4f} ({taus})",
+        f"{mean_tau / first - 1:+.2%}",
         f"{fmean(run.acceptance_length for run in runs):.3f}",
         f"{speed:,.0f}",
         f"{share:.1%}",

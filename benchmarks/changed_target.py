@@ -1,14 +1,14 @@
-"""A target as it comes back from quantization or from tuning, for `fledge retarget`.
+"""Makes a changed target, as after quantization or fine-tuning, for `fledge retarget`.
 
     python benchmarks/changed_target.py smollm2-135m --bits 4 --group 32 --out targets/int4
     python benchmarks/changed_target.py smollm2-135m --bits 4 --rotate --out targets/rotated-int4
     python benchmarks/changed_target.py smollm2-135m --noise 0.1 --out targets/noise
 
---bits rounds every matrix of the decoder layers to so many bits, symmetric, with one scale for each
---group inputs of a row: what plain weight quantization does to the numbers. --rotate turns the
-hidden states into another orthogonal basis first, as quantizers do that spread outliers over all
-channels (QuaRot, SpinQuant): norms are folded into the matrices behind them, and the model computes
-the same function. --noise adds normal noise of that share of each matrix's own spread.
+--bits rounds every matrix of the decoder layers to that many bits, symmetric, with one scale per
+--group inputs of a row, as plain weight quantization does. --rotate first turns the hidden states
+into another orthogonal basis, as quantizers do that spread outliers over all channels (QuaRot,
+SpinQuant): norms are folded into the matrices behind them, and the model computes the same
+function. --noise adds Gaussian noise with that share of each matrix's standard deviation.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from fledge.models.resolve import load_model, load_tokenizer
 
 
 def rounded(weight_OI: Tensor, *, bits: int, group: int) -> Tensor:
-    """To the nearest of 2 ** bits - 1 steps between minus and plus the largest of each group."""
-    parts = weight_OI.reshape(len(weight_OI), -1, group)
-    most = 2 ** (bits - 1) - 1
-    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
-    return ((parts / scale).round() * scale).reshape(weight_OI.shape)
+    """Round to the nearest of 2 ** bits - 1 levels between plus and minus the group's largest."""
+    groups = weight_OI.reshape(len(weight_OI), -1, group)
+    largest_level = 2 ** (bits - 1) - 1
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest_level
+    return ((groups / scale).round() * scale).reshape(weight_OI.shape)
 
 
 @torch.no_grad()

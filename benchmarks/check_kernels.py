@@ -1,9 +1,9 @@
-"""The GPU kernels against the torch path, in one whole training step: loss and every gradient.
+"""Checks the GPU kernels against the torch path in one training step: loss and every gradient.
 
     python benchmarks/check_kernels.py
 
-Errors are ||got - want|| / ||want|| over each parameter's gradient, the torch path in float64 being
-the truth. bfloat16 kernels may be at most twice as far from it as the torch path in bfloat16.
+Errors are ||got - want|| / ||want|| over each parameter's gradient, where `want` is the torch path
+in float64. bfloat16 kernels may be at most twice as far from it as the torch path in bfloat16.
 """
 
 import os
@@ -23,7 +23,7 @@ from fledge.objective.peagle import PEagleTrainerModule
 @dataclass(frozen=True)
 class Case:
     kind: str = "eagle3"
-    heads: tuple[int, int, int] = (9, 3, 64)  # of queries, of keys, their size
+    heads: tuple[int, int, int] = (9, 3, 64)  # query heads, key heads, head size
     vocab: int = 1000
     draft_vocab: int = 500
     loss: str = "ce"
@@ -50,7 +50,7 @@ def cases() -> Iterator[Case]:
 
 
 def batch(case: Case, width: int, hidden: int) -> dict[str, torch.Tensor]:
-    """Two packed rows of odd documents; masks on the host, the rest on the GPU."""
+    """Two packed rows of documents of odd lengths; masks on the host, the rest on the GPU."""
     torch.manual_seed(0)
     lens = [[37, 250, 101, width - 388], [width - 9, 5, 4, 0]]
     position, remaining = [], []
@@ -102,12 +102,12 @@ def gradients(case: Case, dtype: torch.dtype, kernels: bool) -> dict[str, torch.
         inputs[name] = inputs[name].to(wide)
     output = module(**inputs, seed=3)
     output.loss.backward()
-    found = {n: p.grad.double() for n, p in draft.named_parameters() if p.grad is not None}
-    return {"loss": output.loss.detach().double(), **found}
+    grads = {n: p.grad.double() for n, p in draft.named_parameters() if p.grad is not None}
+    return {"loss": output.loss.detach().double(), **grads}
 
 
 def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative error, and whose it is; what should be zero must be zero."""
+    """The largest relative error and its parameter; a gradient of zero must be exactly zero."""
     assert got.keys() == want.keys()
     errors = {n: float((got[n] - want[n]).norm() / want[n].norm().clamp_min(1e-30)) for n in want}
     name = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
@@ -115,7 +115,7 @@ def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[
 
 
 def own_error(case: Case, want: dict[str, torch.Tensor]) -> float:
-    """Of the torch path in float32: large where rounding picks a side of min(p, q)."""
+    """Error of the torch path in float32, which is large where rounding flips min(p, q)."""
     return worst(gradients(case, torch.float32, kernels=False), want)[0]
 
 

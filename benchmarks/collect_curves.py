@@ -1,13 +1,13 @@
-"""Compact curves of real runs, and how far off forecasts from their beginnings are.
+"""Collects compact curves of real runs, and measures the errors of early forecasts of them.
 
     python benchmarks/collect_curves.py RUN ... --out tests/train/curves     keep their curves
-    python benchmarks/collect_curves.py tuned.json ... --out tests/train/curves   those of tune.py
+    python benchmarks/collect_curves.py tuned.json ... --out tests/train/curves   runs of tune.py
     python benchmarks/collect_curves.py tests/train/curves/*.json            check all of them
 
 A curve is a few kilobytes: length over steps, in training and held out, the schedule, and what was
-trained. The check cuts each one at shares of its run, forecasts its end, and prints three tables:
-by its own curve; by the other runs given here of the same method and target, but none that differs
-in its seed alone; by all of them. `--steps` is for a run whose files do not say how many it had.
+trained. The check cuts each curve at several shares of its run, forecasts its end, and prints three
+tables: from its own curve; also from the other given runs of the same method and target, except
+those that differ only in the seed; also from those. `--steps` is for a run whose files lack it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from fledge.train.forecast.guides import Known
 from fledge.train.forecast.known_runs import Kind
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
-MOST_WINDOWS = 240  # kept of a curve: averages of neighbors
+MOST_WINDOWS = 240  # points kept of a curve: averages of neighbors
 TABLES = {
     "own curve alone": None,
     "runs known that have other settings or another length": False,
@@ -38,7 +38,7 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Kept:
-    """A curve, and what was trained."""
+    """A curve and the kind of its run."""
 
     curve: Curve
     kind: Kind
@@ -52,18 +52,18 @@ class Kept:
 
     @property
     def length(self) -> float:
-        """In the end."""
+        """The length at the end of the run."""
         return self.curve.measured[-1][1]
 
     def known(self, others: dict[str, "Kept"], *, seeds: bool) -> list[Known]:
-        """What a forecast of this run may go by; `seeds`: also those with another seed alone."""
-        kind, found = self.kind, []
-        for name, one in others.items():
-            alike = (one.kind.method, one.kind.target) == (kind.method, kind.target)
-            twin = one.kind == kind and one.curve.course.steps == self.curve.course.steps
-            if one is not self and alike and (seeds or not twin):
-                found.append(Known(name, one.curve, kind.misfit(one.kind)))
-        return found
+        """The runs that a forecast may use; `seeds` includes those that differ only in the seed."""
+        kind, usable = self.kind, []
+        for name, run in others.items():
+            alike = (run.kind.method, run.kind.target) == (kind.method, kind.target)
+            differs_in_seed = run.kind == kind and run.curve.course.steps == self.curve.course.steps
+            if run is not self and alike and (seeds or not differs_in_seed):
+                usable.append(Known(name, run.curve, kind.misfit(run.kind)))
+        return usable
 
 
 def compact(curve: Curve) -> dict[str, object]:
@@ -82,7 +82,7 @@ def compact(curve: Curve) -> dict[str, object]:
 
 
 def named(*parts: Path | str) -> str:
-    """A file's name from a run's place, or from words."""
+    """A file name made from a run's path or from words."""
     words = [
         part if isinstance(part, str) else "-".join(part.absolute().parts[-2:]) for part in parts
     ]
@@ -90,23 +90,23 @@ def named(*parts: Path | str) -> str:
 
 
 def tuned(path: Path, held: dict[str, Any]) -> dict[str, Kept]:
-    """Those runs of `tune.py` that were measured at several points. Variants of the same name are
-    taken to have the same settings, whatever file they are in."""
+    """The runs of `tune.py` that were measured at several points. Variants of the same name are
+    assumed to have the same settings, whatever file they are in."""
     recipe = load_recipe(held["setting"]["recipe"])
     target = Kind.of(recipe).target
-    found = {}
+    curves = {}
     for run in (run for run in held["runs"] if "course" in run):
-        said = run.get("method") or next(filter(run["name"].startswith, METHODS), None)
-        kind = Kind(said or recipe.objective.kind, target, run["name"])
+        method = run.get("method") or next(filter(run["name"].startswith, METHODS), None)
+        kind = Kind(method or recipe.objective.kind, target, run["name"])
         name = named(path.stem, run["name"], str(run["seed"]))
-        found[name] = Kept(Curve.from_json(run["course"]), kind)
-    return found
+        curves[name] = Kept(Curve.from_json(run["course"]), kind)
+    return curves
 
 
 def end_of(
     one: Kept, share: float, others: dict[str, Kept], *, seeds: bool | None
 ) -> Estimate | None:
-    """The forecast from the first part of a run; None: too early for one."""
+    """The forecast from the first `share` of a run; None if it is too early."""
     known = [] if seeds is None else one.known(others, seeds=seeds)
     try:
         return forecast(one.curve.upto(share), known=known).end
@@ -119,18 +119,18 @@ def table(runs: dict[str, Kept], *, seeds: bool | None) -> None:
     inside: dict[float, list[bool]] = {share: [] for share in SHARES}
     print("| run | steps | length at the end | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |")
     print("|---|--:|--:|" + "--:|" * len(SHARES))
-    for name, one in sorted(runs.items()):
-        truth, cells = one.length, []
+    for name, run in sorted(runs.items()):
+        final, cells = run.length, []
         for share in SHARES:
-            end = end_of(one, share, runs, seeds=seeds)
+            end = end_of(run, share, runs, seeds=seeds)
             if end is None:
                 cells.append("too early")
                 continue
-            error = 100 * (end.length / truth - 1)
+            error = 100 * (end.length / final - 1)
             errors[share].append(abs(error))
-            inside[share].append(end.low <= truth <= end.high)
+            inside[share].append(end.low <= final <= end.high)
             cells.append(f"{end.length:.2f} ({error:+.1f} %)")
-        print(f"| {name} | {one.curve.course.steps:,} | {truth:.3f} | {' | '.join(cells)} |")
+        print(f"| {name} | {run.curve.course.steps:,} | {final:.3f} | {' | '.join(cells)} |")
     for name, cells in summary(errors, inside).items():
         print(f"| {name} | | | {' | '.join(cells)} |")
 
@@ -154,19 +154,19 @@ def main() -> None:
     args = parser.parse_args()
     runs: dict[str, Kept] = {}
     for place in args.places:
-        held = json.loads(place.read_text()) if place.is_file() else None
-        if held is None:
+        content = json.loads(place.read_text()) if place.is_file() else None
+        if content is None:
             kind = Kind.of(load_recipe(place / RESOLVED_NAME))
-            found = {named(place): Kept(read_curve(place, steps=args.steps), kind)}
-        elif "runs" in held:
-            found = tuned(place, held)
+            curves = {named(place): Kept(read_curve(place, steps=args.steps), kind)}
+        elif "runs" in content:
+            curves = tuned(place, content)
         else:
-            runs[place.stem] = Kept.from_json(held)
+            runs[place.stem] = Kept.from_json(content)
             continue
-        runs |= found
-        for name, one in found.items() if args.out else ():
+        runs |= curves
+        for name, run in curves.items() if args.out else ():
             path = args.out / f"{name}.json"
-            path.write_text(json.dumps(one.to_json()) + "\n")
+            path.write_text(json.dumps(run.to_json()) + "\n")
             print(path)
     for title, seeds in TABLES.items():
         print(f"\n{title}\n")

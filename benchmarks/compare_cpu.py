@@ -1,9 +1,9 @@
-"""One training step on the CPU, two versions of fledge in turns: seconds, loss and gradients.
+"""One training step on the CPU, two versions of fledge alternating: seconds, loss and gradients.
 
     git worktree add ../before COMMIT
     python benchmarks/compare_cpu.py ../before/src src [--kind eagle3 peagle] [--steps 9]
 
-Each version runs in a process of its own, which waits while the other one steps. Both build the
+Each version runs in its own process, which waits while the other one steps. Both build the
 same draft of SmolLM2's shape and the same packed batch from the same seed. Prints the ratio of the
 median times (below 1: the second is faster), the losses, and the largest relative difference of a
 gradient.
@@ -23,7 +23,7 @@ def build(kind: str) -> tuple[Any, dict[str, Any]]:
     import torch
     from transformers import LlamaConfig
 
-    from fledge import (  # public names: both versions have them
+    from fledge import (  # public names, which both versions have
         Eagle3TrainerModule,
         LlamaEagle3DraftModel,
         PEagleTrainerModule,
@@ -67,7 +67,7 @@ def build(kind: str) -> tuple[Any, dict[str, Any]]:
 
 
 def child(kind: str) -> None:
-    """Step whenever asked; then hand over loss and gradients."""
+    """Take one step per input line and write its seconds; on `result`, loss and gradients."""
     module, inputs = build(kind)
     out = sys.stdout.buffer
     for line in sys.stdin:
@@ -85,7 +85,7 @@ def child(kind: str) -> None:
 
 
 class Version:
-    """One version of fledge, in a process of its own."""
+    """One version of fledge, in its own process."""
 
     def __init__(self, source: str, kind: str) -> None:
         self._process = subprocess.Popen(
@@ -113,7 +113,7 @@ def compare(before: str, after: str, kind: str, steps: int) -> None:
     (loss, grads), (new_loss, new_grads) = (version.ask("result") for version in versions)
     for version in versions:
         version.close()
-    old, new = (statistics.median(found[2:]) for found in seconds)
+    old, new = (statistics.median(times[2:]) for times in seconds)
     assert grads.keys() == new_grads.keys()
     worst = max(float((new_grads[n] - grads[n]).norm() / grads[n].norm()) for n in grads)
     print(f"{kind}: {old * 1e3:.0f} ms before, {new * 1e3:.0f} ms after, ratio {new / old:.3f}; "

@@ -1,11 +1,11 @@
-"""Training steps and decoding on a GPU, two versions of fledge in turns.
+"""Training steps and decoding on a GPU, two versions of fledge alternating.
 
     git worktree add ../before COMMIT
     python benchmarks/compare_gpu.py ../before/src src [--steps 7] [--only decode]
 
 Every row of docs/performance.md is measured with both versions, one right after the other, each in
-a process of its own (`fledge bench train`); decoding runs greedy rounds of random models of the
-shape of SmolLM2 through the public decoder. Prints the ratio of tokens or rounds a second.
+its own process (`fledge bench train`); decoding runs greedy rounds of random models of SmolLM2's
+shape through the public decoder. Prints the ratio of tokens or rounds per second.
 """
 
 import argparse
@@ -43,32 +43,32 @@ def draft(layers, **options):
 chain = draft(1)
 drafts = {"plain": None, "chain": chain, "tree": chain,
           "parallel": draft(4, parallel_drafting=True, mask_token_id=7)}
-found = {}
+rounds_per_s = {}
 for batch in (1, 16):
     prompts = [[(7 * i + j) % 49152 for j in range(64)] for i in range(batch)]
-    for name, own in drafts.items():
-        method = None if own is None else name
-        options = {} if own is None else {"aux_layer_ids": [1, 14, 26], "method": method}
-        decoder = fledge.SpeculativeDecoder(model, own, num_draft_tokens=7, **options)
+    for name, own_draft in drafts.items():
+        method = None if own_draft is None else name
+        options = {} if own_draft is None else {"aux_layer_ids": [1, 14, 26], "method": method}
+        decoder = fledge.SpeculativeDecoder(model, own_draft, num_draft_tokens=7, **options)
         stops = fledge.Stops(max_new_tokens=160)
         rates = []
         for _ in range(4):  # the first records passes
             decoder.generate(prompts, stops)
             rates.append(decoder.timing.rounds / decoder.timing.decode_s)
-        found[f"{name}, batch {batch}"] = max(rates[1:])
-print(json.dumps(found))
+        rounds_per_s[f"{name}, batch {batch}"] = max(rates[1:])
+print(json.dumps(rounds_per_s))
 """
 
 
 def run(source: str, command: list[str]) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": source}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True
     )
-    if done.returncode:
-        sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
-    start = done.stdout.index("{")
-    values: dict[str, float] = json.loads(done.stdout[start:])
+    if process.returncode:
+        sys.exit(process.stdout[-2000:] + process.stderr[-4000:])
+    start = process.stdout.index("{")
+    values: dict[str, float] = json.loads(process.stdout[start:])
     return values
 
 
@@ -78,25 +78,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--only", choices=["train", "decode"])
     parser.add_argument("--out", help="write the figures as JSON")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows: list[tuple[str, float, float]] = []
-    if given.only != "decode":
+    if args.only != "decode":
         for name, flags in TRAIN.items():
-            steps = "3" if "32768" in flags else str(given.steps)
+            steps = "3" if "32768" in flags else str(args.steps)
             command = ["-m", "fledge", "bench", "train", *flags.split(), "--steps", steps, "--json"]
-            before, after = (run(source, command) for source in given.sources)
+            before, after = (run(source, command) for source in args.sources)
             rows.append((name, before["tokens_per_s"], after["tokens_per_s"]))
             print(f"{name:36} {rows[-1][1]:10,.0f} {rows[-1][2]:10,.0f} tok/s", flush=True)
             memory = before["peak_above_gib"], after["peak_above_gib"]
             print(f"{'':36} {memory[0]} {memory[1]} GiB above", flush=True)
-    if given.only != "train":
-        before, after = (run(source, ["-c", DECODE]) for source in given.sources)
+    if args.only != "train":
+        before, after = (run(source, ["-c", DECODE]) for source in args.sources)
         rows += [(f"decode {name}", before[name], after[name]) for name in before]
     print(f"\n{'':36} {'before':>10} {'after':>10}  ratio")
     for name, old, new in rows:
         print(f"{name:36} {old:10,.1f} {new:10,.1f}  {new / old:.3f}")
-    if given.out:
-        with open(given.out, "w") as file:
+    if args.out:
+        with open(args.out, "w") as file:
             json.dump([{"row": n, "before": a, "after": b} for n, a, b in rows], file, indent=1)
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 against P-EAGLE at equal training time, drawn from committed figures.
+"""Plots EAGLE-3 against P-EAGLE at equal training time, from committed figures.
 
 pip install matplotlib
 python benchmarks/plot_comparison.py docs/peagle_comparison.svg

@@ -1,4 +1,4 @@
-"""Chain, tree and parallel drafting beside each other, drawn from committed figures.
+"""Plots chain, tree and parallel drafting side by side, from committed figures.
 
 pip install matplotlib
 python benchmarks/plot_methods.py docs/methods.svg
@@ -19,7 +19,7 @@ COLOURS = ["#1f6f8b", "#62a87c", "#e07a3f"]
 
 def main(path: str) -> None:
     places = json.loads((DATA / "smollm2_methods.json").read_text())
-    methods = next(iter(places.values()))  # lengths are shown of the first
+    methods = next(iter(places.values()))  # lengths are shown for the first place
     sets = list(next(iter(methods.values()))["by_set"])
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     plt.rcParams.update({"svg.hashsalt": "fledge"})
@@ -28,11 +28,11 @@ def main(path: str) -> None:
     )
     for index, name in enumerate(methods):
         shift, colour = 0.27 * (index - 1), COLOURS[index]
-        lengths = [methods[name]["by_set"][one] for one in sets]
+        lengths = [methods[name]["by_set"][prompt_set] for prompt_set in sets]
         bars = left.bar([i + shift for i in range(len(sets))], lengths, 0.25, color=colour)
         bars.set_label(name)
         left.bar_label(bars, fmt="%.2f", fontsize=7)
-        gains = [found[name]["speedup"] for found in places.values()]
+        gains = [figures[name]["speedup"] for figures in places.values()]
         bars = right.bar([i + shift for i in range(len(gains))], gains, 0.25, color=colour)
         right.bar_label(bars, fmt="%.2f", fontsize=7)
     left.set_xticks(range(len(sets)), sets)

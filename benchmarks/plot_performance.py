@@ -1,4 +1,4 @@
-"""Tokens per second and memory of a training step beside the best peer, from committed figures.
+"""Plots speed and memory of a training step beside the best peer, from committed figures.
 
 pip install matplotlib
 python benchmarks/plot_performance.py docs/performance.svg
@@ -20,15 +20,15 @@ PHASES = {"target": "#9db4c0", "supervision": "#62a87c", "forward": "#1f6f8b",
 
 
 def pairs(axes, rows, key, peer, form, title):
-    """Two bars a row; a peer that was not measured has none."""
+    """Draw two bars per row, or one if the peer was not measured."""
     for index, row in enumerate(rows):
-        ours = axes.bar(index - 0.2, row[key], 0.38, color=OURS, label="" if index else "fledge")
-        axes.bar_label(ours, fmt=form, fontsize=7)
+        own_bar = axes.bar(index - 0.2, row[key], 0.38, color=OURS, label="" if index else "fledge")
+        axes.bar_label(own_bar, fmt=form, fontsize=7)
         if row[peer]:
-            other = axes.bar(
+            peer_bar = axes.bar(
                 index + 0.2, row[peer], 0.38, color=PEER, label="" if index else "best peer"
             )
-            axes.bar_label(other, fmt=form, fontsize=7)
+            axes.bar_label(peer_bar, fmt=form, fontsize=7)
     axes.set_xticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
     axes.set_title(title, fontsize=9)
     axes.set_yticks([])

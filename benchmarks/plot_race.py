@@ -1,4 +1,4 @@
-"""Methods after the same GPU seconds, drawn from what race.py wrote.
+"""Plots methods after the same GPU seconds, from the results of race.py.
 
 pip install matplotlib
 python benchmarks/plot_race.py benchmarks/results/data/smollm2_race.json docs/race.svg
@@ -30,15 +30,15 @@ def main(source: str, path: str) -> None:
     plt.rcParams.update({"svg.hashsalt": "fledge"})
     figure, axes = plt.subplots(figsize=(6.4, 3.0), constrained_layout=True)
     width = 0.8 / len(entrants)
-    for index, (recipe, found) in enumerate(entrants.items()):
-        seeds = [found["length"][name] for name in SETS]
-        middles = [statistics.mean(lengths) for lengths in seeds]
+    for index, (recipe, entrant) in enumerate(entrants.items()):
+        seeds = [entrant["length"][name] for name in SETS]
+        means = [statistics.mean(lengths) for lengths in seeds]
         spread = [
-            [middle - min(lengths) for middle, lengths in zip(middles, seeds, strict=True)],
-            [max(lengths) - middle for middle, lengths in zip(middles, seeds, strict=True)],
+            [mean - min(lengths) for mean, lengths in zip(means, seeds, strict=True)],
+            [max(lengths) - mean for mean, lengths in zip(means, seeds, strict=True)],
         ]
         places = [i + width * (index - (len(entrants) - 1) / 2) for i in range(len(SETS))]
-        bars = axes.bar(places, middles, width * 0.92, yerr=spread, color=COLOURS[index])
+        bars = axes.bar(places, means, width * 0.92, yerr=spread, color=COLOURS[index])
         bars.set_label(NAMES.get(recipe, Path(recipe).stem))
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
     axes.set_xticks(range(len(SETS)), SETS.values())

@@ -1,16 +1,16 @@
-"""Methods on the same data for the same GPU seconds, several seeds each: lengths and speed-ups.
+"""Compares methods trained on the same data for the same GPU seconds, with several seeds each.
 
     python benchmarks/race.py smollm2_gpu smollm2_peagle_gpu smollm2_dflash_gpu smollm2_dspark_gpu \
         --data smollm2_chat.jsonl --prompts eval_mt_bench.jsonl eval_gsm8k.jsonl eval_alpaca.jsonl \
         --out benchmarks/results/data/smollm2_race.json --seconds 150 --seeds 3
 
-The seeds of one recipe train side by side, which leaves no method an idle GPU that another had to
-itself. A short run says how many steps fit; each seed then trains so many, schedule included, and
-what it took is printed. All drafts are replayed over the target's own answers (`fledge eval`);
+The seeds of one recipe train side by side, so that every method shares the GPU in the same way. A
+short run measures how many steps fit; each seed then trains that many, with the whole schedule, and
+the time it took is printed. All drafts are replayed over the target's own answers (`fledge eval`);
 those of the first seed are also decoded live, alone on the machine.
 
-Whatever is finished is in --out, and the same command goes on with what is missing, where the runs
-are still there: give them a place of their own with RACE_RUNS.
+Finished results are in --out, and the same command continues with the missing ones if the runs
+still exist: set RACE_RUNS to keep them in a directory of your choice.
 """
 
 import argparse
@@ -30,29 +30,29 @@ from fledge.core.reading import read_json
 
 FLEDGE = [sys.executable, "-m", "fledge"]
 QUIET = ("evaluation.every_steps=1000000", "checkpoint.every_steps=1000000")
-PROBE = 400  # steps of the run that says how fast steps are, unless told otherwise
+PROBE = 400  # default steps of the run that measures the speed
 
 
 def fledge(*words: str) -> dict[str, Any]:
     done = subprocess.run([*FLEDGE, *words, "--json"], capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):  # 1: live decoding disagreed, the figures say so
+    if done.returncode not in (0, 1):  # 1: live decoding disagreed, as the figures show
         sys.exit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
 
 
 def train(recipe: str, runs: list[Path], words: list[str]) -> None:
-    """One process a seed, all at once."""
+    """Train all seeds at the same time, one process each."""
     commands = [
         [*FLEDGE, "train", recipe, f"run.output_dir={run}", f"training.seed={seed}", *words]
         for seed, run in enumerate(runs)
     ]
     logs = [run.with_suffix(".log").open("w") for run in runs]
-    started = [
+    processes = [
         subprocess.Popen(command, stdout=log, stderr=log)
         for command, log in zip(commands, logs, strict=True)
     ]
-    codes = [process.wait() for process in started]
+    codes = [process.wait() for process in processes]
     for run, code, log in zip(runs, codes, logs, strict=True):
         log.close()
         if code:
@@ -67,19 +67,19 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 def rate(runs: list[Path], probe: int) -> float:
-    """Steps a second that every seed reaches beside the others in the second half of a short run,
-    compilation aside."""
-    each = []
+    """Mean steps per second of a seed beside the others, over the second half of a short run, when
+    compilation is over."""
+    rates = []
     for run in runs:
         first, *_, last = (line for line in steps(run) if line["step"] >= probe / 2)
-        each.append((last["step"] - first["step"]) / (last["seconds"] - first["seconds"]))
-    return statistics.mean(each)
+        rates.append((last["step"] - first["step"]) / (last["seconds"] - first["seconds"]))
+    return statistics.mean(rates)
 
 
 def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
     every = max(1, args.probe // 20)
     data = [f"data.train={args.data}", f"tracking.every_steps={every}", *args.set]
-    name = Path(recipe).stem  # it may be a file
+    name = Path(recipe).stem  # the recipe may be a file
     probes = [place / f"{name}-probe{seed}" for seed in range(args.seeds)]
     train(recipe, probes, [*data, *QUIET, f"training.steps={args.probe}", "data.valid_rows=8"])
     count = max(1, int(rate(probes, args.probe) * args.seconds))
@@ -99,7 +99,7 @@ def race(recipe: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(entrant: dict[str, Any], args: argparse.Namespace) -> None:
-    """Acceptance lengths of its seeds, set by set."""
+    """Measure the acceptance lengths of all seeds, by prompt set."""
     seeds = [draft["by_set"] for draft in evaluated(entrant["runs"], args, live=0)]
     entrant["length"] = {
         set_name(path): [seed[Path(path).stem]["acceptance_length"] for seed in seeds]
@@ -108,7 +108,7 @@ def judge(entrant: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def decode(entrant: dict[str, Any], args: argparse.Namespace) -> None:
-    """The first seed's draft, live, with nothing beside it."""
+    """Decode live with the first seed's draft, alone on the machine."""
     [draft] = evaluated(entrant["runs"][:1], args, live=args.live)
     entrant["live"] = {"proof": draft["live"], "speed": draft["speed"]}
 
@@ -117,8 +117,8 @@ def evaluated(drafts: list[str], args: argparse.Namespace, *, live: int) -> list
     words = ["eval", *drafts, "--live", str(live), "--limit", str(args.limit), "--batch", "64"]
     words += ["--max-new-tokens", str(args.max_new_tokens)]
     sets = (word for path in args.prompts for word in ("--prompts", path))
-    found: list[dict[str, Any]] = fledge(*words, *sets)["drafts"]
-    return found
+    drafts_json: list[dict[str, Any]] = fledge(*words, *sets)["drafts"]
+    return drafts_json
 
 
 def set_name(path: str) -> str:
@@ -128,17 +128,17 @@ def set_name(path: str) -> str:
 def show(entrants: dict[str, Any], sets: list[str]) -> None:
     print("| recipe | steps | seconds | tok/s | " + " | ".join(sets) + " | live speed-up |")
     print("|---|" + "--:|" * (len(sets) + 4))
-    for recipe, found in entrants.items():
+    for recipe, entrant in entrants.items():
         cells = [
-            f"{statistics.mean(found['length'][one]):.3f} "
-            f"({min(found['length'][one]):.3f} to {max(found['length'][one]):.3f})"
-            for one in sets
+            f"{statistics.mean(entrant['length'][name]):.3f} "
+            f"({min(entrant['length'][name]):.3f} to {max(entrant['length'][name]):.3f})"
+            for name in sets
         ]
-        seconds = statistics.mean(found["training_s"])
-        tokens = statistics.mean(found["tokens_per_s"])
-        gain = found["live"]["speed"]["measured_speedup_live_sample"]
+        seconds = statistics.mean(entrant["training_s"])
+        tokens = statistics.mean(entrant["tokens_per_s"])
+        gain = entrant["live"]["speed"]["measured_speedup_live_sample"]
         print(
-            f"| {recipe} | {found['steps']:,} | {seconds:.0f} | {tokens:,.0f} | "
+            f"| {recipe} | {entrant['steps']:,} | {seconds:.0f} | {tokens:,.0f} | "
             + " | ".join(cells)
             + f" | {gain:.2f} |"
         )
@@ -162,19 +162,19 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     place = Path(os.environ.get("RACE_RUNS") or tempfile.mkdtemp(prefix="race-"))
     try:
-        known = read_json(args.out) if args.out.exists() else {}
+        finished = read_json(args.out) if args.out.exists() else {}
     except BadInput as error:
         parser.error(str(error))
-    entrants = {recipe: known.get(recipe, {}) for recipe in args.recipes}
-    for recipe, found in entrants.items():
-        if "runs" not in found:
-            found |= race(recipe, place, args)
-            print(json.dumps({recipe: found}), flush=True)
+    entrants = {recipe: finished.get(recipe, {}) for recipe in args.recipes}
+    for recipe, entrant in entrants.items():
+        if "runs" not in entrant:
+            entrant |= race(recipe, place, args)
+            print(json.dumps({recipe: entrant}), flush=True)
             write_json(args.out, entrants)
-    for stage, what in ((judge, "length"), (decode, "live")):
-        for found in entrants.values():
-            if what not in found:
-                stage(found, args)
+    for stage, key in ((judge, "length"), (decode, "live")):
+        for entrant in entrants.values():
+            if key not in entrant:
+                stage(entrant, args)
                 write_json(args.out, entrants)
     show(entrants, [set_name(path) for path in args.prompts])
 

@@ -1,5 +1,5 @@
-"""A target whose answers lie ready, for benchmarks of their way to a trainer; and a plain socket,
-the least that bytes between two processes cost. Each is served by a process of its own."""
+"""A target with precomputed answers, for benchmarks of their transport to a trainer; and a plain
+socket, the lower bound of moving bytes between two processes. Each is served by its own process."""
 
 import socket
 import subprocess
@@ -17,7 +17,7 @@ VOCABULARY = 40_000
 
 
 class Ready(Eagle3TargetBackend):
-    """States of the right shape, computed once, whatever is asked."""
+    """Returns states of the right shape, computed once, for any rows."""
 
     def __init__(self, tokens: int, hidden: int = 4096) -> None:
         super().__init__("hidden")
@@ -62,7 +62,7 @@ def serve_states(tokens: int, hidden: int) -> None:
 
 
 def serve_bytes() -> None:
-    """A plain socket: on every byte it is sent it answers with as many bytes as it was told."""
+    """A plain socket: is first sent a count, then replies to every byte with that many bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
@@ -73,7 +73,7 @@ def serve_bytes() -> None:
 
 
 def started(kind: str, tokens: int, hidden: int = 4096) -> tuple[subprocess.Popen[str], str]:
-    """A process that serves `states` or `bytes`, and where: its URL, its port."""
+    """Start a process that serves `states` or `bytes`; returns it and its URL or port."""
     command = [sys.executable, str(Path(__file__)), kind, str(tokens), str(hidden)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -81,7 +81,7 @@ def started(kind: str, tokens: int, hidden: int = 4096) -> tuple[subprocess.Pope
 
 
 class Plain:
-    """The other end of `serve_bytes`, into memory that is used again."""
+    """The client of `serve_bytes`; receives into a reused buffer."""
 
     def __init__(self, port: int, nbytes: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -91,9 +91,9 @@ class Plain:
 
     def copy(self) -> None:
         self._socket.sendall(b"?")
-        at = 0
-        while at < len(self._view):
-            at += self._socket.recv_into(self._view[at : at + (1 << 20)])
+        received = 0
+        while received < len(self._view):
+            received += self._socket.recv_into(self._view[received : received + (1 << 20)])
 
 
 def rows(tokens: int, supervised_share: float = 0.5) -> tuple[torch.Tensor, ...]:

@@ -1,17 +1,17 @@
-"""A target from its GGUF file to drafts that speed it up: answers, two drafts, lengths, speed-ups.
+"""From a target's GGUF file to drafts that speed it up: answers, two drafts, lengths, speed-ups.
 
     python benchmarks/second_target.py --target qwen2.5-coder-0.5b-instruct-q4_k_m.gguf \
         --chats smollm2_chat.jsonl \
         --prompts eval_mt_bench.jsonl eval_gsm8k.jsonl eval_alpaca.jsonl --out second_target \
         --regenerate-s 420 --train-s 150
 
-The target answers the first turns of the chats, code and mathematics first, for so many seconds;
-every fifth MBPP question is held out. Each recipe trains on the answers for so many seconds (as
-`race.py` does). The drafts are replayed over the prompts and over the held-out questions, and
-decoded live in batches, beside plain decoding in the same batches.
+The target answers the first turns of the chats, code and mathematics first, for --regenerate-s
+seconds; every fifth MBPP question is held out. Each recipe trains on the answers for --train-s
+seconds (as in `race.py`). The drafts are replayed over the prompts and over the held-out questions,
+and decoded live in batches, compared to plain decoding in the same batches.
 
-Every stage leaves a file in --out and is skipped when that is there: call it again and again, with
---stages where one call is not long enough for all of them. What ran is said in result.md.
+Every stage writes a file to --out and is skipped if that file exists, so the command can be
+repeated; use --stages if one call is not long enough for all of them. result.md has the results.
 """
 
 import argparse
@@ -42,13 +42,13 @@ from fledge.train.loading import heard_by, load_draft_beside, load_target
 from fledge.train.runs import draft_directory, trained_tokens
 
 STAGES = ("prompts", "regenerate", "train", "replay", "live")
-HELD_OUT = ("mbpp", 5)  # a kind of chat, and every how many of them are not trained on
+HELD_OUT = ("mbpp", 5)  # (kind of chat, n): every n-th one is not trained on
 FIRST = ("codealpaca", "gpteacher_codegen", "mbpp", "gsm8k_train", "math_train")
-CHUNK_BATCHES = 4  # what is sorted by length together: a chunk is a whole number of these
+CHUNK_BATCHES = 4  # batches in a chunk, whose questions are sorted by length together
 
 
 def once(path: Path, make: Callable[[], Any]) -> Any:
-    """What a stage found, now or in an earlier call."""
+    """The result of a stage, made now or in an earlier call."""
     if not path.is_file():
         write_json(path, make())
         print(f"{path.name}: {path.read_text()[:400]}", flush=True)
@@ -64,22 +64,22 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def prompts(args: argparse.Namespace) -> dict[str, Any]:
-    """The first turn of every chat: what is answered, in this order, and what is held out."""
+    """Write the first turn of every chat: the questions to answer, in order, and those held out."""
     with args.chats.open() as handle:
         chats = [json.loads(line) for line in handle]
-    asked = [
+    questions = [
         {"id": chat["id"], "messages": list(itertools.takewhile(_is_question, chat["messages"]))}
         for chat in chats
     ]
     kind, every = HELD_OUT
-    held_out = [row for row in asked if _kind(row) == kind][::every]
-    away = {row["id"] for row in held_out}
-    left = [row for row in asked if row["id"] not in away]
-    random.Random(0).shuffle(left)  # a part of them is a fair part
-    left.sort(key=lambda row: _kind(row) not in FIRST)
-    write_rows(args.out / "questions.jsonl", left[: args.rows or None])
+    held_out = [row for row in questions if _kind(row) == kind][::every]
+    held_out_ids = {row["id"] for row in held_out}
+    remaining = [row for row in questions if row["id"] not in held_out_ids]
+    random.Random(0).shuffle(remaining)  # so that any prefix is a fair sample
+    remaining.sort(key=lambda row: _kind(row) not in FIRST)
+    write_rows(args.out / "questions.jsonl", remaining[: args.rows or None])
     write_rows(args.out / "eval_code.jsonl", [{**row, "category": "coding"} for row in held_out])
-    return {"questions": len(left[: args.rows or None]), "held_out": len(held_out)}
+    return {"questions": len(remaining[: args.rows or None]), "held_out": len(held_out)}
 
 
 def _is_question(message: dict[str, Any]) -> bool:
@@ -94,29 +94,29 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def answers(args: argparse.Namespace) -> dict[str, Any]:
-    """Chunk after chunk, until the questions or the seconds are used up; then all in one file."""
+    """Answer chunk by chunk until the questions or the seconds run out, then join all answers."""
     with (args.out / "questions.jsonl").open() as handle:
         lines = list(handle)
     size = CHUNK_BATCHES * args.batch
-    begin, longest, tokens, seconds, done = time.monotonic(), 0.0, 0, 0.0, []
+    begin, longest, tokens, seconds, answer_files = time.monotonic(), 0.0, 0, 0.0, []
     sampling = Sampling(max_new_tokens=args.max_new_tokens)
     loaded = load_hf_model(args.target, dtype=args.dtype, device=args.device)
     answerer = LocalModel(loaded, args.target, sampling, args.batch)
     for first in range(0, len(lines), size):
         chunk_begin = time.monotonic()
-        if done and chunk_begin - begin + longest > args.regenerate_s:
+        if answer_files and chunk_begin - begin + longest > args.regenerate_s:
             break
-        asked, said = (args.out / "answers" / f"{word}-{first:06}.jsonl" for word in ("q", "a"))
+        asked, answered = (args.out / "answers" / f"{x}-{first:06}.jsonl" for x in ("q", "a"))
         write_text(asked, "".join(lines[first : first + size]))
-        found = regenerate([str(asked)], said, answerer, sampling)
-        done.append(said)
-        tokens, seconds = tokens + found.tokens_now, seconds + found.seconds_now
+        summary = regenerate([str(asked)], answered, answerer, sampling)
+        answer_files.append(answered)
+        tokens, seconds = tokens + summary.tokens_now, seconds + summary.seconds_now
         longest = max(longest, time.monotonic() - chunk_begin)
         speed = tokens / seconds if seconds else 0.0
         print(f"{first + size:,} rows asked, {speed:,.0f} tokens/s", flush=True)
     with atomic_file(args.out / "answers.jsonl") as handle:
-        handle.writelines(said.read_bytes() for said in done)
-    rows = [json.loads(line) for said in done for line in said.open()]
+        handle.writelines(answered.read_bytes() for answered in answer_files)
+    rows = [json.loads(line) for answered in answer_files for line in answered.open()]
     return {
         "rows": len(rows), "of": len(lines), "tokens": sum(row["tokens"] for row in rows),
         "cut": sum(row["finish"] == "length" for row in rows),
@@ -130,14 +130,14 @@ def answers(args: argparse.Namespace) -> dict[str, Any]:
 
 def trained(recipe: str, args: argparse.Namespace) -> dict[str, Any]:
     words = [f"target.model={args.target}", f"target.dtype={args.dtype}", *args.set]
-    entered = argparse.Namespace(
+    options = argparse.Namespace(
         data=args.out / "answers.jsonl", set=words, seeds=1, seconds=args.train_s, probe=args.probe
     )
-    return race.race(recipe, args.out / "runs", entered)
+    return race.race(recipe, args.out / "runs", options)
 
 
 def run_of(recipe: str, args: argparse.Namespace) -> Path:
-    """Where `race` puts the run of its first seed."""
+    """The directory in which `race` puts the run of its first seed."""
     return Path(args.out, "runs", f"{Path(recipe).stem}-0")
 
 
@@ -146,7 +146,7 @@ def sets(args: argparse.Namespace) -> list[str]:
 
 
 def replayed(args: argparse.Namespace) -> dict[str, Any]:
-    """All drafts on all sets, with a few answers decoded live as a proof."""
+    """Replay all drafts on all sets, with a few answers decoded live to verify it."""
     words = ["eval", *(str(run_of(recipe, args)) for recipe in args.recipes)]
     words += ["--target", args.target, "--live", "4", "--limit", str(args.limit)]
     words += ["--max-new-tokens", str(args.eval_tokens), "--batch", "64"]
@@ -159,24 +159,24 @@ def replayed(args: argparse.Namespace) -> dict[str, Any]:
 def live(recipe: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """batch -> set of prompts -> speed-up over plain decoding in the same batches."""
     path = draft_directory(run_of(recipe, args))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with _pair(path, dtype, args) as (plain, drafted, encoded, stops):
         for batch in args.batches:
-            found[str(batch)] = {
+            results[str(batch)] = {
                 name: _timed(plain, drafted, asked, batch, stops) for name, asked in encoded.items()
             }
-    return found
+    return results
 
 
 @contextmanager
 def _pair(path: Path, dtype: str, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
-    """(plain decoding, decoding with the draft, prompts by set, when texts end)."""
+    """Yields (plain decoder, decoder with the draft, prompts by set, stop conditions)."""
     with load_target(path, args.target, dtype=dtype, device=args.device) as target:
-        heard = heard_by(target, path)
-        model, tokenizer = heard.model, heard.tokenizer
+        view = heard_by(target, path)
+        model, tokenizer = view.model, view.tokenizer
         template = ChatTemplate.of(tokenizer)
         drafted = SpeculativeDecoder(
-            model, load_draft_beside(heard, path), aux_layer_ids=heard.aux_layer_ids,
+            model, load_draft_beside(view, path), aux_layer_ids=view.aux_layer_ids,
             num_draft_tokens=args.draft_tokens or trained_tokens(path),
         )  # fmt: skip
         encoded = {
@@ -192,9 +192,9 @@ def _pair(path: Path, dtype: str, args: argparse.Namespace) -> Iterator[tuple[An
 
 @dataclass
 class Spent:
-    """What one way of decoding took, batch by batch."""
+    """The cost of one way of decoding, batch by batch."""
 
-    tokens: list[int] = field(default_factory=list)  # without the first ones, the prompts' own
+    tokens: list[int] = field(default_factory=list)  # without the first one, from the prefill
     seconds: list[float] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)  # of the target; a batch counts once
 
@@ -213,54 +213,54 @@ class Spent:
 
 
 def gained(plain: Spent, drafted: Spent) -> dict[str, Any]:
-    """The speed-up, unless the clock cannot have been right: a round holds a pass of the target, so
-    that nothing gains more than the passes it saves."""
+    """The speed-up, unless the clock was disturbed: a round contains a pass of the target, so that
+    the speed-up cannot exceed the ratio of the passes."""
     most = drafted.tokens_per_pass / plain.tokens_per_pass
     speedup = drafted.tokens_per_s / plain.tokens_per_s
     ways = (drafted.tokens, drafted.seconds, plain.tokens, plain.seconds)
-    each = [(d / ds) / (p / ps) for d, ds, p, ps in zip(*ways, strict=True) if d and p]
+    speedups = [(d / ds) / (p / ps) for d, ds, p, ps in zip(*ways, strict=True) if d and p]
     disturbed = speedup > most
     return {
         "plain_tokens_per_s": plain.tokens_per_s, "tokens_per_s": drafted.tokens_per_s,
         "most_possible": most, "disturbed": disturbed,
         "speedup": None if disturbed else speedup,
-        "median_speedup": None if disturbed else median(each),
+        "median_speedup": None if disturbed else median(speedups),
     }  # fmt: skip
 
 
 def _timed(
     plain: SpeculativeDecoder,
     drafted: SpeculativeDecoder,
-    asked: list[list[int]],
+    prompts: list[list[int]],
     batch: int,
     stops: Stops,
 ) -> dict[str, Any]:
-    """Both ways over the same batches, taking turns in being the first."""
-    spent = {plain: Spent(), drafted: Spent()}
+    """Decode the same batches both ways, alternating which way goes first."""
+    costs = {plain: Spent(), drafted: Spent()}
     same, rounds = 0, []
-    for number, begin in enumerate(range(0, len(asked), batch)):
-        members = asked[begin : begin + batch]
-        made: dict[SpeculativeDecoder, list[Generation]] = {}
+    for number, begin in enumerate(range(0, len(prompts), batch)):
+        members = prompts[begin : begin + batch]
+        generations: dict[SpeculativeDecoder, list[Generation]] = {}
         for way in [plain, drafted] if number % 2 else [drafted, plain]:
-            if number == 0:  # the first passes of a shape are slow and must not count
+            if number == 0:  # warm-up: the first passes of a shape are slow
                 way.generate(members, Stops(min(8, stops.max_new_tokens)))
-            made[way] = way.generate(members, stops)
-            spent[way].add(way, made[way])
-        pairs = zip(made[plain], made[drafted], strict=True)
+            generations[way] = way.generate(members, stops)
+            costs[way].add(way, generations[way])
+        pairs = zip(generations[plain], generations[drafted], strict=True)
         same += sum(a.token_ids == b.token_ids for a, b in pairs)
-        rounds += [r.emitted for text in made[drafted] for r in text.rounds]
+        rounds += [r.emitted for text in generations[drafted] for r in text.rounds]
     return {
-        "texts": len(asked), "same_texts": same,
+        "texts": len(prompts), "same_texts": same,
         "acceptance_length": sum(rounds) / max(1, len(rounds)),
-        **gained(spent[plain], spent[drafted]),
+        **gained(costs[plain], costs[drafted]),
     }  # fmt: skip
 
 
-# --- what came out ------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------
 
 
 def collected(args: argparse.Namespace) -> dict[str, Any]:
-    """Every stage's file that is there."""
+    """The results of all stages that have run."""
     result: dict[str, Any] = {"target": Path(args.target).name}
     result["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     for path in sorted(args.out.glob("stage-*.json")):
@@ -270,12 +270,12 @@ def collected(args: argparse.Namespace) -> dict[str, Any]:
 
 def tables(result: dict[str, Any], args: argparse.Namespace) -> str:
     lines = [f"# {result['target']} on {result['device']}", ""]
-    if said := result.get("regenerate"):
-        speed = f"{said['tokens_per_s']:,.0f} tokens/s" if said["tokens_per_s"] else "earlier calls"
+    if info := result.get("regenerate"):
+        speed = f"{info['tokens_per_s']:,.0f} tokens/s" if info["tokens_per_s"] else "earlier calls"
         lines += [
-            f"{said['rows']:,} of {said['of']:,} questions answered, {said['tokens']:,} tokens,"
-            f" {said['cut']:,} answers cut at {said['max_new_tokens']} ({speed},"
-            f" {said['batch']} at a time).",
+            f"{info['rows']:,} of {info['of']:,} questions answered, {info['tokens']:,} "
+            f"tokens, {info['cut']:,} answers cut at {info['max_new_tokens']} ({speed},"
+            f" {info['batch']} at a time).",
             "",
         ]
     names = [Path(source).stem.removeprefix("eval_") for source in sets(args)]
@@ -286,7 +286,7 @@ def tables(result: dict[str, Any], args: argparse.Namespace) -> str:
         for recipe, draft in zip(recipes, replay["drafts"], strict=True):
             run, by_set = result.get(f"train-{recipe}", {}), draft["by_set"]
             lengths = (by_set[Path(source).stem]["acceptance_length"] for source in sets(args))
-            cells = [f"{draft['acceptance_length']:.3f}", *(f"{one:.3f}" for one in lengths)]
+            cells = [f"{draft['acceptance_length']:.3f}", *(f"{length:.3f}" for length in lengths)]
             spent = f"{run['training_s'][0]:.0f}" if run else "?"
             lines += [f"| {recipe} | {run.get('steps', '?')} | {spent} | {' | '.join(cells)} |"]
         lines += [""]
@@ -296,10 +296,10 @@ def tables(result: dict[str, Any], args: argparse.Namespace) -> str:
         recipe = Path(path).stem
         for batch, by_set in result.get(f"live-{recipe}-{dtype}", {}).items():
             lines += [
-                f"| {recipe} | {dtype} | {batch} | {name} | {_gain(one['speedup'])}"
-                f" | {_gain(one['median_speedup'])} | {one['acceptance_length']:.2f}"
-                f" | {one['same_texts']} of {one['texts']} |"
-                for name, one in by_set.items()
+                f"| {recipe} | {dtype} | {batch} | {name} | {_gain(figures['speedup'])}"
+                f" | {_gain(figures['median_speedup'])} | {figures['acceptance_length']:.2f}"
+                f" | {figures['same_texts']} of {figures['texts']} |"
+                for name, figures in by_set.items()
             ]
     return "\n".join(lines) + "\n"
 
@@ -347,12 +347,15 @@ def main(words: list[str] | None = None) -> None:
         "prompts": {"prompts": lambda: prompts(args)},
         "regenerate": {"regenerate": lambda: answers(args)},
         "train": {
-            f"train-{Path(one).stem}": lambda one=one: trained(one, args) for one in args.recipes
+            f"train-{Path(name).stem}": lambda name=name: trained(name, args)
+            for name in args.recipes
         },
         "replay": {"replay": lambda: replayed(args)},
         "live": {
-            f"live-{Path(one).stem}-{dtype}": lambda one=one, dtype=dtype: live(one, dtype, args)
-            for one, dtype in itertools.product(args.recipes, args.live_dtypes)
+            f"live-{Path(name).stem}-{dtype}": lambda name=name, dtype=dtype: live(
+                name, dtype, args
+            )
+            for name, dtype in itertools.product(args.recipes, args.live_dtypes)
         },
     }
     for stage in STAGES:

@@ -1,11 +1,11 @@
-"""Memory of a target by rank: what each holds, loads and needs for a pass, on 1, 2 and 4 ranks.
+"""Memory of a target per rank: weights, loading and a forward pass, on 1, 2 and 4 ranks.
 
     python benchmarks/sharding.py
 
 Writes benchmarks/results/sharding.md. Ranks are processes on this machine's CPU (gloo); bytes are
-those of live tensors, counted at every operation (`fledge.bench.live_bytes`), so the figures depend
-on no allocator and no GPU. The model is a random Llama, large enough that its weights dominate; for
-shared rows (cp) a long row, so that its states do.
+those of live tensors, counted at every operation (`fledge.bench.live_bytes`), so the figures do not
+depend on an allocator or a GPU. The model is a random Llama, large enough that its weights
+dominate; shared rows (cp) are measured on a long row, so that its states dominate.
 """
 
 import multiprocessing
@@ -41,24 +41,24 @@ def make_model(directory: str) -> None:
         vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=LONG,
     )  # fmt: skip
-    # stored in bfloat16 and run in float32: what is read is copied, and so counted
+    # stored in bfloat16 and run in float32, so that reading copies, and the copies are counted
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
 
 
 def measure(directory: str, layout: dict[str, int], width: int) -> tuple[int, int, int, int]:
-    """Bytes of this rank: weights held, the largest tensor while loading, the peak of loading, and
-    that of a pass over one row of `width` tokens, the weights that it needs included."""
+    """Bytes on this rank: weights held, the largest tensor while loading, the peak of loading, and
+    the peak of a pass over one row of `width` tokens, including the weights it gathers."""
     mesh = target_mesh(CPU, **{"fsdp": 1, "cp": 1, "tp": 1, **layout})
     with LiveBytes() as loading:
         model = load_hf_model(directory, device=CPU, dtype=torch.float32, mesh=mesh).model
-    held = sum(local_part(parameter).nbytes for parameter in model.parameters())
+    weight_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
     target = HFEagle3TargetModel(model, None, along(mesh, "cp"), supervision="hidden")
     ids = torch.arange(width)[None] % 4000
     rows = TokenBatch(ids, torch.ones_like(ids), torch.ones_like(ids))
     target.answer(rows)
     with LiveBytes() as running:
         target.answer(rows)
-    return held, loading.largest, loading.peak, running.peak
+    return weight_bytes, loading.largest, loading.peak, running.peak
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -71,7 +71,9 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     def rank_main(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # one thread, which the counter sees
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
+            "1"  # load in this thread, where operations are counted
+        )
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         queue.put((rank, function(*args)))
@@ -80,10 +82,10 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     ranks = [context.Process(target=rank_main, args=(rank,)) for rank in range(size)]
     for process in ranks:
         process.start()
-    found = dict(queue.get(timeout=120) for _ in ranks)
+    results = dict(queue.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join()
-    return [found[rank] for rank in range(size)]
+    return [results[rank] for rank in range(size)]
 
 
 def table(directory: str, layouts: list[dict[str, int]], width: int) -> list[str]:
@@ -94,8 +96,8 @@ def table(directory: str, layouts: list[dict[str, int]], width: int) -> list[str
     ]
     for layout in layouts:
         size = 1
-        for along_one in layout.values():
-            size *= along_one
+        for ranks in layout.values():
+            size *= ranks
         worst = [
             max(column) / 2**20
             for column in zip(*on_ranks(size, measure, directory, layout, width), strict=True)

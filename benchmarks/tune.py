@@ -1,32 +1,32 @@
-"""Many short trainings from one capture of the target: which settings make the longest drafts?
+"""Runs many short trainings from one capture of the target, to find the best settings.
 
     python benchmarks/tune.py benchmarks/variants/smollm2_eagle3.yaml --data smollm2_chat.jsonl \
         --prompts eval_gsm8k.jsonl eval_alpaca.jsonl --unseen eval_mt_bench.jsonl mixed \
         --tokens 8e6 --seeds 2 --workers 3 --minutes 9 --out build/tune.json
 
 The target is run once over all rows; its states stay on its device (`--keep cpu`: in the host's
-memory), and the workers, each a process of its own, train from them through the ordinary step, side
-by side: one sets up or is judged while another trains. Every draft sees the same number of tokens
-and is judged by replay of rounds: on held-out rows, on prompts that the target answered (once: its
-answers are kept), and on kinds of rows that no draft was trained on (`--leave-out`, by the first
-part of a row's id). Finished runs are in the file of `--out` at once, and the same command goes on
-with those that are missing: after a kill, after `--minutes`, or with more seeds.
+memory), and the workers, each its own process, train from them with the ordinary training step,
+side by side: one sets up or is measured while another trains. Every draft sees the same number of
+tokens and is measured by replay of rounds: on held-out rows, on prompts that the target answered
+(once: its answers are kept), and on kinds of rows that no draft was trained on (`--leave-out`, by
+the first part of a row's id). Finished runs are written to `--out` at once, and the same command
+continues with the missing ones: after a kill, after `--minutes`, or with more seeds.
 
 A file of variants:
 
     recipe: smollm2_gpu
-    base: [training.lr=2e-3]               # of all of them
+    base: [training.lr=2e-3]               # for all variants
     variants:
-      shipped: []                          # the first is what others are compared with
+      shipped: []                          # the first one is the baseline
       warm-up: training.warmup_steps=100   # one override, or a list
       wsd: [training.schedule=wsd, training.final_lr_share=0.05]
       dspark: {recipe: smollm2_dspark_gpu, set: training.lr=1e-3}   # on the same states
     parts: {steady: training.ema=0.99}     # only together with others
-    together: [warm-up+wsd, wsd+steady]    # the overrides of both, in this order; also: --also
+    together: [warm-up+wsd, wsd+steady]    # combined overrides, in this order; see also --also
 
-With `--seconds` it is not tokens that are equal but time: a short run of each variant says how many
-steps fit. Give `--workers 0` there, so that nothing else has the GPU. `--drafts` leaves what was
-trained in a directory, for `fledge eval` to decode with.
+With `--seconds`, runs have equal time instead of equal tokens: a short run of each variant measures
+how many steps fit. Use it with `--workers 0`, so that nothing else uses the GPU. `--drafts` keeps
+the trained drafts in a directory, for `fledge eval`.
 """
 
 import argparse
@@ -48,16 +48,16 @@ from fledge.recipe.schema import load_recipe
 from tune_report import table
 from tune_runs import Job, Judges, Limits, capture, results, set_name, without_kinds
 
-# The target is asked once about each row: it neither remembers nor is compiled.
+# The target answers each row once, so neither keeping states nor compiling pays off.
 QUIET = ("target.keep_states_gb=0", "target.compile=false", "run.output_dir=tuned/nothing")
 
 
-# --- what is tried ------------------------------------------------------------------------------
+# --- variants -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is changed, in the recipe that all have in common or in one of its own."""
+    """Overrides of the common recipe, or of a recipe of its own."""
 
     overrides: tuple[str, ...]
     recipe: str | None = None
@@ -73,7 +73,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """A recipe, and what is changed in it, by name."""
+    """A recipe and its variants by name."""
 
     recipe: str
     base: tuple[str, ...]
@@ -83,39 +83,39 @@ class Variants:
     @classmethod
     def read(cls, path: Path, *, only: Sequence[str], also: Sequence[str]) -> "Variants":
         try:
-            held = yaml.safe_load(path.read_text())
+            content = yaml.safe_load(path.read_text())
         except (OSError, yaml.YAMLError) as error:
             raise BadInput(first_line(error), where=str(path)) from None
-        if not isinstance(held, dict) or not isinstance(held.get("variants"), dict):
+        if not isinstance(content, dict) or not isinstance(content.get("variants"), dict):
             raise BadInput("no variants in it", where=str(path), fix="see benchmarks/tune.py")
-        known = {name: Variant.read(value) for name, value in held["variants"].items()}
-        everything = (*known, *_words(held.get("together")), *also)
-        parts = held.get("parts") or {}
+        known = {name: Variant.read(value) for name, value in content["variants"].items()}
+        all_names = (*known, *_words(content.get("together")), *also)
+        parts = content.get("parts") or {}
         known |= {name: Variant.read(value) for name, value in parts.items()}
-        for name in (*everything, *only):
+        for name in (*all_names, *only):
             if missing := [part for part in name.split("+") if part not in known]:
-                what = f"no variant '{missing[0]}'"
-                raise BadInput(what, where=str(path), fix=f"those there are: {', '.join(known)}")
-        return cls(held["recipe"], _words(held.get("base")), known, tuple(only) or everything)
+                problem = f"no variant '{missing[0]}'"
+                raise BadInput(problem, where=str(path), fix=f"those there are: {', '.join(known)}")
+        return cls(content["recipe"], _words(content.get("base")), known, tuple(only) or all_names)
 
     def together(self, name: str) -> Variant:
-        """One variant, or several one after another."""
+        """The variant of this name; for a+b, the overrides of both in this order."""
         parts = [self.known[part] for part in name.split("+")]
         overrides = tuple(word for part in parts for word in part.overrides)
         return Variant(overrides, next((part.recipe for part in parts if part.recipe), self.recipe))
 
     def jobs(self, common: Sequence[str], *, tokens: float, seeds: int) -> list[Job]:
-        """All variants with the first seed, then all with the next."""
+        """All variants with the first seed, then all with the next seed, and so on."""
         jobs = []
         for seed, name in itertools.product(range(seeds), self.asked):
-            own = self.together(name)
-            source = own.recipe or self.recipe
-            words = [*self.base, *common, *own.overrides, *QUIET]
+            variant = self.together(name)
+            source = variant.recipe or self.recipe
+            words = [*self.base, *common, *variant.overrides, *QUIET]
             words += [f"training.seed={seed}", f"packing.seed={seed}"]
             recipe = load_recipe(source, words)
             step = recipe.training.micro_batch * recipe.training.accumulate * recipe.packing.tokens
             words += [f"training.steps={max(1, round(tokens / step))}"]
-            jobs.append(Job(name, own.overrides, seed, source, tuple(words)))
+            jobs.append(Job(name, variant.overrides, seed, source, tuple(words)))
         return jobs
 
 
@@ -124,7 +124,7 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 class Deadline:
-    """Hands jobs out for as long as one more is likely to end in time."""
+    """Yields jobs as long as another one is likely to finish in time."""
 
     def __init__(self, jobs: Sequence[Job], end: float) -> None:
         self.jobs, self._end = jobs, end
@@ -139,20 +139,20 @@ class Deadline:
 
 
 def held_before(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of a file that was begun with the same setting."""
+    """The runs already in the file, which must have been started with the same setting."""
     if not path.exists():
         return []
-    held = json.loads(path.read_text())
-    if held["setting"] != setting:
-        changed = [key for key, value in setting.items() if held["setting"].get(key) != value]
+    content = json.loads(path.read_text())
+    if content["setting"] != setting:
+        changed = [key for key, value in setting.items() if content["setting"].get(key) != value]
         what = f"begun with other {', '.join(changed)}: lengths could not be compared"
         raise BadInput(what, where=str(path), fix="another --out")
-    runs: list[dict[str, Any]] = held["runs"]
+    runs: list[dict[str, Any]] = content["runs"]
     return runs
 
 
 def setting_of(args: argparse.Namespace, variants: Variants, judges: Judges) -> dict[str, Any]:
-    """What all runs of a file have in common, or their lengths could not be compared."""
+    """What all runs of a file must share for their lengths to be comparable."""
     return {
         "recipe": variants.recipe, "base": list(variants.base), "set": args.set,
         "tokens": args.tokens, "seconds": args.seconds,
@@ -175,8 +175,8 @@ def tune(args: argparse.Namespace) -> None:
     judges = Judges(args.rows, files, prompts, args.max_new_tokens, tokens)
     setting = setting_of(args, variants, judges)
     runs = held_before(args.out, setting)
-    done = {run["id"] for run in runs}
-    todo = Deadline([job for job in jobs if job.id not in done], begin + 60 * args.minutes)
+    finished = {run["id"] for run in runs}
+    todo = Deadline([job for job in jobs if job.id not in finished], begin + 60 * args.minutes)
     if todo.jobs:
         limits = Limits(args.points, args.seconds, args.drafts)
         ground = capture(jobs, judges, limits, on_device=args.keep == "device")
@@ -188,13 +188,13 @@ def tune(args: argparse.Namespace) -> None:
                 continue
             todo.longest_s = max(todo.longest_s, run["wall_s"])
             runs.append(run)
-            held = {"setting": setting, "machine": describe_machine(), "runs": runs}
-            write_json(args.out, held)
+            content = {"setting": setting, "machine": describe_machine(), "runs": runs}
+            write_json(args.out, content)
             shown = ", ".join(f"{name} {length:.3f}" for name, length in run["lengths"].items())
             print(f"{time.monotonic() - begin:5.0f} s  {run['id']}: {shown}", flush=True)
     print(table(runs, setting["unseen"]))
     if todo.left:
-        print(f"{todo.left} runs are left: the same command goes on")
+        print(f"{todo.left} runs are left: the same command continues")
 
 
 def main(words: Sequence[str] | None = None) -> int:

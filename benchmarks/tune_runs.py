@@ -1,7 +1,7 @@
 """The runs of `tune.py`: one capture of the target's states, and drafts that train from it.
 
-What is captured are all documents that any run trains on or is judged on, so that no run needs the
-target's own pass. The states are two large tensors, which all processes see.
+The capture covers all documents that any run trains on or is measured on, so that no run needs a
+forward pass of the target. The states are two large tensors, shared by all processes.
 """
 
 import itertools
@@ -46,9 +46,9 @@ from fledge.train.step import StepResult, Sums, train_step
 from fledge.train.targets import open_target
 
 HELD_OUT = "held out"
-PACK = 16384  # tokens that the target runs on at a time
-PROBE = 200  # steps that say how fast a variant is
-Sets = dict[str, list[TokenBatch]]  # by name: what a draft is judged on
+PACK = 16384  # tokens per forward pass of the target
+PROBE = 200  # steps that measure the speed of a variant
+Sets = dict[str, list[TokenBatch]]  # by name: packs that drafts are measured on
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Job:
     overrides: tuple[str, ...]
     seed: int
     source: str  # a recipe, by name or file
-    words: tuple[str, ...]  # all that is changed in it
+    words: tuple[str, ...]  # all overrides of it
 
     @property
     def recipe(self) -> Recipe:
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def draft(self) -> str:
-        """Its directory, where drafts are left."""
+        """The name of its directory, where drafts are kept."""
         return f"{self.name}-{self.seed}"
 
     @property
@@ -73,25 +73,25 @@ class Job:
         return " ".join([f"{self.name}:", *self.overrides, f"seed={self.seed}"])
 
 
-# --- what it is judged on -----------------------------------------------------------------------
+# --- measured sets ------------------------------------------------------------------------------
 
 
 def without_kinds(files: Sequence[str], kinds: Sequence[str], rows: int) -> dict[str, str]:
-    """kind -> a file of at most so many rows of it; '' -> one of all other rows. A row's kind is
-    the first part of its id: `mbpp` of `mbpp/17`."""
+    """Files by kind, with at most `rows` rows each; '' is the file of all other rows. A row's kind
+    is the first part of its id: `mbpp` of `mbpp/17`."""
     lines: dict[str, list[str]] = {kind: [] for kind in ("", *kinds)}
     for line in (line for file in files for line in Path(file).read_text().splitlines() if line):
         kind = str(json.loads(line).get("id", "")).partition("/")[0]
         lines[kind if kind in kinds else ""].append(line)
-    if empty := [kind for kind, own in lines.items() if not own]:
+    if empty := [kind for kind, kind_lines in lines.items() if not kind_lines]:
         raise BadInput(f"no rows of kind '{empty[0]}'", where=", ".join(files))
-    place, named = cache_dir() / "tune", {}
+    place, paths = cache_dir() / "tune", {}
     place.mkdir(parents=True, exist_ok=True)
-    for kind, own in lines.items():
+    for kind, kind_lines in lines.items():
         path = place / f"{kind or 'but-' + '-'.join(kinds)}.jsonl"
-        write_text(path, "\n".join(own[: rows if kind else None]) + "\n")
-        named[kind] = str(path)
-    return named
+        write_text(path, "\n".join(kind_lines[: rows if kind else None]) + "\n")
+        paths[kind] = str(path)
+    return paths
 
 
 def set_name(prompts: str) -> str:
@@ -109,36 +109,36 @@ def answered(target: RememberingTarget, prompts: Sequence[str], max_new_tokens: 
     model, sets = colocated(target), {}
     assert model is not None
     for file in prompts:
-        asked = read_prompts([file])
-        turns = cached_answers(model, asked, max_new_tokens=max_new_tokens, batch=64).turns
+        questions = read_prompts([file])
+        turns = cached_answers(model, questions, max_new_tokens=max_new_tokens, batch=64).turns
         texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in turns]
         members = [[piece.row for piece in pack] for pack in packs_of(list(map(len, texts)), PACK)]
-        sets[set_name(file)] = [as_pack([texts[i] for i in one]) for one in members]
+        sets[set_name(file)] = [as_pack([texts[i] for i in indices]) for indices in members]
     return sets
 
 
 @dataclass(frozen=True)
 class Judges:
-    """What drafts are judged on."""
+    """What drafts are measured on."""
 
-    rows: int  # of held-out rows, at most
-    files: dict[str, str]  # of rows by kind, which no draft is trained on
+    rows: int  # held-out rows, at most
+    files: dict[str, str]  # files of rows by kind, which no draft is trained on
     prompts: Sequence[str]  # files, or named sets, that the target answers
     max_new_tokens: int
-    draft_tokens: int  # drafted in a round
+    draft_tokens: int  # tokens drafted per round
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a run is, how often it is measured, and what is left of it."""
+    """How long a run is, how often it is measured, and where its draft is kept."""
 
     points: int = 1  # measurements
     seconds: float = 0.0  # of training; 0: the steps of its recipe
-    drafts: Path | None = None  # where they are left, by name and seed
+    drafts: Path | None = None  # where drafts are kept, by name and seed
 
 
 def capture(jobs: Sequence[Job], judges: Judges, limits: Limits, *, on_device: bool) -> "Ground":
-    """Run the target over all that is trained and judged on."""
+    """Run the target over everything that drafts are trained or measured on."""
     recipe = jobs[0].recipe
     device = pick_device(recipe.training.device)
     with RememberingTarget(_open(jobs, device), KeptStates(2**62)) as target:
@@ -152,15 +152,15 @@ def capture(jobs: Sequence[Job], judges: Judges, limits: Limits, *, on_device: b
         for batch in itertools.chain(packs(train, None, pad_id), *sets.values()):
             checked_answer(target, batch)
         states = target.states()
-    torch.cuda.empty_cache()  # of what was captured piece by piece: the workers need it
+    torch.cuda.empty_cache()  # free the pieces of the capture: the workers need the memory
     if not on_device:
         states = States(states.keys, states.lengths, states.aux_ND.cpu(), states.hidden_ND.cpu())
-    # plain bytes: torch would hand every small tensor of a pack over as a file of its own
+    # pickled, because torch would pass every small tensor of a pack as a separate file
     return Ground(list(jobs), states, pickle.dumps(sets), judges.draft_tokens, limits)
 
 
 def _open(jobs: Sequence[Job], device: torch.device) -> Any:
-    """The target, with all layers that any draft listens to."""
+    """The target, with all aux layers that any draft uses."""
     if jobs[0].recipe.target.backend != "hf":
         raise BadInput("states are captured in this process", where="target.backend", fix="hf")
     return open_target([job.recipe for job in jobs], device)
@@ -171,7 +171,7 @@ def _open(jobs: Sequence[Job], device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Ground:
-    """What trainings share, and a process can be handed."""
+    """What all trainings share; it can be passed to another process."""
 
     jobs: list[Job]
     states: States
@@ -186,7 +186,7 @@ class Bench:
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
         self._sets: Sets = pickle.loads(ground.packed_sets)
-        self._picks: dict[tuple[str, int], Ints] = {}  # the target's, whatever the draft
+        self._picks: dict[tuple[str, int], Ints] = {}  # of the target, the same for all drafts
 
     @cached_property
     def _target(self) -> RememberingTarget:
@@ -199,12 +199,12 @@ class Bench:
         begin = time.perf_counter()
         recipe = job.recipe
         if self._ground.limits.seconds:
-            steps = max(1, int(self._pace(recipe) * self._ground.limits.seconds))
+            steps = max(1, int(self._steps_per_s(recipe) * self._ground.limits.seconds))
             recipe = load_recipe(job.source, [*job.words, f"training.steps={steps}"])
         training = set_up(recipe, target=self._target)
         stream, vocabulary = training.stream, training.vocabulary
         course = self._train(training)
-        self._leave(training, job)
+        self._keep_draft(training, job)
         curve = {"course": compact(course.curve(recipe))} if course.logged else {}
         return {
             "id": job.id, "name": job.name, "overrides": list(job.overrides), "seed": job.seed,
@@ -215,20 +215,20 @@ class Bench:
             **course.points[-1], "curve": course.points, **curve,
         }  # fmt: skip
 
-    def _leave(self, training: Training, job: Job) -> None:
-        if place := self._ground.limits.drafts:
-            with training.parts.averaged(), atomic_directory(place / job.draft) as directory:
+    def _keep_draft(self, training: Training, job: Job) -> None:
+        if drafts := self._ground.limits.drafts:
+            with training.parts.averaged(), atomic_directory(drafts / job.draft) as directory:
                 training.draft.write(directory)
 
-    def _pace(self, recipe: Recipe) -> float:
-        """Steps a second, of the second half of a short run."""
+    def _steps_per_s(self, recipe: Recipe) -> float:
+        """Steps per second in the second half of a short run."""
         training = set_up(recipe, target=self._target)
         training.draft.train()
         begin = 0.0
         for batch in training.stream.prefetched(0, 2):
             result = train_step(training.parts, batch, lr=0.0)
             if batch.step + 1 in (PROBE // 2, PROBE):
-                bool(result.bad)  # waits for the device
+                bool(result.bad)  # synchronizes with the device
                 begin, before = time.perf_counter(), begin
             if batch.step + 1 >= PROBE:
                 return (PROBE - PROBE // 2) / (begin - before)
@@ -241,43 +241,44 @@ class Bench:
         course, last = Course(training, windows=MOST_WINDOWS if points > 1 else 0), None
         for batch in stream.prefetched(0, 2):
             result = train_step(parts, batch, lr=training.lr(batch.step))
-            course.skipped += 0 if last is None else int(last.flags.read()[0])  # a step late
+            # one step late, so that the device is not waited for
+            course.skipped += 0 if last is None else int(last.flags.read()[0])
             course.stepped(batch, result)
             last = result
             if batch.step + 1 in due:
-                course.skipped, last = course.skipped + int(result.bad), None  # waits
+                course.skipped, last = course.skipped + int(result.bad), None  # synchronizes
                 with course.paused():
-                    whole = batch.step + 1 == stream.steps
-                    found = self._measure(training, self._sets if whole else [HELD_OUT])
-                course.measured(batch.step + 1, float(result.sums.loss), found)
+                    at_end = batch.step + 1 == stream.steps
+                    acceptance = self._measure(training, self._sets if at_end else [HELD_OUT])
+                course.measured(batch.step + 1, float(result.sums.loss), acceptance)
         return course
 
     @torch.no_grad()
     def _measure(self, training: Training, names: Iterable[str]) -> dict[str, Acceptance]:
-        """Rounds by set; of the average of the weights where there is one."""
+        """Acceptance by set, with the averaged weights if there are any."""
         parts, draft, count = training.parts, training.draft, self._ground.draft_tokens
         head = parts.target.info().head.to(parts.device)
-        found = {}
+        acceptance = {}
         draft.eval()
         with parts.averaged():
             rollouts = rollouts_of(draft, count, dtype=parts.objective.compute_dtype)
             for name in names:
-                found[name] = Acceptance.none(count)
+                acceptance[name] = Acceptance.none(count)
                 for index, batch in enumerate(self._sets[name]):
                     answer = parts.target.answer(batch).to(parts.device)
                     if (name, index) not in self._picks:
                         picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
                         self._picks[name, index] = picks
-                    found[name] += replay_held_out(
+                    acceptance[name] += replay_held_out(
                         answer, batch, rollouts, self._picks[name, index]
                     )
         draft.train()
-        return found
+        return acceptance
 
 
 class Course:
-    """What a run has shown: its lengths at some points and, where there are `windows`, in training
-    in between, so that a forecast can be made of it."""
+    """Records a run: its measured lengths and, with `windows`, the training metrics in between, so
+    that it can be forecast."""
 
     def __init__(self, training: Training, *, windows: int) -> None:
         self._steps, self._depths = training.stream.steps, training.parts.objective.depths
@@ -292,7 +293,7 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Of training."""
+        """Seconds of training, without measurements."""
         return self._before
 
     @contextmanager
@@ -307,12 +308,12 @@ class Course:
         self._sums += result.sums
         if (batch.step + 1) % self._every == 0:
             seconds = self._before + time.perf_counter() - self._begin
-            here = {"step": batch.step + 1, "epoch": batch.epoch, "seconds": seconds}
-            self.logged.append({**here, **acceptance_metrics(self._sums)})
+            position = {"step": batch.step + 1, "epoch": batch.epoch, "seconds": seconds}
+            self.logged.append({**position, **acceptance_metrics(self._sums)})
             self._sums = Sums.zeros(self._depths, self._device)
 
     def measured(self, step: int, loss: float, found: dict[str, Acceptance]) -> None:
-        lengths = {name: one.length for name, one in found.items()}
+        lengths = {name: acceptance.length for name, acceptance in found.items()}
         self.points.append(
             {"step": step, "loss": loss, "skipped": self.skipped, "lengths": lengths}
         )
@@ -326,7 +327,7 @@ class Course:
 
 
 def work(end: Any, ground: Ground) -> None:
-    """A process of its own: takes jobs until nobody is there to hand them out."""
+    """Main function of a worker process: runs jobs until the other end of the pipe is closed."""
     torch.set_num_threads(1)
     bench = Bench(ground)
     try:
@@ -341,8 +342,8 @@ def work(end: Any, ground: Ground) -> None:
 
 
 def results(ground: Ground, jobs: Iterable[Job], *, workers: int) -> Iterator[dict[str, Any]]:
-    """What came of each job, as they finish; `jobs` is asked for the next when somebody is free.
-    Without workers, all in this process."""
+    """Yields the result of each job as it finishes; the next of `jobs` is drawn when a worker is
+    free. With 0 workers, everything runs in this process."""
     if workers == 0:
         bench = Bench(ground)
         yield from (bench.run(job) for job in jobs)
@@ -350,10 +351,10 @@ def results(ground: Ground, jobs: Iterable[Job], *, workers: int) -> Iterator[di
     context, todo = multiprocessing.get_context("spawn"), iter(jobs)
     free = []
     for _ in range(workers):
-        ours, theirs = context.Pipe()
-        context.Process(target=work, args=(theirs, ground), daemon=True).start()
-        theirs.close()
-        free.append(ours)
+        our_end, worker_end = context.Pipe()
+        context.Process(target=work, args=(worker_end, ground), daemon=True).start()
+        worker_end.close()
+        free.append(our_end)
     busy: list[Any] = []
     while True:
         for end, job in zip(list(free), todo, strict=False):
@@ -362,8 +363,8 @@ def results(ground: Ground, jobs: Iterable[Job], *, workers: int) -> Iterator[di
             busy.append(end)
         if not busy:
             return
-        said = wait(busy)
-        for end in [one for one in busy if one in said]:
+        ready = wait(busy)
+        for end in [connection for connection in busy if connection in ready]:
             try:
                 yield end.recv()
             except EOFError:

@@ -1,20 +1,20 @@
 """fledge: train draft models for speculative decoding, and measure honestly what they gain.
 
-This file is the public list. Names load lazily, so that `import fledge` costs nothing and pulls
-in neither torch nor an engine.
+This file lists the public API. Names load lazily, so that `import fledge` is cheap and imports
+neither torch nor an engine.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a package that is called is a function to whoever checks types
+if TYPE_CHECKING:  # type checkers see the callable packages as functions
     from fledge.api import evaluate as evaluate
     from fledge.api import export as export
     from fledge.api import train as train
 
 __version__ = "0.1.0"
 
-# packages that are called, too (see `fledge.core.callable`), and a module with a main(argv)
+# submodules: callable packages (see `fledge.core.callable`), and a module with a main(argv)
 _MODULES = ("export", "precompute_eagle3", "train")
 
 # public name -> module that defines it
@@ -58,7 +58,7 @@ _PUBLIC = {
     "diagnose": "fledge.diagnosis.diagnose",
     "export_draft": "fledge.export.export",
     "import_draft": "fledge.diagnosis.import_draft",
-    # for training loops of one's own (docs/python.md)
+    # for custom training loops (docs/python.md)
     "collate": "fledge.data.pack",
     "count_supervised": "fledge.data.vocab",
     "derive_draft_config": "fledge.draft.derive",

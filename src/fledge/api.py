@@ -4,8 +4,8 @@
     measured = fledge.evaluate(trained.best)
     exported = fledge.export(trained.best, engine="vllm")
 
-They print nothing, and raise `BadInput` as it is. Their results are frozen. Imports no torch when
-loaded.
+They print nothing, let `BadInput` propagate, and return frozen dataclasses. Importing this module
+does not import torch.
 """
 
 import os
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fledge.train.session import Observer, Outcome
 
 AnyPath = str | os.PathLike[str]
-Watch = Callable[[str, float, int], None]  # what is going on, done, in all
+Watch = Callable[[str, float, int], None]  # current activity, done, total
 Prompts = AnyPath | Sequence[AnyPath | Mapping[str, Any]]
 
 
@@ -41,17 +41,17 @@ Prompts = AnyPath | Sequence[AnyPath | Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Trained:
-    """A run, and how far it came."""
+    """A run and its results."""
 
     directory: Path
-    best: Path  # a loadable draft: the best checkpoint; the newest, where nothing was held out
+    best: Path  # a loadable draft: the best checkpoint; without held-out rows, the newest
     step: int
     finished: bool
-    already_finished: bool  # it had been before, and nothing was trained
-    acceptance_length: float | None  # of the best, on held-out rows, by replay; None: none held out
+    already_finished: bool  # the run was finished before; nothing was trained
+    acceptance_length: float | None  # of the best, replayed on held-out rows; None: no such rows
     before: Mapping[str, Any]  # the held-out figures before training: acceptance_length, joint, ...
-    after: Mapping[str, Any]  # and the latest
-    seconds: float  # of training, over all resumptions
+    after: Mapping[str, Any]  # the latest held-out figures
+    seconds: float  # of training, summed over all resumed sessions
     warnings: tuple[str, ...]
 
 
@@ -65,23 +65,23 @@ def train(
     """Train a draft, or continue its run, to the end.
 
     `recipe` is a file, the name of a shipped one, a mapping of sections, or a `Recipe`; keywords
-    change sections of it: `training={"lr": 3e-4}`. `observer` is told what happens (`note`,
+    override its sections: `training={"lr": 3e-4}`. `observer` is notified of events (`note`,
     `logged`, `evaluated`); nothing is printed.
 
-    An interrupt is obeyed after the step that is going on, when the run is saved; the same call
-    then continues it. A second one is obeyed at once, and costs what came after the last save.
+    An interrupt takes effect after the current step, once the run is saved; the same call then
+    continues it. A second interrupt takes effect at once and loses the work since the last save.
     """
     from fledge.recipe.schema import as_recipe
     from fledge.train.continuation import check_existing
     from fledge.train.fit import fit_recipe
 
-    asked = as_recipe(recipe, sections).settled()
-    check_existing(asked)
+    resolved = as_recipe(recipe, sections).settled()
+    check_existing(resolved)
     with quiet_transformers():
-        outcome = fit_recipe(asked, observer or _Silence())
-    if outcome.signal:  # it had to wait until the run was saved; now it goes where it was sent
+        outcome = fit_recipe(resolved, observer or _SilentObserver())
+    if outcome.signal:  # deferred until the run was saved; deliver it now
         signal.raise_signal(outcome.signal)
-    return _trained(Path(asked.run.output_dir), outcome)
+    return _trained(Path(resolved.run.output_dir), outcome)
 
 
 def _trained(directory: Path, outcome: "Outcome") -> Trained:
@@ -102,8 +102,8 @@ def _trained(directory: Path, outcome: "Outcome") -> Trained:
     )
 
 
-class _Silence:
-    """An observer that keeps everything to itself."""
+class _SilentObserver:
+    """An observer that ignores every event."""
 
     def note(self, text: str) -> None: ...
     def logged(self, values: dict[str, Any]) -> None: ...
@@ -115,7 +115,7 @@ class _Silence:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What drafts gain on the target's own answers: a report for each, in the order given."""
+    """What drafts gain on the target's own answers: one report per draft, in the order given."""
 
     reports: "tuple[DraftReport, ...]"
     answers: "Answers"
@@ -129,17 +129,17 @@ class Evaluation:
 
     @property
     def speedup(self) -> float | None:
-        """Of the first draft, measured; None: no text was timed, or the clock was disturbed."""
+        """Measured, of the first draft; None if no text was timed or the timing was disturbed."""
         speed = self.reports[0].speed
         return None if speed is None or speed.disturbed else speed.measured
 
     @property
     def agrees(self) -> bool:
-        """Live decoding did what the replay says; otherwise do not trust these figures."""
+        """Whether live decoding matches the replay; if not, do not trust these figures."""
         return all(report.live is None or report.live.agrees for report in self.reports)
 
     def to_json(self) -> dict[str, Any]:
-        """As `fledge eval --json` prints it."""
+        """The JSON that `fledge eval --json` prints."""
         turns = self.answers.turns
         return {
             "prompts": list(self.prompts),
@@ -171,12 +171,12 @@ def evaluate(
     trust_remote_code: bool = False,
     watch: Watch | None = None,
 ) -> Evaluation:
-    """Acceptance of drafts (or of runs: their best), exact, on the target's own answers.
+    """Measure the exact acceptance of drafts (or of runs: their best) on the target's own answers.
 
-    `target` is a name, or a loaded one, which stays open; left out, it is the run's own. `prompts`
+    `target` is a name, or a loaded target, which stays open; by default the run's own. `prompts`
     are files, named sets, or rows such as `{"prompt": "Why is the sky blue?"}`. `draft_tokens` and
-    `method` are those that a draft was trained for unless given. `live` answers are decoded live
-    too: they prove the replay, and give the speed-up.
+    `method` default to what each draft was trained for. `live` answers are also decoded live, to
+    verify the replay and to measure the speed-up.
     """
     from fledge.decode.strategies.shape import TreeShape
     from fledge.measure.evaluation import EvalOptions
@@ -185,7 +185,7 @@ def evaluate(
         method=method, tree=tree or TreeShape(), live=live, max_new_tokens=max_new_tokens,
         samples=samples,
     )  # fmt: skip
-    named = {
+    load_options = {
         "aux_layer_ids": aux_layer_ids, "dtype": dtype, "device": device,
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
@@ -193,7 +193,7 @@ def evaluate(
     with quiet_transformers():
         return evaluate_drafts(
             [Path(path) for path in drafts], target, prompts, options, draft_tokens=draft_tokens,
-            limit=limit, batch=batch, watch=watch, **named,
+            limit=limit, batch=batch, watch=watch, **load_options,
         )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def evaluate_drafts(
     watch: Watch | None = None,
     **named: Any,
 ) -> Evaluation:
-    """`evaluate` with all its options; `named` is how a target that is a name is loaded."""
+    """`evaluate` with all its options; `named` holds the load options of a target given by name."""
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
     from fledge.train import loading
@@ -220,16 +220,17 @@ def evaluate_drafts(
     for path in paths:
         loading.check_method(path, options.method)
     counts = [draft_tokens or trained_tokens(path) for path in paths]
-    names, asked = _asked(prompts, limit)
-    with _opened(paths[0], target, watch, named) as backend:
+    names, loaded_prompts = _load_prompts(prompts, limit)
+    with _open_target(paths[0], target, watch, named) as backend:
         loaded = []
-        for label, path in zip(labels, paths, strict=True):  # bad ones fail before the answers
-            heard = backend if named.get("aux_layer_ids") else loading.heard_by(backend, path)
-            loaded.append((label, heard, loading.load_draft_beside(heard, path)))
-            check_fits(heard, loaded[-1][2], label)
+        for label, path in zip(labels, paths, strict=True):  # fails before the target answers
+            # the same target, with the aux layers that this draft reads
+            view = backend if named.get("aux_layer_ids") else loading.heard_by(backend, path)
+            loaded.append((label, view, loading.load_draft_beside(view, path)))
+            check_fits(view, loaded[-1][2], label)
         answers = cached_answers(
             backend,
-            asked,
+            loaded_prompts,
             max_new_tokens=options.max_new_tokens,
             batch=batch,
             on_answer=lambda done, total: watch("the target answers", done, total),
@@ -237,38 +238,38 @@ def evaluate_drafts(
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         reports = [
-            DraftEvaluation(heard, answers.turns, options, watch).evaluate(
+            DraftEvaluation(view, answers.turns, options, watch).evaluate(
                 label, draft, count, trained_length=trained_length(path)
             )
-            for path, (label, heard, draft), count in zip(paths, loaded, counts, strict=True)
+            for path, (label, view, draft), count in zip(paths, loaded, counts, strict=True)
         ]
         return Evaluation(tuple(reports), answers, tuple(names), _facts(backend))
 
 
 @contextmanager
-def _opened(
-    draft: Path, target: "str | HFEagle3TargetModel", watch: Watch, named: Mapping[str, Any]
+def _open_target(
+    draft: Path, target: "str | HFEagle3TargetModel", watch: Watch, load_options: Mapping[str, Any]
 ) -> "Iterator[HFEagle3TargetModel]":
-    """The target; one that was loaded here is let go of afterwards."""
+    """Yields the target; one that is loaded here is closed afterwards."""
     from fledge.train import loading
 
     if not isinstance(target, str):
         yield target
         return
     watch("loading the target", 0, 1)
-    with loading.load_target(draft, target, **named) as backend:
+    with loading.load_target(draft, target, **load_options) as backend:
         yield backend
 
 
-def _asked(prompts: Prompts, limit: int | None) -> "tuple[list[str], list[Prompt]]":
-    """(where they come from, the prompts)."""
+def _load_prompts(prompts: Prompts, limit: int | None) -> "tuple[list[str], list[Prompt]]":
+    """Returns (names of the sources, prompts)."""
     from fledge.measure.prompts import given_prompts, read_prompts
 
-    several = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
-    rows = [one for one in several if isinstance(one, Mapping)]
-    names = [os.fspath(one) for one in several if not isinstance(one, Mapping)]
-    asked = [] if rows and not names else read_prompts(names, limit=limit)
-    return names + ["given"] * bool(rows), asked + given_prompts(rows, limit=limit)
+    items = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
+    rows = [item for item in items if isinstance(item, Mapping)]
+    names = [os.fspath(item) for item in items if not isinstance(item, Mapping)]
+    loaded = [] if rows and not names else read_prompts(names, limit=limit)
+    return names + ["given"] * bool(rows), loaded + given_prompts(rows, limit=limit)
 
 
 def _facts(target: "HFEagle3TargetModel") -> dict[str, Any]:
@@ -282,10 +283,10 @@ def _facts(target: "HFEagle3TargetModel") -> dict[str, Any]:
 
 
 def shortest_names(drafts: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that are distinct."""
+    """The shortest path suffixes that tell the drafts apart."""
     parts = [path.absolute().parts for path in drafts]
-    for count in range(1, max(len(own) for own in parts) + 1):
-        labels = ["/".join(own[-count:]) for own in parts]
+    for count in range(1, max(len(path_parts) for path_parts in parts) + 1):
+        labels = ["/".join(path_parts[-count:]) for path_parts in parts]
         if len(set(labels)) == len(set(parts)):
             return labels
     return [str(path) for path in drafts]
@@ -303,11 +304,11 @@ class Exported:
     engine_version: str
     num_draft_tokens: int
     checks: "SelfCheck"
-    record: Mapping[str, Any]  # all that the directory says about itself
+    record: Mapping[str, Any]  # the export record stored in the directory
 
     @property
     def acceptance_length(self) -> float | None:
-        """Of the files, on prompts decoded for the check; None: exported without the target."""
+        """Of the files, on the prompts of the check; None if exported without the target."""
         decoded = self.checks.decoded
         return None if decoded is None else decoded.acceptance_length
 
@@ -321,9 +322,9 @@ def export(
     watch: Watch | None = None,
     **options: Any,
 ) -> Exported:
-    """Write a draft (or a run's best) as `engine` reads it, and prove that the files do what
-    training measured. `out` is `exports/ENGINE` in the run unless given; `options` are those of
-    `export_draft`: target, engine_version, dtype, num_draft_tokens, device, ..."""
+    """Write a draft (or a run's best) in the format of `engine`, and verify that the files
+    reproduce what training measured. `out` defaults to `exports/ENGINE` in the run; `options` are
+    those of `export_draft`: target, engine_version, dtype, num_draft_tokens, device, ..."""
     from fledge.export.export import export_draft, read_export_record
     from fledge.export.self_check import SelfCheck
     from fledge.export.source import default_out

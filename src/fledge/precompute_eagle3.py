@@ -1,8 +1,8 @@
-"""`python -m fledge.precompute_eagle3`: the command lives in `compat`, its parts are named here."""
+"""`python -m fledge.precompute_eagle3`: re-exports the command, implemented in `compat`."""
 
 import sys
 
-from fledge.compat.precompute_eagle3 import (  # noqa: F401  (what other programs call of it)
+from fledge.compat.precompute_eagle3 import (  # noqa: F401  (used by other programs)
     _build_parser,
     _compute_batch_cache,
     _ensure_resume_compatible,

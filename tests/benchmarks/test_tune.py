@@ -205,7 +205,7 @@ def test_a_run_is_that_of_fledge_train(place, whole):
 
 def test_nothing_is_begun_that_would_end_too_late(place, capsys):
     assert tune.main(command(place, "late.json", "--minutes", "0", "--only", "plain")) == 0
-    assert "2 runs are left: the same command goes on" in capsys.readouterr().out
+    assert "2 runs are left: the same command continues" in capsys.readouterr().out
     assert not (place / "late.json").exists()
 
 

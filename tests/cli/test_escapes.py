@@ -198,6 +198,6 @@ def test_bars_warnings_and_logs(monkeypatch):
     written = re.sub(r"\x1b\[(\?25[lh]|2K|1A)|\r", "", file.getvalue())  # the bar's cursor
     assert not OBEYED.search(written)
     assert f"{SHOWN}\\x0d\\u202e[red]x[link=a]" in written
-    main._show_what_libraries_say()
+    main._escape_library_output()
     assert SHOWN in warnings.formatwarning(NAME, UserWarning, "x.py", 1)
     assert SHOWN in logging.lastResort.format(logging.makeLogRecord({"msg": NAME}))

@@ -224,7 +224,7 @@ def test_a_full_disk_is_exit_code_3(place, monkeypatch, capfd):
 
 @pytest.mark.parametrize(
     ("verb", "kept"),
-    [("regenerate x", "the answers stay"), ("cache convert", "--resume"), ("cache info", "")],
+    [("regenerate x", "the answers are kept"), ("cache convert", "--resume"), ("cache info", "")],
 )
 def test_an_interrupt_says_what_is_kept(monkeypatch, capfd, verb, kept):
     def app(**_):
@@ -261,7 +261,7 @@ def test_a_signal_takes_half_written_files_with_it(
     with pytest.raises(SystemExit) as ended:
         main.run(["eval"])
     assert ended.value.code == code
-    assert capfd.readouterr().err.startswith("fledge: interrupted; the target's answers stay")
+    assert capfd.readouterr().err.startswith("fledge: interrupted; the target's answers are kept")
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(number) is before
     assert KeyboardInterrupt not in kinds  # with that very type, Python forgets the exit code

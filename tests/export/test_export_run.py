@@ -92,7 +92,7 @@ def test_an_export_names_no_place_of_this_machine(run, tiny_target, tmp_path, mo
     assert json.loads(words[4])["model"] == str(tmp_path / "out")
     moved = made.rename(tmp_path / "elsewhere")
     refused = CliRunner().invoke(app, ["serve", str(moved)]).exception
-    assert f"where its target {tiny_target.name} lies is not known here" in str(refused)
+    assert f"where its target {tiny_target.name} is stored is unknown" in str(refused)
     # and the user may know a better name
     named = export_draft(run, tmp_path / "named", target_name="org/model", **options)
     config = json.loads((named / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""`fledge bench`: a running server with the draft, beside one without it."""
+"""`fledge bench`: compare a running server with the draft to one without it."""
 
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ def bench(
     except ModuleNotFoundError as error:
         fix = install_extra("serve")
         raise BadInput(f"{error.name} is not installed", fix=fix) from None
-    asked = [
+    conversations = [
         [{"role": message["role"], "content": message["content"]} for message in prompt.messages]
         for prompt in read_prompts(prompts or ["mixed"])
     ]
@@ -52,7 +52,7 @@ def bench(
     runs: list[tuple[str, Any]] = []
     with watching() as watch:
         for level in levels:
-            load = Load(asked, requests, level, max_tokens, temperature)
+            load = Load(conversations, requests, level, max_tokens, temperature)
             for name, address in servers:
                 label = f"{name}, {level} at a time"
 
@@ -68,7 +68,7 @@ def bench(
 
 
 def _show(runs: list[tuple[str, Any]]) -> None:
-    shown = plain_table(
+    table = plain_table(
         "server", "at a\ntime", "tokens/s", "speed-up", "first token\np50 / p99 ms",
         "per token\np50 / p99 ms", "request\np50 / p99 ms", "acceptance\nlength",
         no_wrap=True,
@@ -80,16 +80,18 @@ def _show(runs: list[tuple[str, Any]]) -> None:
         times = [_pair(values) for values in (run.first_ms, run.per_token_ms, run.total_ms)]
         length = "" if run.acceptance is None else f"{run.acceptance.length:.3f}"
         speed = f"{run.tokens_per_s:,.1f}"
-        shown.add_row(name, str(run.concurrency), speed, gain, *times, length)
-    out.print(shown)
+        table.add_row(name, str(run.concurrency), speed, gain, *times, length)
+    out.print(table)
     drafted = [run for name, run in runs if name == "draft"]
-    for told in dict.fromkeys(
+    for definition in dict.fromkeys(
         (run.acceptance.source, run.acceptance.last_round) for run in drafted if run.acceptance
     ):
-        out.print(f"acceptance length = 1 + accepted / drafted rounds: {told[0]}.", style="dim")
-        out.print(f"A round that the end of an answer cuts short {told[1]}.", style="dim")
+        out.print(
+            f"acceptance length = 1 + accepted / drafted rounds: {definition[0]}.", style="dim"
+        )
+        out.print(f"A round that the end of an answer cuts short {definition[1]}.", style="dim")
     if not any(run.acceptance for run in drafted):
-        silent = "the server tells nothing about speculative decoding: is the draft on?"
+        silent = "the server reports nothing about speculative decoding: is the draft on?"
         out.print(f"{silent} SGLang needs --enable-metrics", style="yellow")
 
 

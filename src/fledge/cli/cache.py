@@ -1,4 +1,4 @@
-"""`fledge cache info | verify | convert`: look at an offline cache, check it, shrink it."""
+"""`fledge cache info | verify | convert`: inspect, check and convert an offline cache."""
 
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ Directory = Annotated[Path, Argument(help="Directory of the cache.", show_defaul
 
 @app.command(epilog="Example: fledge cache info cache --json")
 def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
-    """What a cache holds and what it takes, finished or not."""
+    """Show what a cache holds and its size, finished or not."""
     from fledge.target.cache.job import readable
 
     facts = _facts(directory.expanduser())
@@ -41,25 +41,25 @@ def _facts(directory: Path) -> dict[str, Any]:
     from fledge.target.cache.store import open_shards
 
     manifest = manifests.read_manifest(directory)
-    shape, there = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
-    opened = open_shards(directory, manifest, there)
-    tokens = sum(int(shard.layout.row_start[-1]) for shard in opened)
-    in_shards = sum(shard.layout.n_bytes for shard in opened)
+    shape, existing = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
+    shards = open_shards(directory, manifest, existing)
+    tokens = sum(int(shard.layout.row_start[-1]) for shard in shards)
+    shard_bytes = sum(shard.layout.n_bytes for shard in shards)
     return {
         "directory": str(directory),
-        "complete": len(there) == manifests.shards_of(manifest),
+        "complete": len(existing) == manifests.shards_of(manifest),
         "layout": manifest.get("layout", "fledge"),
         "encoding": manifest["encoding"],
         "dtype": manifest["dtype"],
         "supervised_only": shape.compact,
         "rows": manifest["rows"],
         "held_out_rows": manifest["held_out_rows"],
-        "shards": len(there),
+        "shards": len(existing),
         "shards_wanted": manifests.shards_of(manifest),
         "tokens": tokens,
-        "supervised": sum(int(shard.loss_mask.sum()) for shard in opened),
+        "supervised": sum(int(shard.loss_mask.sum()) for shard in shards),
         "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
-        "bytes_per_token": in_shards / max(1, tokens),
+        "bytes_per_token": shard_bytes / max(1, tokens),
         "aux_layer_ids": manifest["aux_layer_ids"],
         "hidden_size": manifest["hidden_size"],
         "vocab_size": manifest["vocab_size"],
@@ -72,7 +72,7 @@ def _facts(directory: Path) -> dict[str, Any]:
 
 @app.command(epilog="Example: fledge cache verify cache")
 def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
-    """Read every row, compare its checksum, look for NaN; exit code 1 when one is not whole."""
+    """Read every row, compare its checksum, look for NaN; exit code 1 when one is damaged."""
     from fledge.target.cache.automodel import read_embedding
     from fledge.target.cache.manifest import lacks_target, read_target
     from fledge.target.cache.store import CacheStore
@@ -99,8 +99,8 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
             out.say(f"damaged: {name}", style="red")
         for name in not_finite:
             out.say(f"not finite (NaN or infinity): {name}", style="red")
-        found = f"{len(damaged):,} damaged, {len(not_finite):,} not finite"
-        out.print(f"{counted(len(store), 'row')} read, {found}")
+        summary = f"{len(damaged):,} damaged, {len(not_finite):,} not finite"
+        out.print(f"{counted(len(store), 'row')} read, {summary}")
     if damaged or not_finite:
         raise Exit(1)
 
@@ -161,7 +161,7 @@ def convert(
     )
     padded = layout == "automodel"
     if not encoding:
-        encoding, top_k = _natural(target.shape, padded, top_k)
+        encoding, top_k = _default_encoding(target.shape, padded, top_k)
     chosen = cache_options(
         encoding=encoding, dtype=dtype, natural=lambda: target.shape.dtype, top_k=top_k,
         supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
@@ -179,16 +179,16 @@ def convert(
         raise Exit(code)
 
 
-def _natural(shape: Any, padded: bool, top_k: int | None) -> tuple[str, int | None]:
-    """The encoding that is meant where none is given, and its k."""
+def _default_encoding(shape: Any, padded: bool, top_k: int | None) -> tuple[str, int | None]:
+    """The default encoding and its k."""
     if shape.is_hidden and not padded:
         return "hidden-fp8", top_k
-    kept = top_k or shape.top_k or None
-    return ("probs" if kept is None else "topk"), kept
+    k = top_k or shape.top_k or None
+    return ("probs" if k is None else "topk"), k
 
 
 def _head_bytes(target: Any, padded: bool) -> int:
-    """Embedding and head, and in AutoModel's layout the embedding once more, in float32."""
+    """Bytes of embedding and head; in AutoModel's layout, plus the embedding in float32."""
     embedding, head = target.get_input_embeddings().weight, target.info().head.weight_VD
-    again = 4 * embedding.numel() if padded else 0
-    return int(embedding.nbytes + head.nbytes + again)
+    float32_copy = 4 * embedding.numel() if padded else 0
+    return int(embedding.nbytes + head.nbytes + float32_copy)

@@ -19,12 +19,12 @@ from fledge.decode.rounds import drafted_depths
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 
-# Accepted at depth 1, 2, ...: the further ahead the draft knew, the deeper the green.
+# Accepted at depth 1, 2, ...: the further ahead the token was drafted, the deeper the green.
 SHADES = ("#d9f2e3", "#b5e4cb", "#8bd2b4", "#5fbd9f", "#3aa58d")
-_PROBE_TOKENS = 24  # decoded plainly, to know the target's own speed
+_PROBE_TOKENS = 24  # decoded without the draft, to measure the target's own speed
 _COMMANDS = {
     "/help": "these lines",
-    "/reset": "forget what was said",
+    "/reset": "start a new conversation",
     "/quit": "end (or Ctrl-D)",
     "Ctrl-C": "stop the answer",
 }
@@ -53,8 +53,8 @@ def chat(
     """Chat in the terminal: the draft's accepted words in green, speed with and without it.
 
     From a pipe every line is a question: `echo 'Why is the sky blue?' | fledge chat DRAFT`. Answers
-    go to standard output, figures to standard error. /help lists what can be typed besides; Ctrl-C
-    stops an answer, not the chat.
+    go to standard output, figures to standard error. /help lists the other commands; Ctrl-C stops
+    an answer, not the chat.
     """
     from fledge.train.runs import draft_directory, trained_tokens
 
@@ -69,7 +69,7 @@ def chat(
         backend = load_target(path, target, aux_layers, dtype, device, trust_remote_code)
         sampling = {"temperature": temperature, "seed": seed}
         loaded = load_draft_beside(backend, path)
-        talk = _Talk(backend, loaded, str(path), max_new_tokens, drafting, sampling)
+        session = _Chat(backend, loaded, str(path), max_new_tokens, drafting, sampling)
     start = [{"role": "system", "content": system}] if system else []
     conversation = list(start)
     for line in _lines():
@@ -79,10 +79,10 @@ def chat(
             if line == "/reset":
                 conversation = list(start)
             else:
-                _say_commands(line)
+                _show_commands(line)
             continue
         conversation.append({"role": "user", "content": line})
-        answer = talk.answer(conversation, compare=compare, quiet=as_json)
+        answer = session.answer(conversation, compare=compare, quiet=as_json)
         conversation.append({"role": "assistant", "content": answer["text"]})
         if as_json:
             print_json(answer, one_line=True)
@@ -91,18 +91,18 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, from a terminal or a pipe."""
+    """The lines that the user enters, from a terminal or a pipe."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
-    err.print("the draft's words are green; /help says what can be typed", style="dim")
-    while (line := _typed()) is not None:
+    err.print("the draft's words are green; /help lists the commands", style="dim")
+    while (line := _read_line()) is not None:
         if line:
             yield line
 
 
-def _typed() -> str | None:
-    """A line from the terminal; None: it ended. An interrupt gives up the line, not the chat."""
+def _read_line() -> str | None:
+    """A line from the terminal, None at its end. An interrupt discards the line, not the chat."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return err.input(marked("[bold]you[/] › ")).strip()
@@ -115,14 +115,14 @@ def _typed() -> str | None:
         signal.signal(signal.SIGINT, before)
 
 
-def _say_commands(asked: str) -> None:
-    if asked not in _COMMANDS:
-        err.say(f"no command {asked}", style="yellow")
+def _show_commands(command: str) -> None:
+    if command not in _COMMANDS:
+        err.say(f"no command {command}", style="yellow")
     err.print(facts_table(_COMMANDS))
 
 
-class _Talk:
-    """A target with a draft, and the target alone beside it."""
+class _Chat:
+    """Answers with a target and its draft, and with the target alone for comparison."""
 
     def __init__(
         self,
@@ -156,34 +156,34 @@ class _Talk:
     def answer(
         self, conversation: list[dict[str, str]], *, compare: bool, quiet: bool
     ) -> dict[str, Any]:
-        """Answer and show it while it comes; text, figures and who wrote what."""
+        """Answer, and show the text while it is decoded; returns the text and its figures."""
         from fledge.measure.prompts import encode_prompt
 
         ids = encode_prompt(conversation, self._template, self._tokenizer)
         if len(ids) + self._stops.max_new_tokens > self._room:
-            what = f"{len(ids)} tokens were said, the target takes {self._room}"
-            raise BadInput(what, fix="/reset, or a lower --max-new-tokens")
+            problem = f"{len(ids)} tokens so far, and the target takes {self._room}"
+            raise BadInput(problem, fix="/reset, or a lower --max-new-tokens")
         stream = _Stream(self._tokenizer, quiet=quiet)
-        generation, whole = self._generate(self._decoder, ids, self._stops, stream.show)
+        generation, complete = self._generate(self._decoder, ids, self._stops, stream.show)
         stream.end(generation)
         rounds = sum(r.emitted for r in generation.rounds), len(generation.rounds)
         figures = {
             "text": self._tokenizer.decode(generation.token_ids, skip_special_tokens=True),
-            "finish": generation.finish if whole else "interrupt",
+            "finish": generation.finish if complete else "interrupt",
             "tokens": len(generation.token_ids),
             "drafted": sum(r.accepted for r in generation.rounds),
             "rounds": rounds[1],
             "acceptance_length": rounds[0] / rounds[1] if rounds[1] else None,
-            "tokens_per_s": _speed(generation, self._decoder.timing) if whole else None,
+            "tokens_per_s": _speed(generation, self._decoder.timing) if complete else None,
         }
-        if not whole:
+        if not complete:
             return figures | {"plain_tokens_per_s": self._plain_speed}
-        return figures | self._without(ids, generation, compare=compare)
+        return figures | self._plain_figures(ids, generation, compare=compare)
 
     def _generate(
         self, decoder: Any, ids: list[int], stops: Any, show: Callable[[Any], None]
     ) -> tuple[Any, bool]:
-        """(the answer, whether it is whole): Ctrl-C ends it after the round that is going on."""
+        """Returns (answer, whether it is complete): Ctrl-C ends it after the current round."""
         from fledge.train.signals import StopSignal
 
         shown: list[Any] = []
@@ -201,34 +201,35 @@ class _Talk:
                 return shown[0], False
         return generation, True
 
-    def _without(self, ids: list[int], generation: Any, *, compare: bool) -> dict[str, Any]:
-        """The target alone on the same prompt: all of it, or once just enough to know its speed."""
+    def _plain_figures(self, ids: list[int], generation: Any, *, compare: bool) -> dict[str, Any]:
+        """Decode the same prompt without the draft: all of the answer to compare, or once just
+        enough of it to measure the target's speed."""
         from fledge.decode.stops import Stops
 
         if not compare and self._plain_speed is not None:
             return {"plain_tokens_per_s": self._plain_speed}
         stops = self._stops if compare else Stops(min(_PROBE_TOKENS, self._stops.max_new_tokens))
-        alone, whole = self._generate(self._plain, ids, stops, lambda text: None)
-        if not whole:
+        plain, complete = self._generate(self._plain, ids, stops, lambda text: None)
+        if not complete:
             return {"plain_tokens_per_s": self._plain_speed}
-        self._plain_speed = _speed(alone, self._plain.timing)
+        self._plain_speed = _speed(plain, self._plain.timing)
         figures: dict[str, Any] = {"plain_tokens_per_s": self._plain_speed}
         if compare and self._sampling["temperature"] == 0:
-            figures["same_text"] = alone.token_ids == generation.token_ids
+            figures["same_text"] = plain.token_ids == generation.token_ids
         return figures
 
 
-class _Interrupted(Exception):  # noqa: N818  (it ends an answer)
-    """Somebody has heard enough."""
+class _Interrupted(Exception):  # noqa: N818  (not an error)
+    """The user stopped the answer."""
 
 
 def _speed(generation: Any, timing: Any) -> float | None:
-    """Tokens per second after the prompt's pass, which gives the first one away."""
+    """Tokens per second after the prefill, which yields the first token."""
     return (len(generation.token_ids) - 1) / timing.decode_s if timing.rounds else None
 
 
 class _Stream:
-    """Prints an answer's tokens as rounds bring them."""
+    """Prints the tokens of an answer round by round."""
 
     def __init__(self, tokenizer: Any, *, quiet: bool) -> None:
         from fledge.decode.pieces import Pieces
@@ -255,7 +256,7 @@ class _Stream:
 
 
 def accepted_depths(generation: Any) -> list[int]:
-    """Per new token: its depth if the draft wrote it (from 1), 0 if the target did."""
+    """Per new token: its depth (from 1) if the draft wrote it, 0 if the target did."""
     prompt, new = len(generation.prompt_ids), len(generation.token_ids)
     return drafted_depths(generation.rounds, prompt=prompt, new=new)
 
@@ -274,15 +275,15 @@ def _figures(answer: dict[str, Any]) -> str:
     if not answer["rounds"]:
         return f"{answer['tokens']} tokens, no round"
     fast, slow = answer["tokens_per_s"], answer["plain_tokens_per_s"]
-    words = [
+    parts = [
         f"{answer['tokens']} tokens in {answer['rounds']} rounds, "
         f"{answer['acceptance_length']:.2f} a round, {answer['drafted']} by the draft",
     ]
     if fast is None:
-        return f"stopped; {words[0]}"
-    words.append(f"{fast:.1f} tokens/s with the draft")
+        return f"stopped; {parts[0]}"
+    parts.append(f"{fast:.1f} tokens/s with the draft")
     if slow:
-        words.append(f"{slow:.1f} without: {fast / slow:.2f}x")
+        parts.append(f"{slow:.1f} without: {fast / slow:.2f}x")
     if "same_text" in answer:
-        words.append("the same text" if answer["same_text"] else "another text (a near tie)")
-    return "; ".join(words)
+        parts.append("the same text" if answer["same_text"] else "another text (a near tie)")
+    return "; ".join(parts)

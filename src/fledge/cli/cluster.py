@@ -1,4 +1,4 @@
-"""`fledge cluster`: a run's targets and ranks on a Ray cluster, and who runs where."""
+"""`fledge cluster`: train on a Ray cluster, and show its runs."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ app = Verbs(
 TRAIN_EXAMPLE = (
     "Example: fledge cluster train smollm2_cpu data.train=chats.jsonl target.backend=ray --ranks 2"
 )
-_TAIL_BYTES = 1 << 14  # of the metrics: some lines
+_TAIL_BYTES = 1 << 14  # read from the end of the metrics: a few lines
 STATUS_EXAMPLE = "Example: fledge cluster status --json"
 
 
@@ -39,7 +39,7 @@ def train(
     """Train a draft with ranks and targets on one cluster.
 
     When a machine or a rank is lost, all ranks start again from the newest checkpoint on what is
-    left. Otherwise as `fledge train`, which continues such a run too.
+    left. Otherwise like `fledge train`, which can continue such a run too.
     """
     from fledge.train.continuation import check_existing
 
@@ -52,20 +52,20 @@ def train(
     address = address or getattr(recipe.target, "address", "auto")
     with progress_bar("placing targets and ranks", "steps") as update:
         watcher = _Watcher(update, Path(recipe.run.output_dir) / "metrics.jsonl")
-        code, words = train_on_cluster(
+        code, output = train_on_cluster(
             recipe, run_recipe, layout, address=address, observer=watcher, as_json=as_json
         )
-    out.plain(words, end="")  # as the first rank would have shown it
+    out.plain(output, end="")  # the output of the first rank
     if code:
         raise Exit(code)
 
 
 class _Watcher:
-    """Shows a run that goes on elsewhere, by what it writes into its directory."""
+    """Shows the progress of a run on the cluster, read from its metrics file."""
 
     def __init__(self, update: Any, metrics: Path) -> None:
         self._update, self._metrics = update, metrics
-        self._told: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
 
     def note(self, text: str) -> None:
         err.say(text, style="cyan")
@@ -74,22 +74,22 @@ class _Watcher:
         self._update(description=f"training on {ranks} ranks")
 
     def look(self) -> dict[str, Any]:
-        """Step, tokens/s and the share of time in which the ranks waited for the target."""
+        """The latest step, tokens/s and share of time in which the ranks waited for the target."""
         last = _last_line(self._metrics)
-        if last and last != self._told:
-            self._told = last
+        if last and last != self._last:
+            self._last = last
             note = f"{last['tokens_per_s']:,.0f} tok/s target {last['target_share']:.0%}"
             self._update(completed=last["step"], note=note, now=True)
-        return self._told
+        return self._last
 
 
 def _last_line(metrics: Path) -> dict[str, Any]:
-    """What the newest whole line of figures says."""
+    """The figures of the last complete training line; empty if there is none."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
             lines = file.read().splitlines()
-    except OSError:  # not begun yet
+    except OSError:  # not started yet
         return {}
     for line in reversed(lines):
         try:
@@ -113,31 +113,31 @@ def status(address: RayAddress = "auto", as_json: AsJson = False) -> None:
         return
     if not runs:
         out.print("no run of fledge is on this cluster")
-    for told in runs:
-        _print_run(told)
+    for run in runs:
+        _print_run(run)
 
 
-def _print_run(told: dict[str, Any]) -> None:
-    run = told["run"].get("run", {})
-    title = f"{told['name']}  {run.get('state', 'targets only')}"
+def _print_run(board: dict[str, Any]) -> None:
+    run = board["run"].get("run", {})
+    title = f"{board['name']}  {run.get('state', 'targets only')}"
     if "step" in run:
         title += f"  step {run['step']}  {run['tokens_per_s']:,.0f} tok/s"
         title += f"  waiting for the target {run['target_share']:.0%}"
     if run:
         title += f"  restarts {run['restarts']}"
     columns = ("who", "where", "process", "restarts", "batches", "tok/s", "busy", "heard of")
-    shown = plain_table(*columns, words=2, title=title)
+    table = plain_table(*columns, words=2, title=title)
     for kind in ("ranks", "targets"):
-        for name, facts in told[kind].items():
-            shown.add_row(
+        for name, facts in board[kind].items():
+            table.add_row(
                 name, facts["node"], str(facts["pid"]), str(facts["restarts"]), *_pace(facts)
             )
-    out.print(shown)
+    out.print(table)
 
 
 def _pace(facts: dict[str, Any]) -> tuple[str, ...]:
-    """Of a target: batches, tokens/s while it works, the share of time in which it does, and when
-    it last said so: an idle one is silent, and so is one that is gone."""
+    """Of a target: batches, tokens/s while it works, the share of time in which it works, and the
+    age of its last report (an idle target does not report, nor does a lost one)."""
     if "captured" not in facts:
         return ("", "", "", "")
     seconds = facts["seconds"]

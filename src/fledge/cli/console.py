@@ -1,4 +1,4 @@
-"""What every verb shares: output streams, progress bars, JSON."""
+"""Shared by all verbs: output streams, tables, progress bars, JSON."""
 
 import contextlib
 import sys
@@ -19,8 +19,8 @@ err = Terminal(stderr=True)
 
 
 def quiet_libraries() -> None:
-    """Our own bars and lines are enough: transformers draws a bar for every model it loads, and
-    prints a table about weights that do not fit, which are refused in one line anyway."""
+    """Silence transformers, which draws a bar for every model it loads and prints a table of
+    mismatched weights; fledge has its own bars and rejects such weights in one line."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -28,31 +28,31 @@ def quiet_libraries() -> None:
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:
-    """Plain JSON on stdout, however narrow the terminal; one line is there at once."""
+    """Print plain JSON on stdout, never wrapped; a single line is flushed at once."""
     sys.stdout.write(json_text(value, indent=None if one_line else 2) + "\n")
     if one_line:
         sys.stdout.flush()
 
 
 def plain_table(*columns: str, words: int = 1, no_wrap: bool = False, title: str = "") -> Table:
-    """A plain table: the first `words` columns hold words, the others numbers."""
-    plain = Table(title=title or None, title_justify="left", box=None)
+    """A borderless table: the first `words` columns hold text, the others numbers."""
+    table = Table(title=title or None, title_justify="left", box=None)
     for index, column in enumerate(columns):
-        plain.add_column(column, justify="right" if index >= words else "left", no_wrap=no_wrap)
-    return plain
+        table.add_column(column, justify="right" if index >= words else "left", no_wrap=no_wrap)
+    return table
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
-    """Names and what is known of them, without a heading."""
-    plain = Table(show_header=False, box=None)
+    """A table of names and values, without a header."""
+    table = Table(show_header=False, box=None)
     for name, text in facts.items():
-        plain.add_row(name.replace("_", " "), text)
-    return plain
+        table.add_row(name.replace("_", " "), text)
+    return table
 
 
 @contextlib.contextmanager
 def shown_on_stderr() -> Iterator[None]:
-    """While open, what verbs show goes to stderr: the JSON of all of them has stdout to itself."""
+    """Redirect `out` to stderr, so that stdout holds nothing but the JSON printed at the end."""
     out.stderr = True
     try:
         yield
@@ -62,10 +62,10 @@ def shown_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
-    """A bar with counts, elapsed and remaining time, and a free text column; it is moved by
+    """A bar with counts, elapsed and remaining time, and a free text column. Yields
     `update(total=, completed=, advance=, description=, unit=, note=, now=)`.
 
-    Without a terminal it is a plain line every few seconds, and one at once for `now=True`.
+    Without a terminal it prints a plain line every few seconds, and immediately for `now=True`.
     """
     if not err.is_terminal:
         with _plain_lines(what, unit) as update:
@@ -93,7 +93,7 @@ def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
 
 @contextlib.contextmanager
 def _plain_lines(what: str, unit: str) -> Iterator[Callable[..., None]]:
-    """Of several processes only the first one speaks."""
+    """The bar as plain lines, printed by the main rank only."""
     if not is_main_rank():
         yield lambda **_: None
         return
@@ -103,6 +103,6 @@ def _plain_lines(what: str, unit: str) -> Iterator[Callable[..., None]]:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Callable[[str, float, int], None]]:
-    """One bar that says what is going on: `watch(what, done, total)`."""
+    """A bar that shows the current activity. Yields `watch(what, done, total)`."""
     with progress_bar("") as update:
         yield lambda what, done, total: update(description=what, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""`fledge data prepare | preview | stats`: look at the data before training on it."""
+"""`fledge data prepare | preview | stats`: prepare and inspect the data before training on it."""
 
 import time
 from pathlib import Path
@@ -33,7 +33,7 @@ Sources = Annotated[
 Model = Annotated[
     str,
     Option(
-        "--model", "-m", help="Whose tokenizer and chat template: a directory, hub id, or name."
+        "--model", "-m", help="Model of the tokenizer and chat template: directory, hub id or name."
     ),
 ]
 MaxLength = Annotated[
@@ -42,7 +42,7 @@ MaxLength = Annotated[
 OverlongRows = Annotated[str, Option("--overlong", help="cut | drop rows over --max-length.")]
 LastTurn = Annotated[bool, Option("--last-turn-only", help="Supervise the last answer only.")]
 MaskReasoning = Annotated[
-    bool, Option("--mask-reasoning", help="Do not supervise reasoning (<think> and its kin).")
+    bool, Option("--mask-reasoning", help="Do not supervise reasoning (<think> and similar).")
 ]
 TemplateOptions = Annotated[
     list[str] | None,
@@ -109,8 +109,8 @@ def prepare(
 ) -> None:
     """Tokenise conversations once; a later run with the same data and options starts at once."""
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    more = {"workers": workers, "max_drop_share": max_drop_share}
-    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **more)
+    limits = {"workers": workers, "max_drop_share": max_drop_share}
+    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
     facts = {
         "directory": str(rows.directory),
         "fingerprint": rows.fingerprint,
@@ -124,9 +124,9 @@ def prepare(
         print_json(facts)
         return
     share = rows.supervised / rows.tokens
-    line = "[bold]{}[/], [bold]{}[/], [green]{:.1%} supervised[/], {} without an end"
+    template = "[bold]{}[/], [bold]{}[/], [green]{:.1%} supervised[/], {} without an end"
     figures = (counted(len(rows), "row"), counted(rows.tokens, "token"), share)
-    out.print(marked(line, *figures, counted(rows.truncated, "answer")))
+    out.print(marked(template, *figures, counted(rows.truncated, "answer")))
     _print_drops(rows.drops)
     out.say(f"kept in {rows.directory}", style="dim")
 
@@ -147,7 +147,7 @@ def preview(
 ) -> None:
     """Show which tokens are supervised, and which rows would be dropped and why.
 
-    In color on a terminal; elsewhere what is supervised stands between marks.
+    In color on a terminal; elsewhere, supervised text is enclosed in marks.
     """
     from fledge.core.files import check_place, write_text
     from fledge.data import preview as view
@@ -206,8 +206,8 @@ def stats(
     from fledge.models.resolve import load_config, tokenizer_directory
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    more = {"workers": workers, "max_drop_share": max_drop_share}
-    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **more)
+    limits = {"workers": workers, "max_drop_share": max_drop_share}
+    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
     directory = str(tokenizer_directory(model))
     config = load_config(directory, trust_remote_code=trust_remote_code)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
@@ -233,8 +233,8 @@ def _print_stats(figures: Any, rows: Any) -> None:
     }
     out.print(facts_table(facts))
     _bars("length up to", [(f"{b:,}", n / figures.rows, f"{n:,}") for b, n in figures.histogram])
-    covered = [(f"{s:,}", share, f"{share:.2%}") for s, share in figures.coverage]
-    _bars("draft vocabulary covers", covered)
+    coverage = [(f"{s:,}", share, f"{share:.2%}") for s, share in figures.coverage]
+    _bars("draft vocabulary covers", coverage)
     _print_drops(rows.drops)
 
 
@@ -253,7 +253,7 @@ def _print_drops(drops: Any) -> None:
     else:
         out.print("no row dropped")
     if drops.notes:
-        title = "kept, and to be known about them"
+        title = "kept, with notes"
         out.print(_reasons(title, "note", drops.notes, drops.noted))
 
 

@@ -1,4 +1,4 @@
-"""`fledge demo`: the whole story on a real 135M model, on a laptop CPU."""
+"""`fledge demo`: the whole workflow with a real 135M model on a laptop CPU."""
 
 import json
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: fledge demo --out demo_out"
 
-_DRAFT_TOKENS = 3  # as far as the recipe trains
+_DRAFT_TOKENS = 3  # the depth that the recipe trains
 _ANSWER_TOKENS = 64
-# What a chat is about shows in its first word; so many of each kind are asked at the end.
+# The first word of a chat gives its kind: (name, number of questions asked at the end).
 _KINDS = {"Write": ("stories", 4), "Give": ("tips", 2), "Explain": ("explanations", 2)}
 
 
@@ -37,7 +37,7 @@ def demo(
     ] = Path("demo_out"),
     rows: Annotated[int, Option(min=0, help="Chats to train on; 0: the demo's own number.")] = 0,
     as_json: Annotated[
-        bool, Option("--json", help="Figures as JSON; the story goes to stderr.")
+        bool, Option("--json", help="Figures as JSON; everything else goes to stderr.")
     ] = False,
 ) -> None:
     """Look at real chats, train a draft on them, see its acceptance, and decode with it."""
@@ -56,7 +56,7 @@ def demo(
 
 
 def tell(directory: Path, rows: int) -> bool:
-    """The story from the chats to the report; True when decoding was lossless."""
+    """Run every step from the chats to the report; True when decoding was lossless."""
     from fledge.cli import data, train
     from fledge.demo import CHATS, ROWS
 
@@ -75,16 +75,16 @@ def tell(directory: Path, rows: int) -> bool:
         raise Exit(code)
     _heading("4. Decoding with it: what the draft wrote, the target would have written too")
     unseen = directory / "unseen.jsonl"
-    asked = _questions(lines[rows or ROWS :] or lines)
-    write_text(unseen, "".join(json.dumps(row) + "\n" for row in asked))
+    questions = _questions(lines[rows or ROWS :] or lines)
+    write_text(unseen, "".join(json.dumps(row) + "\n" for row in questions))
     lossless = measure_and_show(directory / "run", unseen)
     what_next(directory / "run")
     return lossless
 
 
 def recipe_for(chats: Path, run: Path) -> "Recipe":
-    """The demo's; in bfloat16 where the CPU multiplies it: a quarter of the time less. A run that
-    was begun goes on in what it was begun in."""
+    """The demo's recipe, in bfloat16 where the CPU multiplies it: a quarter less time. An existing
+    run continues in the dtype it was started with."""
     from fledge.demo import RECIPE
     from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 
@@ -102,15 +102,16 @@ def _heading(text: str) -> None:
 
 
 def _questions(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """The last questions of every kind."""
+    """The last questions of each kind."""
     questions = [json.loads(line)["messages"][0] for line in lines]
     for word, (kind, count) in _KINDS.items():
-        own = [question for question in questions if question["content"].startswith(f"{word} ")]
-        yield from ({"category": kind, "messages": [question]} for question in own[-count:])
+        matching = [q for q in questions if q["content"].startswith(f"{word} ")]
+        yield from ({"category": kind, "messages": [question]} for question in matching[-count:])
 
 
 def measure_and_show(run: Path, prompts: Path) -> bool:
-    """Acceptance on new questions, the proof by live decoding, the report; True when lossless."""
+    """Measure acceptance on new questions, verify it by live decoding, and write the report; True
+    when decoding was lossless."""
     from fledge.cli import eval, report
     from fledge.measure.evaluation import EvalOptions
     from fledge.train.loading import load_target
@@ -119,7 +120,7 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     options = EvalOptions(
         num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
     )
-    # whatever it was trained in: in float32 texts are equal to the last token
+    # whatever the training dtype: in float32 the texts are equal, token for token
     with load_target(draft_directory(run), dtype="float32") as target:
         measured = eval.measure_drafts([run], [str(prompts)], options, target=target)
         lossless = _show_measured(run, measured)
@@ -130,22 +131,22 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
 
 
 def _show_measured(run: Path, measured: "Evaluation") -> bool:
-    """Two answers in color and the figures of all; True when decoding was lossless."""
+    """Show two answers in color and the figures of all; True when decoding was lossless."""
     from fledge.cli import eval
     from fledge.report.gather import EVALUATION_NAME
 
     write_json(run / EVALUATION_NAME, measured.to_json())
     [draft] = measured.reports
-    for shown in draft.samples[:2]:
-        out.print(shown.prompt, style="bold")
-        pieces, depths = [t.text for t in shown.tokens], [t.depth for t in shown.tokens]
+    for sample in draft.samples[:2]:
+        out.print(sample.prompt, style="bold")
+        pieces, depths = [t.text for t in sample.tokens], [t.depth for t in sample.tokens]
         out.print(coloured(pieces, depths), soft_wrap=True)
     shade = f"[black on {SHADES[1]}]green[/]"
-    words = "tokens were the draft's; on {} questions it never saw:"
-    out.print(marked(f"\n{shade} {words}", len(draft.samples)))
+    sentence = "tokens were the draft's; on {} questions it never saw:"
+    out.print(marked(f"\n{shade} {sentence}", len(draft.samples)))
     out.print(eval.positions(measured.reports))
     live = draft.live
-    assert live is not None  # two were asked for
+    assert live is not None  # options.live is 2
     lossless = bool(live.same_texts == live.texts and live.agrees)
     mark = "[green]lossless[/]" if lossless else "[red]not lossless[/]"
     out.print(
@@ -159,31 +160,31 @@ def _show_measured(run: Path, measured: "Evaluation") -> bool:
 
 
 def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
-    """One answer both ways: the first, which was shown above."""
+    """Show the first answer, as above, decoded without the draft and with it."""
     from fledge.cli import side_by_side
     from fledge.measure.side_by_side import decode_both
     from fledge.train.runs import draft_directory
 
     draft = load_draft_beside(target, draft_directory(run))
     with err.waiting("decoding one answer both ways"):
-        both = decode_both(
+        comparison = decode_both(
             target, draft, turn.prompt_ids,
             num_draft_tokens=_DRAFT_TOKENS, max_new_tokens=_ANSWER_TOKENS,
         )  # fmt: skip
-    if both is not None:
+    if comparison is not None:
         out.print(turn.question, style="bold")
-        side_by_side.show(both)
+        side_by_side.show(comparison)
 
 
 def what_next(run: Path) -> None:
-    """Three commands to type, each on a line of its own, and where real drafts come from."""
+    """Print three commands to try next, each on its own line, and where to find real recipes."""
     _heading("What to type next")
-    for words, why in (
+    for arguments, purpose in (
         (("chat", run, "--compare"), "talk to it: its words are green, both speeds below"),
         (("report", run), "the page again: curves, acceptance, who wrote which token"),
         (("export", run, "--engine", "vllm"), "files for vLLM, checked before they are there"),
     ):
-        out.say(f"  {fledge_command(*words)}")
-        out.print(f"      {why}", style="dim")
+        out.say(f"  {fledge_command(*arguments)}")
+        out.print(f"      {purpose}", style="dim")
     more = fledge_command("recipe", "list")
     out.say(f"This draft knows one narrow domain. Recipes of real ones: {more}", style="dim")

@@ -1,4 +1,4 @@
-"""`fledge diagnose`: why a draft accepts less than it should, with evidence and certain repairs."""
+"""`fledge diagnose`: why a draft's acceptance is too low, with evidence and certain repairs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,7 +57,7 @@ def diagnose(
             raise BadInput("exists already", where=str(fix), fix="name a new directory for --fix")
         check_place(fix, directory=True)
     chosen, where = parse_dtype(dtype or "auto"), find_device(device)
-    directory, name = _places(draft, target)
+    directory, name = _locate(draft, target)
     with watching() as watch:
 
         def answering(facts: Any) -> Answering:
@@ -86,8 +86,8 @@ def diagnose(
         raise Exit(1)
 
 
-def _places(draft: str, target: str) -> tuple[Path, str]:
-    """The draft's directory and the target's name; a run knows its own target."""
+def _locate(draft: str, target: str) -> tuple[Path, str]:
+    """The draft's directory and the target's name, by default the target of its run."""
     from fledge.models.resolve import local_model
     from fledge.target.kinds import model_name
     from fledge.train.runs import draft_directory, recipe_of
@@ -101,34 +101,34 @@ def _places(draft: str, target: str) -> tuple[Path, str]:
     return directory, name
 
 
-def _show(found: Any) -> None:
-    files = found.files
+def _show(diagnosis: Any) -> None:
+    files = diagnosis.files
     out.say(
-        f"{files.directory}: {found.layout} layout, {counted(len(files.tensors), 'tensor')}, for "
-        f"{found.target}"
+        f"{files.directory}: {diagnosis.layout} layout, {counted(len(files.tensors), 'tensor')}, "
+        f"for {diagnosis.target}"
     )
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         out.print(f"{finding.severity:>7}  ", style=_STYLES[finding.severity], end="")
         out.print(finding.check, style="bold", end="")
         out.say(f"  {finding.evidence}")
         if finding.fix:
-            sure = " (--fix does it)" if finding.repair is not None else ""
-            out.say(f"         {'':{len(finding.check)}}  -> {finding.fix}{sure}")
-    for reason in found.skipped:
+            hint = " (--fix does it)" if finding.repair is not None else ""
+            out.say(f"         {'':{len(finding.check)}}  -> {finding.fix}{hint}")
+    for reason in diagnosis.skipped:
         out.say(f"skipped  {reason}", style="yellow")
-    errors, warnings = len(found.of("error")), len(found.of("warning"))
+    errors, warnings = len(diagnosis.of("error")), len(diagnosis.of("warning"))
     verdict = (
         "healthy"
-        if found.healthy
+        if diagnosis.healthy
         else f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
     )
-    out.print(verdict, style="bold green" if found.healthy else "bold")
+    out.print(verdict, style="bold green" if diagnosis.healthy else "bold")
 
 
 def _show_repair(diagnosis: Any, after: Any, path: Path) -> None:
     if after is None:
         err.say("nothing was written: no fault has a certain repair")
         return
-    done = [finding.check for finding in diagnosis.findings if finding.repair is not None]
-    out.say(f"\nrepaired copy in {path} ({', '.join(done)}), checked again:")
+    repaired = [finding.check for finding in diagnosis.findings if finding.repair is not None]
+    out.say(f"\nrepaired copy in {path} ({', '.join(repaired)}), checked again:")
     _show(after)

@@ -1,7 +1,7 @@
-"""`fledge doctor`: versions and devices, what can run here, and what to do about the rest.
+"""`fledge doctor`: versions and devices, what can run here, and how to add the rest.
 
-Read-only: no network, no download, nothing written. Each check is independent, so that one
-broken part (a torch that does not import, a driver that does not answer) is reported, not raised.
+Read-only: no network, no download, nothing written. Each check is independent, so that a broken
+part (a torch that does not import, a driver that does not respond) is reported, not raised.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Ability:
-    """An optional ability: whether it works here, and if not, why and what to do."""
+    """An optional feature: whether it works here, and if not, why and what to do."""
 
     name: str
     works: bool
     note: str
-    install: str = ""  # the line to type, where that is what to do
+    install: str = ""  # the command that installs it, if one does
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What torch says about this machine; `problem` when it says nothing."""
+    """What torch reports about this machine; `problem` if it cannot be loaded or asked."""
 
     problem: str = ""
     build: str = ""  # "CUDA 12.8", "ROCm 6.4" or "CPU only"
@@ -61,7 +61,7 @@ class Accelerator:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The weakest GPU decides; (0, 0) without one."""
+        """The compute capability of the weakest GPU; (0, 0) without a GPU."""
         parts = [tuple(int(part) for part in gpu.capability.split(".")) for gpu in self.gpus]
         return min(((major, minor) for major, minor in parts), default=(0, 0))
 
@@ -78,7 +78,7 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """Everything the command prints, as plain values."""
+    """Everything the command prints, as JSON values."""
     accelerator = look_at_torch()
     return {
         "versions": {"python": platform.python_version()} | {p: version_of(p) for p in _PACKAGES},
@@ -112,8 +112,8 @@ def look_at_torch() -> Accelerator:
     gpus = []
     try:
         for index in range(torch.cuda.device_count()):
-            facts = torch.cuda.get_device_properties(index)
-            gpus.append(Gpu(facts.name, facts.total_memory, f"{facts.major}.{facts.minor}"))
+            gpu = torch.cuda.get_device_properties(index)
+            gpus.append(Gpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
     except RuntimeError as error:  # a driver that is too old, a GPU that fell off the bus
         return Accelerator(problem=f"the GPU does not answer ({error})", build=build)
     return Accelerator("", build, tuple(gpus), mps=torch.backends.mps.is_available())
@@ -127,9 +127,9 @@ def optional_parts(accelerator: Accelerator) -> list[Ability]:
 def _gpu_training(accelerator: Accelerator) -> Ability:
     name = "GPU training"
     if accelerator.gpus:
-        several = len(accelerator.gpus)
-        how = "torchrun uses all of them" if several > 1 else "one GPU"
-        return Ability(name, True, f"{several} x {accelerator.gpus[0].name}, {how}")
+        count = len(accelerator.gpus)
+        how = "torchrun uses all of them" if count > 1 else "one GPU"
+        return Ability(name, True, f"{count} x {accelerator.gpus[0].name}, {how}")
     if accelerator.problem:
         return Ability(name, False, accelerator.problem)
     if accelerator.build == "CPU only":
@@ -183,12 +183,12 @@ def _packages() -> Iterator[Ability]:
         ("data sets by id", ("datasets",), install_packages("datasets")),
     )
     for name, packages, install in groups:
-        found = {package: installed_as(package) for package in packages}
-        missing = [package for package, version in found.items() if version is None]
+        versions = {package: installed_as(package) for package in packages}
+        missing = [package for package, version in versions.items() if version is None]
         if missing:
             yield Ability(name, False, f"{', '.join(missing)} not installed", install)
         else:
-            yield Ability(name, True, ", ".join(filter(None, found.values())))
+            yield Ability(name, True, ", ".join(filter(None, versions.values())))
 
 
 def _models() -> Iterator[Ability]:
@@ -216,7 +216,7 @@ def _models() -> Iterator[Ability]:
 
 
 def cache_contents(root: Path) -> list[dict[str, Any]]:
-    """The entries of the cache, models one by one under the name a user would type."""
+    """The entries of the cache; models are listed one by one under their user-facing names."""
     from fledge.models.stored import record_of
 
     places = sorted(root.glob("models/*")) + sorted(root.glob("*"))
@@ -235,7 +235,7 @@ def _is_set(flag: str) -> bool:
 
 
 def _disk(path: Path) -> dict[str, Any]:
-    """Free bytes where `path` is, or where it would be made."""
+    """Free bytes on the disk where `path` is or would be created."""
     existing = next((place for place in (path, *path.parents) if place.exists()), Path("/"))
     return {"path": str(path), "free_bytes": shutil.disk_usage(existing).free}
 
@@ -243,7 +243,7 @@ def _disk(path: Path) -> dict[str, Any]:
 def _size(directory: Path) -> int:
     total = 0
     for file in directory.rglob("*"):
-        with contextlib.suppress(OSError):  # removed while we look
+        with contextlib.suppress(OSError):  # removed meanwhile
             total += file.stat().st_size if file.is_file() else 0
     return total
 
@@ -274,19 +274,19 @@ def _print_tables(facts: dict[str, Any]) -> None:
     for heading in ("part", "here", "how, or what to do"):
         parts.add_column(heading)
     for part in facts["parts"]:
-        here = marked("[green]yes[/]" if part["works"] else "[yellow]no[/]")
-        parts.add_row(part["name"], here, part["note"])
+        works = marked("[green]yes[/]" if part["works"] else "[yellow]no[/]")
+        parts.add_row(part["name"], works, part["note"])
     out.print(parts)
     _print_installs(facts["parts"])
 
 
 def _print_installs(parts: list[dict[str, Any]]) -> None:
-    """The lines to type, each once and unbroken, however narrow the terminal."""
-    for_what: dict[str, list[str]] = {}
+    """Print the install commands, each once and unbroken, however narrow the terminal."""
+    names_by_command: dict[str, list[str]] = {}
     for part in parts:
         if part["install"]:
-            for_what.setdefault(part["install"], []).append(part["name"])
-    if for_what:
+            names_by_command.setdefault(part["install"], []).append(part["name"])
+    if names_by_command:
         out.print("\nTo add what is missing", style="italic")
-    for line, names in for_what.items():
-        out.say(f"  {line}  # {', '.join(names)}")
+    for command, names in names_by_command.items():
+        out.say(f"  {command}  # {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""`fledge eval`: acceptance of drafts, exact, on the target's own answers."""
+"""`fledge eval`: the exact acceptance of drafts on the target's own answers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,7 +88,7 @@ def evaluate(
 
 
 def _check_calibrated(drafts: list[Path], place: Path) -> None:
-    """Before hours go by: there is one draft to write, and nothing in its place."""
+    """Check before hours of work: a single draft is measured, and its destination is free."""
     check_place(place, directory=True)
     if len(drafts) > 1:
         raise BadInput("several drafts are measured", where="--calibrated", fix="measure one")
@@ -97,15 +97,15 @@ def _check_calibrated(drafts: list[Path], place: Path) -> None:
 
 
 def _write_calibrated(source: Path, report: Any, place: Path) -> None:
-    """The draft again, whose config has the temperatures; checkpoints stay as they are."""
+    """Write a copy of the draft with the temperatures in its config; checkpoints do not change."""
     from fledge.draft.files import write_with
     from fledge.measure.calibration import says_nothing
     from fledge.train.runs import draft_directory
 
     if report.calibration is None:
         raise says_nothing("--calibrated")
-    fitted = {"confidence_temperatures": report.calibration.temperatures}
-    write_with(draft_directory(source), place, fitted)
+    changes = {"confidence_temperatures": report.calibration.temperatures}
+    write_with(draft_directory(source), place, changes)
 
 
 def measure_drafts(
@@ -122,7 +122,7 @@ def measure_drafts(
     device: str = "",
     trust_remote_code: bool = False,
 ) -> Evaluation:
-    """`fledge.api.evaluate_drafts` for what a user typed; a bar shows how far it is.
+    """`fledge.api.evaluate_drafts` with options as typed on the command line, and a progress bar.
     `draft_tokens` 0: each draft's own number."""
     from fledge.draft.files import read_draft_config
     from fledge.train.runs import draft_directory
@@ -142,7 +142,7 @@ def measure_drafts(
 
 
 def show_tables(reports: Any, answers: Any) -> None:
-    """The tables."""
+    """Print the tables and remarks."""
     tokens = sum(len(turn.answer_ids) for turn in answers.turns)
     cut = sum(turn.finish == "length" for turn in answers.turns)
     source = "from the cache" if answers.from_cache else f"kept in {answers.path}"
@@ -164,9 +164,9 @@ def show_tables(reports: Any, answers: Any) -> None:
         tables[f"where {report.name} loses length"] = _failures(report.failures)
         if report.calibration is not None:
             tables[f"how sure {report.name} is, and how right"] = _calibration(report.calibration)
-    for title, shown in tables.items():
+    for title, table in tables.items():
         out.print(f"\n{title}", style="italic")
-        out.print(shown)
+        out.print(table)
     out.print()
     for line in dict.fromkeys(report.definition for report in reports):
         out.print(f"{line}.", style="dim")
@@ -175,42 +175,42 @@ def show_tables(reports: Any, answers: Any) -> None:
 
 
 def positions(reports: Any) -> Table:
-    """Two lines a draft, so that eight tokens fit into 80 columns."""
+    """Acceptance per token, in two lines per draft so that eight tokens fit into 80 columns."""
     depth = max(len(report.acceptance.joint) for report in reports)
     tokens = ["token 1", *(f"{k}" for k in range(2, depth + 1))]
-    shown = plain_table("draft", "length", *tokens, no_wrap=True)
-    shown.columns[0].no_wrap, shown.columns[0].overflow = False, "fold"
+    table = plain_table("draft", "length", *tokens, no_wrap=True)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for report in reports:
         acceptance = report.acceptance
         length = Text(f"{acceptance.length:.3f}", style="bold")
         joint, conditional = (
             [f"{x:.1%}" for x in xs] for xs in (acceptance.joint, acceptance.conditional)
         )
-        shown.add_row(report.name, length, *joint)
-        shown.add_row(f"  {report.method}", "", *conditional)
-    shown.caption = "first line: all up to k accepted; second line: k, given those before"
-    shown.caption_justify = "left"
-    return shown
+        table.add_row(report.name, length, *joint)
+        table.add_row(f"  {report.method}", "", *conditional)
+    table.caption = "first line: all up to k accepted; second line: k, given those before"
+    table.caption_justify = "left"
+    return table
 
 
 def _groups(reports: Any, attribute: str) -> Table:
-    shown = plain_table("", *(report.name for report in reports), "rounds")
+    table = plain_table("", *(report.name for report in reports), "rounds")
     for name in getattr(reports[0], attribute):
         row = [getattr(report, attribute).get(name) for report in reports]
         lengths = [f"{part.length:.3f}" if part is not None else "-" for part in row]
-        shown.add_row(name, *lengths, f"{row[0].rounds:,}")
-    return shown
+        table.add_row(name, *lengths, f"{row[0].rounds:,}")
+    return table
 
 
 def _speeds(reports: Any) -> Table:
-    """Medians, and below them where the middle half lies."""
-    shown = plain_table(
+    """Medians, and below them the interquartile ranges."""
+    table = plain_table(
         "draft", "texts", "plain\nms/token", "draft + verify\nms/round", "break-even\nlength",
         "predicted\nspeed-up", "measured\n(live)", no_wrap=True,
     )  # fmt: skip
     for report in reports:
         if report.speed is None:
-            shown.add_row(report.name, *["-"] * 6)
+            table.add_row(report.name, *["-"] * 6)
             continue
         speed = report.speed.to_json(report.acceptance.length)
         gains = ["-"] * 3
@@ -220,7 +220,7 @@ def _speeds(reports: Any) -> Table:
                 f"{speed['predicted_speedup']:.2f}x",
                 f"{speed['measured_speedup_live_sample']:.2f}x",
             ]
-        shown.add_row(
+        table.add_row(
             report.name, str(speed["texts"]), f"{speed['plain_step_ms']:.1f}",
             f"{speed['draft_ms_per_round']:.1f} + {speed['verify_ms_per_round']:.1f}", *gains,
         )  # fmt: skip
@@ -228,46 +228,46 @@ def _speeds(reports: Any) -> Table:
         plain, rounds = (f"{low:.1f} to {high:.1f}" for low, high in spreads)
         spread = speed["measured_speedup_quartiles"]
         gain = "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
-        shown.add_row("  middle half", "", plain, rounds, "", "", gain, style="dim")
-    return shown
+        table.add_row("  middle half", "", plain, rounds, "", "", gain, style="dim")
+    return table
 
 
-def _failures(found: Any) -> Table:
-    """A line a cause; what to do about the largest stands below."""
+def _failures(failures: Any) -> Table:
+    """One line per cause; the caption says what to do about the largest."""
     from fledge.measure.causes import CAUSES
 
-    shown = plain_table("first rejected token", "lost a round", "share", "rejected", "of")
-    for name, blame in found.blames.items():
-        lost = f"{blame.lost / max(1, found.rounds):.3f}"
+    table = plain_table("first rejected token", "lost a round", "share", "rejected", "of")
+    for name, blame in failures.blames.items():
+        lost = f"{blame.lost / max(1, failures.rounds):.3f}"
         counts = (f"{blame.rejected:,}", f"{blame.judged:,}")
-        shown.add_row(CAUSES[name].title, lost, f"{found.share(blame.lost):.1%}", *counts)
-    ended = f"{found.ended / max(1, found.rounds):.3f}"
-    shown.add_row("none: the text ends", ended, f"{found.share(found.ended):.1%}", "", "")
-    shown.add_row("k + 1 - length", f"{found.lost_length:.3f}", "", "", "", style="bold")
-    shown.caption = f"a line takes what those above it leave; {found.remedy}"
-    shown.caption_justify = "left"
-    return shown
+        table.add_row(CAUSES[name].title, lost, f"{failures.share(blame.lost):.1%}", *counts)
+    ended = f"{failures.ended / max(1, failures.rounds):.3f}"
+    table.add_row("none: the text ends", ended, f"{failures.share(failures.ended):.1%}", "", "")
+    table.add_row("k + 1 - length", f"{failures.lost_length:.3f}", "", "", "", style="bold")
+    table.caption = f"a line takes what those above it leave; {failures.remedy}"
+    table.caption_justify = "left"
+    return table
 
 
-def _calibration(found: Any) -> Table:
-    """A line a token: what is foretold of all tokens up to it, and what came true."""
+def _calibration(calibration: Any) -> Table:
+    """One line per token: predicted and observed acceptance of all tokens up to it."""
     from fledge.measure.calibration import calibration_error
 
-    shown = plain_table(
+    table = plain_table(
         "all up to", "temperature", "foretold", "found", "off before", "off after", no_wrap=True
     )
-    rows = zip(found.temperatures, found.before, found.after, strict=True)
+    rows = zip(calibration.temperatures, calibration.before, calibration.after, strict=True)
     for depth, (temperature, before, after) in enumerate(rows):
-        count = sum(one.count for one in after)
-        foretold = sum(one.foretold * one.count for one in after) / count
-        stood = sum(one.found * one.count for one in after) / count
-        shown.add_row(
-            f"token {depth + 1}", f"{temperature:.2f}", f"{foretold:.1%}", f"{stood:.1%}",
+        count = sum(bin_.count for bin_ in after)
+        predicted = sum(bin_.foretold * bin_.count for bin_ in after) / count
+        observed = sum(bin_.found * bin_.count for bin_ in after) / count
+        table.add_row(
+            f"token {depth + 1}", f"{temperature:.2f}", f"{predicted:.1%}", f"{observed:.1%}",
             f"{calibration_error(before):.1%}", f"{calibration_error(after):.1%}",
         )  # fmt: skip
-    shown.caption = "off: mean distance of foretold and found; after: by the other half's texts"
-    shown.caption_justify = "left"
-    return shown
+    table.caption = "off: mean distance of foretold and found; after: by the other half's texts"
+    table.caption_justify = "left"
+    return table
 
 
 def _remarks(report: Any) -> None:

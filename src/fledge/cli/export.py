@@ -1,4 +1,4 @@
-"""`fledge export`: write a draft as files that an engine serves, and check them first."""
+"""`fledge export`: write a draft as files that an engine serves, checked before they appear."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fledge.train.forecast.forecast import Estimate, Forecast
 
 EXAMPLE = "Example: fledge forecast runs/my_draft"
-_WIDTH, _HEIGHT = 60, 12  # of the plot, in letters
+_WIDTH, _HEIGHT = 60, 12  # of the plot, in characters
 
 
 def forecast(
@@ -70,31 +70,31 @@ def forecast(
             out.say(line)
     out.say(advice(ahead))
     if limits:
-        shown = plain_table("limit", "gain", "", title="what limits it, each alone")
-        shown.columns[2].justify = "left"
+        table = plain_table("limit", "gain", "", title="what limits it, each alone")
+        table.columns[2].justify = "left"
         for limit in limits:
-            shown.add_row(limit.name, f"{limit.gain:+.1f} %", limit.says)
-        out.print(shown)
+            table.add_row(limit.name, f"{limit.gain:+.1f} %", limit.says)
+        out.print(table)
 
 
 def _table(ahead: "Forecast") -> Any:
     where = f"step {ahead.step:,} of {ahead.steps:,}"
-    shown = plain_table("", "length", "80 % between", title=f"acceptance length, {where}")
-    shown.add_row("measured last", marked("[bold]{:.2f}[/]", ahead.measured), "")
+    table = plain_table("", "length", "80 % between", title=f"acceptance length, {where}")
+    table.add_row("measured last", marked("[bold]{:.2f}[/]", ahead.measured), "")
     rows = {"twice the data": ahead.twice_data, "twice the time": ahead.twice_time}
     if not ahead.finished:
         rows = {"at the end": ahead.end, **rows}
-    for name, one in rows.items():
-        shown.add_row(name, marked("[bold]{:.2f}[/]", one.length), _between(one))
-    return shown
+    for name, estimate in rows.items():
+        table.add_row(name, marked("[bold]{:.2f}[/]", estimate.length), _between(estimate))
+    return table
 
 
-def _between(one: "Estimate") -> str:
-    return f"{one.low:.2f} to {one.high:.2f}"
+def _between(estimate: "Estimate") -> str:
+    return f"{estimate.low:.2f} to {estimate.high:.2f}"
 
 
 def advice(ahead: "Forecast") -> str:
-    """When more steps stop helping, in a sentence."""
+    """One sentence on when more steps stop helping."""
     if ahead.gain_per_hour is None:
         return "how long a step takes was not logged: no gain an hour"
     least, hourly = f"{ahead.stop_below:g} % an hour", f"{ahead.gain_per_hour:.1f} % an hour"
@@ -113,7 +113,9 @@ def advice(ahead: "Forecast") -> str:
 def plot(curve: "Curve", ahead: "Forecast") -> list[str]:
     """Evaluations (o), the forecast (*) and its interval (.) over the steps."""
     low_y = min([1.0, *(length for _, length, _ in curve.measured)])
-    high_y = max([one.high for _, one in ahead.path] + [length for _, length, _ in curve.measured])
+    high_y = max(
+        [estimate.high for _, estimate in ahead.path] + [length for _, length, _ in curve.measured]
+    )
     canvas = [[" "] * _WIDTH for _ in range(_HEIGHT)]
 
     def put(step: float, length: float, letter: str) -> None:
@@ -121,8 +123,8 @@ def plot(curve: "Curve", ahead: "Forecast") -> list[str]:
         row = round((high_y - length) / max(1e-9, high_y - low_y) * (_HEIGHT - 1))
         canvas[min(max(row, 0), _HEIGHT - 1)][column] = letter
 
-    for step, one in ahead.path:
-        for length, letter in ((one.low, "."), (one.high, "."), (one.length, "*")):
+    for step, estimate in ahead.path:
+        for length, letter in ((estimate.low, "."), (estimate.high, "."), (estimate.length, "*")):
             put(step, length, letter)
     for step, length, _ in curve.measured:
         put(step, length, "o")

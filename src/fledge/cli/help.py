@@ -1,8 +1,8 @@
-"""Help pages that survive every terminal: plain text, nothing read as markup, no name cut short.
+"""Help pages that render on every terminal: plain text, no markup, no truncated names.
 
-Typer's boxes take `[http://...]` for a style and drop it, and cut long flags at 80 columns. Here
-pages are laid out by click's plain formatter; verbs are listed with all of their first sentence,
-and an example is a command that can be copied, broken over lines as a shell takes it.
+Typer's boxes read `[http://...]` as a style and drop it, and truncate long flags at 80 columns.
+Here pages are laid out by click's plain formatter; verbs are listed with their whole first
+paragraph, and examples can be copied: long ones are broken with backslashes, as a shell expects.
 """
 
 import re
@@ -17,7 +17,7 @@ _EXAMPLE = "Example: "
 
 
 class Verb(typer.core.TyperCommand):
-    """One verb's page."""
+    """A verb with such a help page."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [_without_braces(piece) for piece in super().collect_usage_pieces(ctx)]
@@ -27,7 +27,7 @@ class Verb(typer.core.TyperCommand):
 
 
 class VerbGroup(typer.core.TyperGroup):
-    """The page of a verb that has verbs below it."""
+    """A group of verbs with such a help page."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = []
@@ -44,7 +44,7 @@ class VerbGroup(typer.core.TyperGroup):
 
 
 class Verbs(typer.Typer):
-    """A `Typer` whose verbs and groups have such pages."""
+    """A `Typer` whose verbs and groups have such help pages."""
 
     def __init__(self, *, cls: type[VerbGroup] = VerbGroup, **options: Any) -> None:
         super().__init__(cls=cls, rich_markup_mode=None, no_args_is_help=True, **options)
@@ -54,7 +54,7 @@ class Verbs(typer.Typer):
 
 
 def examples_of(epilog: str) -> list[str]:
-    """The command lines of an epilog, which holds one `Example: ...` a paragraph."""
+    """The command lines of an epilog, which holds one `Example: ...` per paragraph."""
     return [text.removeprefix(_EXAMPLE) for text in epilog.split("\n\n") if text]
 
 
@@ -73,6 +73,6 @@ def _write_examples(epilog: str, formatter: Any) -> None:
 
 
 def _without_braces(piece: str) -> str:
-    """`{RECIPE [section.key=value ...]}...` says nothing that is not in it."""
+    """Drop the redundant braces and dots of `{RECIPE [section.key=value ...]}...`."""
     name, dots = re.fullmatch(r"\{?(.*?)\}?(\.\.\.)?", piece).groups()  # type: ignore[union-attr]
     return name + ("" if dots is None or " " in name else dots)

@@ -1,4 +1,4 @@
-"""`fledge import`: a draft of another trainer becomes one of ours."""
+"""`fledge import`: convert a draft of another trainer to fledge's layout."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,41 +22,41 @@ def import_draft(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a foreign draft in our own layout: for eval, as draft.init_from, for export.
+    """Write a foreign draft in fledge's layout: for eval, as draft.init_from, for export.
 
     EAGLE-3 and P-EAGLE in the layouts of SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel
     and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang; DFlash and DSpark in
     those of z-lab, DeepSpec, SpecForge and speculators. What engines would share with the target
-    (embeddings, a full head) is copied from it, but for DFlash and DSpark, which have none of
-    their own; numbers are not changed.
+    (embeddings, a full head) is copied from it, except for DFlash and DSpark, which have none of
+    their own; weights are not changed.
     """
     from fledge.diagnosis.foreign import read_files
-    from fledge.diagnosis.import_draft import import_draft as bring_in
+    from fledge.diagnosis.import_draft import import_draft as convert
     from fledge.models.resolve import local_model
 
     quiet_libraries()
     path = Path(draft).expanduser()
     directory = path if path.is_dir() else local_model(draft)
     check_place(destination, directory=True)
-    written = bring_in(directory, destination, target=target, trust_remote_code=trust_remote_code)
-    layout, ours = read_files(directory).view.layout, read_files(written)
+    written = convert(directory, destination, target=target, trust_remote_code=trust_remote_code)
+    layout, imported = read_files(directory).view.layout, read_files(written)
     facts = {
         "out": str(written),
         "layout": layout.name,
         "made_by": layout.made_by,
-        "tensors": len(ours.tensors),
-        **ours.view.method_settings,
-        "draft_vocab_size": ours.view.get("draft_vocab_size"),
-        "aux_layer_ids": ours.view.aux_layer_ids,
+        "tensors": len(imported.tensors),
+        **imported.view.method_settings,
+        "draft_vocab_size": imported.view.get("draft_vocab_size"),
+        "aux_layer_ids": imported.view.aux_layer_ids,
     }
     if as_json:
         print_json(facts)
         return
     states = f"the outputs of {facts['aux_layer_ids']}"
-    if ours.view.merges:
+    if imported.view.merges:
         states = "the target's last hidden state"
     out.say(
-        f"{written}: {ours.view.method.title} from {layout.made_by}, {facts['tensors']} tensors, "
-        f"draft vocabulary {facts['draft_vocab_size']:,}, listening to {states}"
+        f"{written}: {imported.view.method.title} from {layout.made_by}, {facts['tensors']} "
+        f"tensors, draft vocabulary {facts['draft_vocab_size']:,}, listening to {states}"
     )
     out.say(f"next: {fledge_command('eval', written, '--target', target)}")

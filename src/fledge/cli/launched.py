@@ -1,8 +1,8 @@
-"""Under torchrun: what a process of several says when it gives up.
+"""Error reporting of a process that was launched by torchrun.
 
-All of them read the same recipe and refuse it in the same words, so the first of each machine says
-it on the terminal. All write it where torchrun looks for the reason, which it shows rank by rank: a
-failure of one rank alone is not lost.
+All ranks read the same recipe and reject it with the same message, so only the first rank of each
+machine prints it on the terminal. Every rank writes it to torchrun's error file, which torchrun
+shows rank by rank, so the failure of a single rank is not lost.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for every process that it starts
-_FIRST_SPEAKS_S = 10.0
+_FIRST_RANK_WAIT_S = 10.0
 
 
 def said_by_another(line: str, *, stopped: bool) -> bool:
-    """Leave the reason for torchrun. True: another process of this machine says it on the terminal.
+    """Write the reason to torchrun's error file. True if another process of this machine prints it.
 
-    torchrun stops all processes when one has ended: the others let the first one speak.
+    torchrun stops all processes when one has ended, so the others wait for the first to print.
     """
     name = os.environ.get(_ERROR_FILE)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -27,14 +27,17 @@ def said_by_another(line: str, *, stopped: bool) -> bool:
         return False
     if stopped:
         return not first
-    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}  # the former is shown
+    extra = {
+        "py_callstack": line,
+        "timestamp": str(int(time.time())),
+    }  # torchrun shows the call stack
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
     except OSError:
         return False
     if not first:
-        _wait_for_the_first()
+        _wait_for_first_rank()
     return not first
 
 
@@ -42,13 +45,13 @@ class _StoppedError(Exception):
     pass
 
 
-def _wait_for_the_first() -> None:
-    """Until torchrun stops this process, because the first one has ended. It then ends by itself,
-    with its own exit code: torchrun may show it as the root cause."""
+def _wait_for_first_rank() -> None:
+    """Wait until torchrun stops this process because the first one has ended. The process then
+    exits with its own code, because torchrun may show it as the root cause."""
 
     def stop(*_: object) -> None:
         raise _StoppedError
 
     signal.signal(signal.SIGTERM, stop)
     with contextlib.suppress(_StoppedError):
-        time.sleep(_FIRST_SPEAKS_S)
+        time.sleep(_FIRST_RANK_WAIT_S)

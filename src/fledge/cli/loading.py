@@ -1,5 +1,5 @@
-"""Recipes, targets and drafts loaded as verbs name them: by words, by path, or by what a run knows
-about itself."""
+"""Load recipes, targets and drafts from what a verb is given: command-line words, paths, or the
+record that a run keeps of itself."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ def recipe_of_words(words: Sequence[str]) -> Any:
 
 
 def recipes_of_words(words: Sequence[str]) -> Any:
-    """The same of a recipe that may name several drafts: by their names; '' is the only one."""
+    """The recipes by draft name; the recipe of a single draft has the name ''."""
     from fledge.recipe.drafts import load_recipes
     from fledge.recipe.schema import split_arguments
 
@@ -30,13 +30,13 @@ def recipes_of_words(words: Sequence[str]) -> Any:
 
 
 def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
-    """What a bar says while a run is set up: first its data, part by part, then its target."""
+    """Shows on a bar how far a run is set up: first its data, part by part, then its target."""
 
     def show(at: Any) -> None:
         if at.waiting:
             rank = os.environ.get("RANK")
-            who = "" if rank is None else f"rank {rank}: "
-            err.say(f"{who}{WAITING}")  # of every rank: none of them hangs
+            rank_prefix = "" if rank is None else f"rank {rank}: "
+            err.say(f"{rank_prefix}{WAITING}")  # from every rank, so that none seems to hang
             update(description=WAITING)
             return
         what = "preparing data" if at.done < at.parts else "loading the target"
@@ -53,7 +53,7 @@ def load_target(
     device: str = "",
     trust_remote_code: bool = False,
 ) -> Any:
-    """`train.loading.load_target` for what a user typed."""
+    """`train.loading.load_target` with options as typed on the command line."""
     from fledge.draft.files import read_draft_config
     from fledge.train import loading
 
@@ -69,7 +69,7 @@ def load_target(
 
 
 def parse_dtype(name: str, *, floating: bool = False) -> Any:
-    """A torch dtype by name, or "auto"."""
+    """The torch dtype of this name, or "auto"."""
     import torch
 
     if name == "auto" and not floating:
@@ -81,6 +81,7 @@ def parse_dtype(name: str, *, floating: bool = False) -> Any:
 
 
 def numbers(text: str, count: int, where: str) -> list[int]:
+    """Parse exactly `count` comma-separated integers."""
     parts = text.split(",")
     if len(parts) != count or not all(part.strip().isdigit() for part in parts):
         raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")

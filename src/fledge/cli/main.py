@@ -1,6 +1,6 @@
-"""The `fledge` command: verbs in one file each, errors in one line.
+"""The `fledge` command: one file per verb, errors in one line.
 
-Nothing here, nor at the top of a verb's file, imports torch: `--help` must answer at once.
+Neither this file nor a verb's module level imports torch, so that `--help` is fast.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-# Before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine spinning
-# threads halve the speed of every process, this one included.
+# Set before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine,
+# spinning threads halve the speed of every process, this one included.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
@@ -27,12 +27,12 @@ from fledge.core.errors import explain, first_line
 from fledge.core.terminal import Terminal
 from fledge.core.text import VisibleFormatter, visible
 
-# Typer carries its own copy of click (older ones import it): its public name leads to UsageError.
+# Typer vendors click (older versions import it), so UsageError is found through a public subclass.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-class _InOrder(VerbGroup):
-    """Typer lists groups after verbs; here they stand in the order of work."""
+class _OrderedGroup(VerbGroup):
+    """Lists verbs in workflow order; Typer would list groups after plain verbs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_ORDER)
@@ -57,7 +57,7 @@ _ORDER = (
 
 app = Verbs(
     name="fledge",
-    cls=_InOrder,
+    cls=_OrderedGroup,
     help="Train draft models for speculative decoding, and measure honestly what they gain.",
     epilog="Example: fledge demo",
     add_completion=False,
@@ -78,7 +78,7 @@ def _root(
         False, "--version", callback=_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Verbs attach themselves below."""
+    """Holds the global options; the verbs are attached below."""
 
 
 def _attach_verbs() -> None:
@@ -132,47 +132,47 @@ def _attach_verbs() -> None:
 _attach_verbs()
 
 
-# What is not lost when a verb is interrupted; `fledge train` says it itself.
+# What survives an interrupt, by verb; `fledge train` reports it itself.
 _KEPT = {
-    "cache convert": "; what is converted stays, --resume continues",
-    "data prepare": "; the parts that are done stay, the same command goes on",
-    "diagnose": "; the target's answers stay, the same command goes on",
-    "eval": "; the target's answers stay, the same command goes on",
-    "precompute": "; what is written stays, --resume continues",
-    "regenerate": "; the answers stay, the same command goes on",
-    "retarget": "; once the refit is written, `fledge train` on the recipe.yaml beside it goes on",
+    "cache convert": "; converted shards are kept, --resume continues",
+    "data prepare": "; finished parts are kept, the same command continues",
+    "diagnose": "; the target's answers are kept, the same command continues",
+    "eval": "; the target's answers are kept, the same command continues",
+    "precompute": "; written shards are kept, --resume continues",
+    "regenerate": "; the answers are kept, the same command continues",
+    "retarget": "; once the refit is written, `fledge train` on its recipe.yaml continues",
 }
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Entry point: bad input is one line and exit code 2, a full disk 3, an interrupt 130, SIGTERM
-    143."""
+    """Entry point. Bad input is reported in one line with exit code 2; a full disk exits with 3, an
+    interrupt with 130, SIGTERM with 143."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell (>&-)
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (to the end)
-    _show_what_libraries_say()
-    with _signals() as stopped:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until exit)
+    _escape_library_output()
+    with _catch_signals() as stopped:
         try:
             code = app(args=argv, prog_name="fledge", standalone_mode=False)
-            if code == 130:  # Typer turns an interrupt into this code without a word
+            if code == 130:  # Typer silently turns an interrupt into this code
                 raise KeyboardInterrupt
-            sys.stdout.flush()  # a full disk or a closed pipe shows here, not at exit
+            sys.stdout.flush()  # a full disk or a closed pipe fails here, not at exit
         except _UsageError as error:
             text = error.format_message()  # type: ignore[attr-defined]  # see _UsageError
-            if type(error).__name__ == "NoArgsIsHelpError":  # the text is the page
+            if type(error).__name__ == "NoArgsIsHelpError":  # the text is the help page
                 Terminal().plain(text)
                 sys.exit(2)
             _fail(text, 2)
         except (KeyboardInterrupt, typer.Abort) as error:
-            if isinstance(error.__cause__, EOFError) and not stopped:  # so Typer reads it
+            if isinstance(error.__cause__, EOFError) and not stopped:  # Typer raises Abort
                 _fail(f"a file ended too early ({first_line(error.__cause__)})", 2)
-            _interrupted(argv, stopped)
+            _fail_interrupted(argv, stopped)
         except BrokenPipeError:  # `fledge data preview | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not read
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest
             sys.exit(0)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            if stopped:  # inside a library in another language, which took it for something else
-                _interrupted(argv, stopped)
+            if stopped:  # a native library reported the signal as another error
+                _fail_interrupted(argv, stopped)
             explained = explain(error)
             if explained is None:
                 raise
@@ -180,8 +180,9 @@ def run(argv: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _show_what_libraries_say() -> None:
-    """Warnings and logs quote what came from outside: a server's reply, a file's name."""
+def _escape_library_output() -> None:
+    """Escape control characters in warnings and logs: they quote outside text such as a server's
+    reply or a file's name."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
     warnings.formatwarning = _visible_warning
@@ -190,18 +191,19 @@ def _show_what_libraries_say() -> None:
 _format_warning = warnings.formatwarning
 
 
-def _visible_warning(*given: Any, **named: Any) -> str:
-    return visible(_format_warning(*given, **named))
+def _visible_warning(*args: Any, **kwargs: Any) -> str:
+    return visible(_format_warning(*args, **kwargs))
 
 
 class _Stopped(KeyboardInterrupt):
-    """Python ends as killed by SIGINT, whatever the exit code, when a plain KeyboardInterrupt came
-    while some libraries are imported; not so with one of another type."""
+    """Own type, because a plain KeyboardInterrupt during the import of some libraries makes Python
+    end as if killed by SIGINT, whatever the exit code."""
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM is an interrupt too: what is half-written goes, workers end. Yields what came."""
+def _catch_signals() -> Iterator[list[int]]:
+    """Treat SIGTERM as an interrupt too, so that partial files are removed and workers end. Yields
+    the list of received signals."""
     stopped: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -211,25 +213,25 @@ def _signals() -> Iterator[list[int]]:
     old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` does not want it
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored in a background job
                 old[number] = signal.signal(number, stop)
     try:
         yield stopped
     finally:
-        for changed, handler in old.items():
-            signal.signal(changed, handler)
+        for handled, handler in old.items():
+            signal.signal(handled, handler)
 
 
-def _interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
-    for number in {*stopped}:  # a second signal: it is ending already
+def _fail_interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
+    for number in {*stopped}:  # ignore repeats: the process is already ending
         signal.signal(number, signal.SIG_IGN)
-    words = " ".join(sys.argv[1:] if argv is None else argv)
-    kept = next((text for verb, text in _KEPT.items() if words.startswith(verb)), "")
+    command = " ".join(sys.argv[1:] if argv is None else argv)
+    kept = next((text for verb, text in _KEPT.items() if command.startswith(verb)), "")
     _fail(f"interrupted{kept}", 128 + (stopped[0] if stopped else signal.SIGINT))
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    """One line on stderr (none where help was shown instead), and the exit code."""
+    """Print one line on stderr (none if help was shown instead) and exit with the code."""
     line = " ".join(text.split())
     if line and not said_by_another(line, stopped=code > 128):
         errors = Terminal(stderr=True, soft_wrap=True)

@@ -1,18 +1,18 @@
-"""Arguments and options that several verbs share, word for word."""
+"""Arguments and options that several verbs share."""
 
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-# Where results go is said in one way; the others are what other programs, and we once, called it.
+# The destination of results is --out everywhere; the other spellings are accepted as aliases.
 OUT = ("--out", "--output-dir", "-o")
 
 RecipeWords = Annotated[
     list[str],
     Argument(
         metavar="RECIPE [section.key=value ...]",
-        help="A recipe file, then what is to be different from it.",
+        help="A recipe file, then overrides of its values.",
         show_default=False,
     ),
 ]
@@ -23,7 +23,7 @@ TrustRemoteCode = Annotated[
 ]
 DeviceOption = Annotated[str, Option(help="cpu, cuda, ...; default: a GPU if any.")]
 
-# work that a Ray cluster shares
+# work shared among the workers of a Ray cluster
 OnRay = Annotated[
     bool, Option("--ray", help="Spread it over a Ray cluster, one worker for each GPU.")
 ]

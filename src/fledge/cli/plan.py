@@ -1,4 +1,4 @@
-"""`fledge plan`: memory, disk and hours of a run, before it runs."""
+"""`fledge plan`: predict memory, disk and hours of a run before it starts."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _GPU_GIB = 80.0
 def plan(
     arguments: RecipeWords,
     ranks: Annotated[
-        int, Option(min=0, help="For so many ranks with a GPU each, without weights and data.")
+        int, Option(min=0, help="For this many ranks with a GPU each, without weights and data.")
     ] = 0,
     gpu_gib: Annotated[
         float | None,
@@ -55,9 +55,9 @@ def plan(
 ) -> None:
     """Predict what a recipe costs on this machine; `fledge train` prints the truth beside it.
 
-    With --ranks, what it would cost on so many GPUs: from the target's configuration alone, for the
-    steps that training.steps says. Either way it says among how many ranks (training.context) a
-    pack has to be shared to fit. A recipe of several drafts costs the target's time once.
+    With --ranks, what it would cost on that many GPUs: from the target's configuration alone, for
+    training.steps steps. Either way it reports how many ranks (training.context) have to share a
+    pack for it to fit. A recipe of several drafts costs the target's time once.
 
     With --cluster, how many GPUs for capture and how many for training keep each other busy, what
     every link carries, hours and cost for 1 and 100 million samples; --ranks fixes the number of
@@ -89,38 +89,38 @@ def plan(
         predicted, step, title = _by_shape(recipes, ranks)
         warnings: list[str] = []
     else:
-        predicted, step, title, warnings = _tried_out(recipes, begin)
+        predicted, step, title, warnings = _by_trial(recipes, begin)
     needed = _context_needed(predicted, step, gpu_gib)
     if as_json:
-        more = {"warnings": warnings, "context_needed": needed, "gpu_gib": gpu_gib}
-        print_json({**predicted.to_json(), **more})
+        extra = {"warnings": warnings, "context_needed": needed, "gpu_gib": gpu_gib}
+        print_json({**predicted.to_json(), **extra})
         return
     out.print(f"{title}, {counted(predicted.tokens, 'token')}")
     out.print(predicted.table())
-    asked = f"a pack of {step.tokens:,} tokens in {gpu_gib:g} GiB"
+    pack = f"a pack of {step.tokens:,} tokens in {gpu_gib:g} GiB"
     out.print(
-        f"{asked}: fits no number of ranks beside target and draft; see target.parallel"
+        f"{pack}: fits no number of ranks beside target and draft; see target.parallel"
         if needed is None
-        else f"{asked}: training.context={needed}{' or more' if needed > 1 else ' is enough'}"
+        else f"{pack}: training.context={needed}{' or more' if needed > 1 else ' is enough'}"
     )
     for line in warnings:
         out.say(f"warning: {line}", style="yellow")
 
 
 def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, str]:
-    """The prediction for GPUs that need not be here."""
+    """The prediction for GPUs that this machine need not have."""
     from fledge.train.planning.predict import Prediction
     from fledge.train.planning.shape_plan import ShapePlan
 
     plans = [ShapePlan.of(recipe, ranks) for recipe in recipes]
-    predicted = [one.predict(asks=one is plans[0]) for one in plans]
+    predicted = [shape_plan.predict(asks=shape_plan is plans[0]) for shape_plan in plans]
     steps = counted(recipes[0].training.steps, "step")
-    step = max((one.step for one in plans), key=lambda step: step.bytes())
+    step = max((shape_plan.step for shape_plan in plans), key=lambda step: step.bytes())
     return Prediction.of_all(predicted), step, f"{steps} on {counted(ranks, 'rank')}"
 
 
-def _tried_out(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, str, list[str]]:
-    """The prediction for this machine, from runs that are set up."""
+def _by_trial(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, str, list[str]]:
+    """The prediction for this machine, measured on runs that are set up but not started."""
     from fledge.train.planning.predict import predict_together, step_memory
     from fledge.train.setup import set_up_together
 
@@ -135,7 +135,7 @@ def _tried_out(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any,
 
 
 def _context_needed(predicted: "Prediction", step: Any, gpu_gib: float) -> int | None:
-    """Among how many ranks a pack must be shared, beside what stays."""
+    """How many ranks must share a pack, given what target and draft occupy."""
     from fledge.train.planning.memory import USABLE, context_needed
 
     free = gpu_gib * 2**30 * USABLE - predicted.target_bytes - predicted.draft_bytes

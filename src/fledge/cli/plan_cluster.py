@@ -1,4 +1,4 @@
-"""`fledge plan --cluster`: the table about clusters, a column for each target."""
+"""`fledge plan --cluster`: the table of cluster sizes, with one column per target."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,76 +15,76 @@ MEASURED = "benchmarks/results/train_step.md"
 def plan_cluster(
     recipes: Sequence[Any], given: Any, shapes: Sequence[str], *, as_json: bool
 ) -> None:
-    """Size a cluster for the recipe's own target, or for those of some sizes."""
+    """Size a cluster for the recipe's own target, or for each of the target shapes."""
     from fledge.train.planning.sizing import size_cluster
 
-    found = [size_cluster(recipes, given, shape).to_json() for shape in shapes or ("",)]
+    sizes = [size_cluster(recipes, given, shape).to_json() for shape in shapes or ("",)]
     if as_json:
-        print_json(found)
+        print_json(sizes)
         return
-    out.print(_table(found, shapes))
+    out.print(_table(sizes, shapes))
     out.print(
         f"samples of {counted(given.sample_tokens, 'token')}, each counted as often as it is "
         f"trained on; {given.gpu_hour:g} a GPU hour; {given.link_bytes / 1e9:g} GB/s into a rank"
     )
     if shapes:
-        pairs = zip(shapes, map(_name, found), strict=True)
+        pairs = zip(shapes, map(_name, sizes), strict=True)
         out.print(", ".join(f"{shape}: {name}" for shape, name in pairs))
-    for line in _basis(found):
+    for line in _basis(sizes):
         out.say(line, style="dim")
-    for one in found:
-        if one["bytes_per_train_gpu"] > given.gpu.usable_bytes:
-            what = f"the draft of {_name(one)} does not fit a GPU that trains"
+    for size in sizes:
+        if size["bytes_per_train_gpu"] > given.gpu.usable_bytes:
+            what = f"the draft of {_name(size)} does not fit a GPU that trains"
             out.say(f"warning: {what}; see packing.tokens and training.shard", style="yellow")
 
 
-def _table(found: Sequence[dict[str, Any]], shapes: Sequence[str]) -> Table:
-    shown = plain_table("a cluster", *(shapes or map(_name, found)), no_wrap=True)
-    rows = [_rows(one) for one in found]
+def _table(sizes: Sequence[dict[str, Any]], shapes: Sequence[str]) -> Table:
+    table = plain_table("a cluster", *(shapes or map(_name, sizes)), no_wrap=True)
+    rows = [_rows(size) for size in sizes]
     for title in rows[0]:
-        shown.add_row(title, *(row[title] for row in rows))
-    return shown
+        table.add_row(title, *(row[title] for row in rows))
+    return table
 
 
-def _name(one: dict[str, Any]) -> str:
-    return str(one["model"]).rpartition("/")[2]
+def _name(size: dict[str, Any]) -> str:
+    return str(size["model"]).rpartition("/")[2]
 
 
-def _rows(one: dict[str, Any]) -> dict[str, str]:
-    flow = one["bytes_per_s"]
-    split = f" x {one['gpus_per_worker']}" if one["gpus_per_worker"] > 1 else ""
+def _rows(size: dict[str, Any]) -> dict[str, str]:
+    flow = size["bytes_per_s"]
+    split = f" x {size['gpus_per_worker']}" if size["gpus_per_worker"] > 1 else ""
     rows = {
-        "parameters": _billions(one["parameters"]),
-        "  active": _billions(one["active_parameters"]),
-        "tokens/s of a worker": f"{one['worker_tokens_per_s']:,.0f}",
-        "tokens/s of a rank": f"{one['rank_tokens_per_s']:,.0f}",
-        "GPUs for capture": f"{one['target_workers']}{split}",
-        "  GiB on each": f"{one['bytes_per_capture_gpu'] / 2**30:.0f}",
-        "GPUs for training": str(one["train_gpus"]),
-        "  GiB on each ": f"{one['bytes_per_train_gpu'] / 2**30:.0f}",
-        "target.prefetch": str(one["prefetch"]),
-        "tokens/s, simulated": f"{one['tokens_per_s']:,.0f}",
-        "  ranks wait": f"{one['waiting_share']:.0%}",
-        "  workers busy": f"{one['busy_share']:.0%}",
-        "bytes a token": f"{one['bytes_per_token']:,}",
-        "  worker to store": f"{_size(flow['worker_to_store'])}/s",
-        "  stores to a rank": f"{_size(flow['store_to_rank'])}/s",
-        "  stores to all": f"{_size(flow['store_to_ranks'])}/s",
+        "parameters": _billions_text(size["parameters"]),
+        "  active": _billions_text(size["active_parameters"]),
+        "tokens/s of a worker": f"{size['worker_tokens_per_s']:,.0f}",
+        "tokens/s of a rank": f"{size['rank_tokens_per_s']:,.0f}",
+        "GPUs for capture": f"{size['target_workers']}{split}",
+        "  GiB on each": f"{size['bytes_per_capture_gpu'] / 2**30:.0f}",
+        "GPUs for training": str(size["train_gpus"]),
+        "  GiB on each ": f"{size['bytes_per_train_gpu'] / 2**30:.0f}",
+        "target.prefetch": str(size["prefetch"]),
+        "tokens/s, simulated": f"{size['tokens_per_s']:,.0f}",
+        "  ranks wait": f"{size['waiting_share']:.0%}",
+        "  workers busy": f"{size['busy_share']:.0%}",
+        "bytes a token": f"{size['bytes_per_token']:,}",
+        "  worker to store": f"{_bytes_text(flow['worker_to_store'])}/s",
+        "  stores to a rank": f"{_bytes_text(flow['store_to_rank'])}/s",
+        "  stores to all": f"{_bytes_text(flow['store_to_ranks'])}/s",
     }
-    for asked in one["samples"]:
-        many = f"{asked['samples'] / 1e6:g} M samples"
-        rows[f"{many}, hours"] = _hours(asked["hours"])
-        rows[f"{many}, cost"] = f"{asked['cost']:,.0f}"
-        rows[f"{many}, cache"] = _size(asked["cache_bytes"])
-    rows["  cache written"] = f"{_size(flow['cache_written'])}/s"
-    return {**rows, "  cache read": f"{_size(flow['cache_read'])}/s"}
+    for samples in size["samples"]:
+        label = f"{samples['samples'] / 1e6:g} M samples"
+        rows[f"{label}, hours"] = _hours_text(samples["hours"])
+        rows[f"{label}, cost"] = f"{samples['cost']:,.0f}"
+        rows[f"{label}, cache"] = _bytes_text(samples["cache_bytes"])
+    rows["  cache written"] = f"{_bytes_text(flow['cache_written'])}/s"
+    return {**rows, "  cache read": f"{_bytes_text(flow['cache_read'])}/s"}
 
 
-def _basis(found: Sequence[dict[str, Any]]) -> list[str]:
-    """What is measured and what is scaled, in words."""
+def _basis(sizes: Sequence[dict[str, Any]]) -> list[str]:
+    """Sentences on what is measured, what is scaled and what is assumed."""
 
     def scales(key: str) -> str:
-        return ", ".join("given" if one[key] is None else f"x {one[key]:.2f}" for one in found)
+        return ", ".join("given" if size[key] is None else f"x {size[key]:.2f}" for size in sizes)
 
     return [
         f"measured: targets and EAGLE-3 steps of 135M, 1B and 8B on one H200 ({MEASURED})",
@@ -94,15 +94,15 @@ def _basis(found: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _billions(count: int) -> str:
+def _billions_text(count: int) -> str:
     return f"{count / 1e9:,.0f} B" if count >= 1e10 else f"{count / 1e9:.1f} B"
 
 
-def _hours(hours: float) -> str:
+def _hours_text(hours: float) -> str:
     return f"{hours:,.1f}" if hours < 100 else f"{hours:,.0f}"
 
 
-def _size(count: float) -> str:
+def _bytes_text(count: float) -> str:
     for unit, name in _UNITS:
         if count >= unit:
             return f"{count / unit:.3g} {name}"

@@ -45,7 +45,7 @@ def precompute(
     Bytes are predicted before anything is written. An interrupted or stopped cache is continued
     with --resume. The same command with --resume may run any number of times at once, on any
     machines that see the directory: they share the work, as do processes under torchrun, and the
-    workers of --ray. Of a recipe of several drafts, the layers of all of them are kept.
+    workers of --ray. For a recipe of several drafts, the layers of all of them are kept.
     """
     from fledge.target.cache.precompute import execute
     from fledge.train.precompute import cache_dtype
@@ -81,7 +81,7 @@ def precompute(
 
 
 def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
-    """What a worker on a cluster does: what the command does without one, beside others."""
+    """The job of one of several workers on a cluster: what the command does without --ray."""
     from fledge.core.distributed import pick_device
     from fledge.target.cache.precompute import execute
 
@@ -100,7 +100,7 @@ def _lay_out(
     device: Any,
     prepared: Any = lambda _: None,
 ) -> tuple[Any, int, Any]:
-    """The job, the bytes beside its shards, and how its target is opened."""
+    """Returns the job, the bytes stored beside its shards, and a function that opens its target."""
     from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
 
     job, model = recipe_job(recipe, output_dir, chosen, prepared, others=others)
@@ -109,7 +109,7 @@ def _lay_out(
 
 
 def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) -> Any:
-    """The workers that fill the cache; None: this process does."""
+    """Opens the workers that fill the cache; yields None if this process does."""
     gpus = 0
     if ray:
         from fledge.target.ray.spread import gpus_of
@@ -119,7 +119,7 @@ def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) ->
 
 
 def _device(recipe: Any, spread: Any) -> Any:
-    """Where the target computes: here, or as all workers do."""
+    """The target's device: of this process, or of the workers."""
     import torch
 
     from fledge.core.distributed import pick_device
@@ -128,7 +128,7 @@ def _device(recipe: Any, spread: Any) -> Any:
 
 
 def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen: Any) -> Any:
-    """The flags as `CacheOptions`, refused in one line where they make no sense."""
+    """The flags as `CacheOptions`; raises BadInput for combinations that make no sense."""
     from fledge.target.cache.format import DTYPES, ENCODINGS
     from fledge.target.cache.job import CacheOptions, quota_in_bytes
     from fledge.target.kinds import spelt_out
@@ -150,7 +150,7 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
 
 
 def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) -> int:
-    """Run a job (as `execute` does) with its progress shown; the exit code."""
+    """Run a job (as `execute` does), show its progress, and return the exit code."""
     from fledge.target.cache.job import readable
     from fledge.target.cache.precompute import STOPPED
 

@@ -1,5 +1,5 @@
-"""`fledge recipe list | copy | show | schema | check`: recipes that come with fledge, and what one
-means before it costs anything."""
+"""`fledge recipe list | copy | show | schema | check`: recipes that come with fledge, and checks
+of a recipe before anything runs."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +47,7 @@ def list_shipped(
 
 @app.command(epilog="Example: fledge recipe copy smollm2_gpu --out my_recipe.yaml")
 def copy(
-    name: Annotated[str, Argument(metavar="NAME", help="As `fledge recipe list` says it.")],
+    name: Annotated[str, Argument(metavar="NAME", help="As `fledge recipe list` shows it.")],
     output: Annotated[Path | None, Option(*OUT, help="Where to; default: NAME.yaml, here.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
@@ -68,10 +68,10 @@ def copy(
 def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
     """Print the resolved recipe: every field, with overrides applied and defaults filled in.
 
-    Of a recipe of several drafts, the recipe of each.
+    For a recipe of several drafts, the recipe of each.
     """
     recipes = recipes_of_words(arguments or [])
-    with suppress(BadInput):  # a cache that is not here yet has no say yet
+    with suppress(BadInput):  # the cache may not exist yet
         recipes = {name: recipe.settled() for name, recipe in recipes.items()}
     if as_json:
         dumped = {name: recipe.model_dump(mode="json") for name, recipe in recipes.items()}
@@ -111,8 +111,8 @@ def check(
             drafts = [*load_recipes(path).values()]
         except BadInput as error:
             if as_json:
-                told = {"recipe": str(path), "ok": False, "error": str(error)}
-                print_json(told, one_line=True)
+                outcome = {"recipe": str(path), "ok": False, "error": str(error)}
+                print_json(outcome, one_line=True)
             raise
         target = drafts[0].target
         facts = {
@@ -124,5 +124,5 @@ def check(
         if as_json:
             print_json({"recipe": str(path), "ok": True, **facts}, one_line=True)
         else:
-            words = ", ".join(f"{key} {value}" for key, value in facts.items())
-            out.plain(f"ok  {path}: {words}")
+            summary = ", ".join(f"{key} {value}" for key, value in facts.items())
+            out.plain(f"ok  {path}: {summary}")

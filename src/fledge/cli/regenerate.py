@@ -1,4 +1,4 @@
-"""`fledge regenerate`: the target answers a data set again."""
+"""`fledge regenerate`: have the target answer a data set again."""
 
 import importlib.util
 import json
@@ -88,24 +88,24 @@ def regenerate(
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:
-        _only_for_servers(extra, model)
-        opened = partial(_local, target, sampling, batch, dtype, device, trust_remote_code)
+        _reject_server_options(extra, model)
+        opened = partial(_open_local, target, sampling, batch, dtype, device, trust_remote_code)
     elif ray:
         fix = "leave out --ray: --url may be repeated, and --concurrency raised"
         raise BadInput("servers compute elsewhere already", where="--ray", fix=fix)
     else:
-        given = (url or [], model, sampling, concurrency, retries, timeout, extra)
-        opened = partial(_servers, *given)
+        arguments = (url or [], model, sampling, concurrency, retries, timeout, extra)
+        opened = partial(_open_servers, *arguments)
     job = partial(
         answer_rows, sources, output.absolute(), sampling, limit=limit or None,
         exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
     )  # fmt: skip
     with opened_spread(ray, address, workers, device=device) as spread:
         if spread is None:
-            summary = _watched(job, opened())
+            summary = _run_here(job, opened())
         else:
             work = partial(job, opened)
-            summary = _on_ray(spread, work, sources, output.absolute(), limit or None)
+            summary = _run_on_ray(spread, work, sources, output.absolute(), limit or None)
     if as_json:
         print_json({"out": str(output), **summary.to_json()})
     else:
@@ -118,30 +118,30 @@ def regenerate(
 def answer_rows(
     sources: list[str], output: Path, sampling: Any, opened: Callable[[], Any], **more: Any
 ) -> Any:
-    """The job, once somebody is there to answer; also what a worker on a cluster does."""
+    """Answer the rows with what `opened` returns; this is also the job of a worker on a cluster."""
     from fledge.data.regenerate import regenerate as run
 
     return run(sources, output, opened(), sampling, **more)
 
 
-def _watched(job: Callable[..., Any], answerer: Any) -> Any:
-    """The job in this process, beside as many others as there are."""
+def _run_here(job: Callable[..., Any], answerer: Any) -> Any:
+    """Run the job in this process, with a progress bar; other processes may share the rows."""
     with progress_bar("answering", "rows") as update:
 
-        def watch(done: int, so_far: Any) -> None:
-            speed = so_far.tokens_now / so_far.seconds_now if so_far.seconds_now else 0.0
+        def watch(done: int, summary: Any) -> None:
+            speed = summary.tokens_now / summary.seconds_now if summary.seconds_now else 0.0
             note = f"{speed:,.0f} tok/s"
-            note += f", {so_far.failed_now:,} failed" if so_far.failed_now else ""
-            note += f", {so_far.others_now:,} by others" if so_far.others_now else ""
-            update(completed=done, total=so_far.rows, note=note)
+            note += f", {summary.failed_now:,} failed" if summary.failed_now else ""
+            note += f", {summary.others_now:,} by others" if summary.others_now else ""
+            update(completed=done, total=summary.rows, note=note)
 
         return job(lambda: answerer, watch=watch, say=lambda line: err.say(line, style="cyan"))
 
 
-def _on_ray(
+def _run_on_ray(
     spread: Any, work: Callable[[], Any], sources: list[str], output: Path, limit: int | None
 ) -> Any:
-    """The job in workers on a cluster; what they did, taken together."""
+    """Run the job in workers on a cluster; returns the sum of their summaries."""
     from fledge.data.regenerate_files import Onlooker
     from fledge.data.shards import Shards
 
@@ -150,16 +150,16 @@ def _on_ray(
     with progress_bar("answering", "rows") as update:
         update(total=rows, note=f"{counted(spread.workers, 'worker')} on the cluster")
         try:
-            done = spread.run(work, lambda: update(completed=onlooker.rows_over()))
+            summaries = spread.run(work, lambda: update(completed=onlooker.rows_over()))
         finally:
             onlooker.leave()
-    added = ("answered_now", "failed_now", "tokens_now")
-    both = {name: sum(getattr(summary, name) for summary in done) for name in added}
-    return replace(done[-1], **both, seconds_now=time.monotonic() - begin, others_now=0)
+    summed = ("answered_now", "failed_now", "tokens_now")
+    totals = {name: sum(getattr(summary, name) for summary in summaries) for name in summed}
+    return replace(summaries[-1], **totals, seconds_now=time.monotonic() - begin, others_now=0)
 
 
 def _template_options(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE with the value as JSON where it is, else as text."""
+    """Parse NAME=VALUE pairs; a value that is not JSON is taken as text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -172,13 +172,13 @@ def _template_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _only_for_servers(extra: str, model: str) -> None:
+def _reject_server_options(extra: str, model: str) -> None:
     for option, value in (("--extra", extra), ("--model", model)):
         if value:
             raise BadInput("is for servers", where=option, fix="give --url, or leave it out")
 
 
-def _local(
+def _open_local(
     name: str, sampling: Any, batch: int, dtype: str, device: str, trust_remote_code: bool
 ) -> Any:
     from fledge.cli.loading import parse_dtype
@@ -192,7 +192,7 @@ def _local(
     return LocalModel(loaded, name, sampling, batch)
 
 
-def _servers(
+def _open_servers(
     urls: list[str], model: str, sampling: Any, concurrency: int, retries: int, timeout: float,
     extra: str,
 ) -> Any:  # fmt: skip

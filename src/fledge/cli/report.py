@@ -1,4 +1,4 @@
-"""`fledge report`: a run as one page that people can look at, send and keep."""
+"""`fledge report`: a run as one self-contained HTML page."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,9 +59,9 @@ def report(
         from fledge.cli import eval
         from fledge.measure.evaluation import EvalOptions
 
-        gather(run)  # refuses what is no run, before the target is loaded
+        gather(run)  # rejects a directory that is not a run before the target is loaded
         options = EvalOptions(live=live, max_new_tokens=max_new_tokens, samples=samples)
-        _say_what_takes_time(prompts or ["mixed"], limit, options)
+        _announce_measuring(prompts or ["mixed"], limit, options)
         measured = eval.measure_drafts(
             [run], prompts or ["mixed"], options, draft_tokens=draft_tokens, target=target,
             limit=limit, device=device, trust_remote_code=trust_remote_code,
@@ -75,14 +75,14 @@ def report(
         out.say(f"report: {path}")
 
 
-def _say_what_takes_time(prompts: list[str], limit: int, options: Any) -> None:
+def _announce_measuring(prompts: list[str], limit: int, options: Any) -> None:
     from fledge.measure.prompts import read_prompts
 
-    asked = len(read_prompts(prompts, limit=limit or None))
+    count = len(read_prompts(prompts, limit=limit or None))
     err.say(
-        f"measuring: the target answers {counted(asked, 'prompt')} with up to "
+        f"measuring: the target answers {counted(count, 'prompt')} with up to "
         f"{options.max_new_tokens} tokens each (kept in the cache), the draft is replayed over "
-        f"them and decodes {min(options.live, asked)} live, both ways; the answers take the time: "
+        f"them and decodes {min(options.live, count)} live, both ways; the answers take the time: "
         "--limit, --max-new-tokens and --live make it shorter",
         style="cyan",
     )

@@ -1,4 +1,4 @@
-"""`fledge retarget`: a draft follows its target, which was fine-tuned or quantized."""
+"""`fledge retarget`: adapt a draft to its target after fine-tuning or quantization."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,23 +39,23 @@ def retarget(
     trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Fit a draft to its target after that was changed, in closed form, and perhaps train it on.
+    """Refit a draft in closed form after its target was changed, and optionally train it further.
 
     The map by which the draft reads the target's states is refitted, so that it makes of the new
-    states what it made of the old ones: minutes, and no training. Then --steps train it as any
-    draft, from there. Length on held-out rows is shown with the old target, before and after.
+    states what it made of the old ones: minutes, and no training. With --steps, the refitted draft
+    is then trained. Length on held-out rows is shown with the old target, before and after.
     """
     from fledge.train.retarget.retarget import Asked
-    from fledge.train.retarget.retarget import retarget as follow
+    from fledge.train.retarget.retarget import retarget as run_retarget
 
     quiet_libraries()
-    asked = Asked(
+    request = Asked(
         draft, target, tuple(data), old=old, steps=steps, out=directory, rows=rows,
         dtype=parse_dtype(dtype) if dtype else None, device=device or None,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with watching() as watch:
-        done = follow(asked, _Training(watch, steps), watch)
+        done = run_retarget(request, _Observer(watch, steps), watch)
     if as_json:
         print_json(done.to_json())
         return
@@ -64,8 +64,8 @@ def retarget(
         out.say(line)
 
 
-class _Training:
-    """The bar counts steps while it trains; what a run notes is said."""
+class _Observer:
+    """Observes the training: the bar counts steps, notes are printed."""
 
     def __init__(self, watch: Any, steps: int) -> None:
         self._watch, self._steps = watch, steps
@@ -82,7 +82,7 @@ class _Training:
 
 
 def _table(done: "Retargeted") -> Table:
-    shown = plain_table("", "length", "back", no_wrap=True)
+    table = plain_table("", "length", "back", no_wrap=True)
     rows = {
         "old target": (done.old_length, False),
         "new target, before": (done.length_before, False),
@@ -91,16 +91,16 @@ def _table(done: "Retargeted") -> Table:
     }
     if done.trained_length is not None:
         rows[f"and {counted(done.steps, 'step')}"] = (done.trained_length, True)
-    for name, (length, counts) in rows.items():
-        share = done.share(length) if counts else None
-        shown.add_row(name, f"{length:.3f}", "" if share is None else f"{share:.0%}")
-    shown.caption = (
+    for name, (length, has_share) in rows.items():
+        share = done.share(length) if has_share else None
+        table.add_row(name, f"{length:.3f}", "" if share is None else f"{share:.0%}")
+    table.caption = (
         f"tokens per round, k = {done.num_draft_tokens}, replayed on "
         f"{counted(done.held_out_rows, 'held-out row')};\nback: of what other states cost, which "
         "a refit can win; other words cost the rest"
     )
-    shown.caption_justify = "left"
-    return shown
+    table.caption_justify = "left"
+    return table
 
 
 def _remarks(done: "Retargeted") -> list[str]:

@@ -1,4 +1,4 @@
-"""`fledge serve`: the command that serves an export; with `--run` it is started."""
+"""`fledge serve`: print the command that serves an export, or run it with `--run`."""
 
 import os
 import shlex
@@ -22,8 +22,8 @@ EXAMPLE = (
     "Example: fledge serve runs/my_draft/exports/sglang --run --port 30000 -- --dtype bfloat16"
 )
 _VLLM_SERVER = "vllm.entrypoints.openai.api_server"
-_MOST_CPU_CACHE = 4 * 2**30  # of keys and values; unless told, vLLM wants nearly all memory
-_LOSES_TEMPERATURE = "0.32"  # tests/engines/vllm/mended_sampling says how
+_MOST_CPU_CACHE = 4 * 2**30  # of keys and values; by default vLLM takes nearly all memory
+_LOSES_TEMPERATURE = "0.32"  # tests/engines/vllm/mended_sampling explains it
 _GREEDY_ONLY = "with a draft on a CPU loses the temperature of requests: ask it greedily"
 _SPACE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 
@@ -32,7 +32,7 @@ def serve(
     draft: Annotated[Path, Argument(metavar="DRAFT", help="An export of `fledge export`.")],
     more: Annotated[
         list[str] | None,
-        Argument(metavar="[-- FLAGS...]", help="Handed to the engine.", show_default=False),
+        Argument(metavar="[-- FLAGS...]", help="Passed to the engine.", show_default=False),
     ] = None,
     target: Annotated[str, Option(help="The target; default: what the export names.")] = "",
     draft_tokens: TrainedTokens = 0,
@@ -40,12 +40,12 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on; default: the engine's.")] = "",
     port: Annotated[int, Option(min=0, max=65535, help="Port; 0: the engine's default.")] = 0,
     run: Annotated[bool, Option("--run", help="Start the engine.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print the words as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the command as a JSON list.")] = False,
 ) -> None:
     """Print the engine's command for a draft: its flags decide whether the draft works at all.
 
     A wrong method, or P-EAGLE without parallel drafting, gives acceptance 1.0 without a warning.
-    The command is for the engine that is installed here; where there is none, for a usual one.
+    The command is for the engine that is installed here, or else for a usual installation.
     """
     from fledge.export.commands import ENGINE_MODULES, serve_command, without_repeats
     from fledge.export.export import read_export_record
@@ -55,19 +55,19 @@ def serve(
     record = read_export_record(draft)
     name = name_for_engines(target) if target else target_here(draft, record)
     if not name:
-        called = record["target"]["name"]
-        what = f"where its target {called} lies is not known here" if called else "no target named"
+        label = record["target"]["name"]
+        what = f"where its target {label} is stored is unknown" if label else "no target named"
         raise BadInput(what, where=str(draft), fix="give --target MODEL")
     command = serve_command(
         record, str(draft.expanduser().absolute()), target=name, host=host or None,
         named=target or record["target"]["name"] or None, port=port or None,
         num_draft_tokens=draft_tokens or None,
     )  # fmt: skip
-    module, given = ENGINE_MODULES[record["engine"]], more or []
+    module, extra_flags = ENGINE_MODULES[record["engine"]], more or []
     is_here = is_installed(module)
     if is_here and module == "vllm":
-        command = _for_this_vllm(command, given)
-    command = without_repeats(command, given)
+        command = _for_this_vllm(command, extra_flags)
+    command = without_repeats(command, extra_flags)
     command += ["--trust-remote-code"] if trust_remote_code else []
     if "--dtype" not in command:
         err.say(f"no --dtype: {module} will choose one (`fledge export` records it)", "yellow")
@@ -78,22 +78,22 @@ def serve(
     if not is_here:
         fix = f"{install_packages(module)}, or run the printed command where it is"
         raise BadInput(f"{module} is not installed here", fix=fix)
-    words = _with_programs_here(command)
-    err.say(shlex.join(words), style="dim")
-    os.execv(words[0], words)
+    argv = _with_program_path(command)
+    err.say(shlex.join(argv), style="dim")
+    os.execv(argv[0], argv)
 
 
-def _for_this_vllm(command: list[str], given: Sequence[str]) -> list[str]:
-    """As the vLLM of this machine wants it."""
-    if version_of("vllm") is None:  # `vllm` asks for a distribution of that name, and fails
+def _for_this_vllm(command: list[str], extra_flags: Sequence[str]) -> list[str]:
+    """Adapt the command to the vLLM of this machine."""
+    if version_of("vllm") is None:  # the `vllm` program fails without this distribution
         assert command[:2] == ["vllm", "serve"]
         command = ["python", "-m", _VLLM_SERVER, "--model", *command[2:]]
     if not _on_cpu():
         return command
     if f"vllm {_LOSES_TEMPERATURE}." in (installed_as("vllm") or ""):
         err.say(f"vLLM {_LOSES_TEMPERATURE} {_GREEDY_ONLY}", style="yellow")
-    told = "VLLM_CPU_KVCACHE_SPACE" in os.environ
-    if told or any(word.startswith(_SPACE_FLAGS) for word in given):
+    is_set = "VLLM_CPU_KVCACHE_SPACE" in os.environ
+    if is_set or any(flag.startswith(_SPACE_FLAGS) for flag in extra_flags):
         return command
     return [*command, _SPACE_FLAGS[0], str(_cpu_cache_bytes())]
 
@@ -105,13 +105,13 @@ def _on_cpu() -> bool:
 
 
 def _cpu_cache_bytes() -> int:
-    """An eighth of the memory, whose rest belongs to the model and to whoever else is here."""
+    """An eighth of the memory; the rest is left to the model and to other processes."""
     eighth = (memory_bytes() or _MOST_CPU_CACHE * 8) // 8
     return min(_MOST_CPU_CACHE, eighth // 2**20 * 2**20)
 
 
-def _with_programs_here(command: list[str]) -> list[str]:
-    """The same with the program as a path: beside this Python first, then wherever it is."""
+def _with_program_path(command: list[str]) -> list[str]:
+    """Replace the program by its path: next to this Python if there, else from PATH."""
     if command[0] == "python":
         return [sys.executable, *command[1:]]
     beside = Path(sys.executable).with_name(command[0])

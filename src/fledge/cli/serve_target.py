@@ -20,7 +20,7 @@ EXAMPLE = (
 
 def serve_target(
     target: Annotated[str, Option(help="Directory, .gguf file, embedded name or hub id.")],
-    engine: Annotated[str, Option(help="hf | sglang | vllm: who runs it.")] = "hf",
+    engine: Annotated[str, Option(help="hf | sglang | vllm: what runs it.")] = "hf",
     aux_layer_ids: Annotated[
         str | None, Option(help="Three layers, as 1,15,28; default: 1, n/2 - 1, n - 4.")
     ] = None,

@@ -1,4 +1,4 @@
-"""`--ray`: the work of a verb in workers on a Ray cluster, shown and ended from here."""
+"""`--ray`: run the work of a verb in workers on a Ray cluster, controlled from this process."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,7 +9,7 @@ from fledge.core.errors import BadInput
 def opened_spread(
     ray: bool, address: str, workers: int | None, *, gpus: int = 1, device: str = ""
 ) -> AbstractContextManager[Any]:
-    """The workers, of so many GPUs each; None without --ray."""
+    """Opens the workers, with `gpus` GPUs each; yields None without --ray."""
     if ray:
         from fledge.target.ray.spread import Spread
 

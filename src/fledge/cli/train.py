@@ -1,4 +1,4 @@
-"""`fledge train`: from a recipe to a draft, resumable at any moment."""
+"""`fledge train`: train a draft from a recipe, resumable at any point."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ EXAMPLE = "Example: fledge train smollm2_cpu data.train=chats.jsonl training.lr=
 def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
     """Train a draft. On an existing run: continue it, or say which field of the recipe differs.
 
-    A finished run says so and stays as it is. With training.extend=true and more steps or epochs it
-    is lengthened; draft.init_from=RUN starts a new run from it.
+    A finished run is reported as such and left as it is. With training.extend=true and more steps
+    or epochs it is lengthened; draft.init_from=RUN starts a new run from it.
 
     A recipe may name several drafts. The target then answers once for all of them, and each is a
     run of its own below run.output_dir.
@@ -38,14 +38,14 @@ def train(arguments: RecipeWords, as_json: OutcomeAsJson = False) -> None:
 
 
 def run_recipe(recipe: Any, *, as_json: bool = False, begin: float | None = None) -> int:
-    """Set up, train, report; the exit code. `begin`: when the command began."""
+    """Set up, train and report; returns the exit code. `begin`: when the command started."""
     return run_recipes({"": recipe}, as_json=as_json, begin=begin)
 
 
 def run_recipes(
     recipes: Mapping[str, Any], *, as_json: bool = False, begin: float | None = None
 ) -> int:
-    """The same of several drafts by name, from one pass of the target."""
+    """`run_recipe` for several drafts by name, which share one pass of the target."""
     begin = time.perf_counter() if begin is None else begin
     from fledge.core.distributed import leave_world
     from fledge.core.heartbeat import ending_together
@@ -56,10 +56,10 @@ def run_recipes(
     from fledge.train.together import target_of
 
     quiet_libraries()
-    ended = {name: finished_before(recipe) for name, recipe in recipes.items()}
-    if all(outcome is not None for outcome in ended.values()):
+    earlier = {name: finished_before(recipe) for name, recipe in recipes.items()}
+    if all(outcome is not None for outcome in earlier.values()):
         if is_main_rank():
-            _report(recipes, ended, None, None, as_json=as_json)
+            _report(recipes, earlier, None, None, as_json=as_json)
         return 0
     with ending_together(StopSignal), progress_bar("preparing data", "parts") as update:
         trainings = set_up_together([*recipes.values()], show_set_up(update), watched=True)
@@ -67,50 +67,50 @@ def run_recipes(
         update(description="trying out this machine")
         predicted = predict_together(trainings, begin)
         watcher = _Watcher(update, quiet=not world.is_main)
-        watcher.note(f"{_set_up(recipes, trainings)}; predicted: {predicted.line()}")
+        watcher.note(f"{_setup_line(recipes, trainings)}; predicted: {predicted.line()}")
         update(description="training", total=first.stream.steps, completed=0, unit="steps")
         for training in trainings:
             training.watch = watcher.doing
-        with target_of(trainings):  # let go of it on every way out
-            done = fit_together(trainings, [_Observer(watcher, name) for name in recipes])
-    outcomes = dict(zip(recipes, done, strict=True))
+        with target_of(trainings):  # closed on every exit path
+            results = fit_together(trainings, [_Observer(watcher, name) for name in recipes])
+    outcomes = dict(zip(recipes, results, strict=True))
     seconds = time.perf_counter() - begin
-    spent = {"data": first.data_s, **watcher.spent()}
-    truth = {
+    seconds_by_part = {"data": first.data_s, **watcher.spent()}
+    measured = {
         "seconds": seconds,
-        "seconds_by_part": {"start_up": seconds - sum(spent.values()), **spent},
+        "seconds_by_part": {"start_up": seconds - sum(seconds_by_part.values()), **seconds_by_part},
         "peak_bytes": peak_memory_bytes(first.parts.device),
         "disk_bytes": sum(directory_bytes(training.directory) for training in trainings),
     }
     if world.is_main:
-        _report(recipes, outcomes, predicted, truth, as_json=as_json)
+        _report(recipes, outcomes, predicted, measured, as_json=as_json)
     leave_world(world)
-    return 0 if all(outcome.finished for outcome in done) else 128 + done[0].signal
+    return 0 if all(outcome.finished for outcome in results) else 128 + results[0].signal
 
 
-def _set_up(recipes: Mapping[str, Any], trainings: Sequence[Any]) -> str:
-    """What is about to be trained, in a line."""
+def _setup_line(recipes: Mapping[str, Any], trainings: Sequence[Any]) -> str:
+    """One line about what is going to be trained."""
     stream = trainings[0].stream
-    covered = [
-        f"draft vocabulary {_of(name)}{training.vocabulary.size:,} covers "
+    coverage = [
+        f"draft vocabulary {_prefix(name)}{training.vocabulary.size:,} covers "
         f"{training.vocabulary.coverage:.2%} of the supervised tokens"
         for name, training in zip(recipes, trainings, strict=True)
     ]
     rows = f"{counted(len(stream.rows), 'row')} in {counted(stream.steps, 'step')}"
-    return f"{rows}, padding {stream.padding_share:.2%}; {'; '.join(covered)}"
+    return f"{rows}, padding {stream.padding_share:.2%}; {'; '.join(coverage)}"
 
 
-def _of(name: str) -> str:
-    """A draft's name before what is said of it; the only one has none."""
+def _prefix(name: str) -> str:
+    """The prefix of a line about a draft; a single draft has no name and no prefix."""
     return f"{name}: " if name else ""
 
 
 class _Watcher:
-    """Shows what goes on: one bar, whatever number of drafts."""
+    """Shows the progress of all drafts in one bar."""
 
     def __init__(self, update: Any, *, quiet: bool) -> None:
         self._update, self._quiet = update, quiet
-        self._figures: dict[str, tuple[int, str]] = {}  # of each draft: at which step, and which
+        self._figures: dict[str, tuple[int, str]] = {}  # by draft: (step, text)
         self._speed = ""
         self._doing, self._since = "training", time.perf_counter()
         self._spent = dict.fromkeys(("training", "evaluating", "saving"), 0.0)
@@ -119,24 +119,24 @@ class _Watcher:
         if not self._quiet:
             err.say(text, style="cyan")
 
-    def doing(self, what: str, step: int, far: str) -> None:
-        """The bar counts steps; what is said behind it is how far an evaluation is, or the figures
-        of the last steps."""
+    def doing(self, what: str, step: int, progress: str) -> None:
+        """Update the bar, which counts steps; the note behind it is the `progress` of an
+        evaluation, or else the figures of the last steps."""
         now = time.perf_counter()
         self._spent[self._doing] += now - self._since
         self._doing, self._since = what, now
-        self._update(description=what, completed=step, note=far or self._shown())
+        self._update(description=what, completed=step, note=progress or self._shown())
 
     def spent(self) -> dict[str, float]:
-        """Seconds by what was done, in the words of a prediction; there is no more to come."""
+        """Seconds by activity, under the names that a prediction uses; called once, at the end."""
         self._spent[self._doing] += time.perf_counter() - self._since
         return dict(zip(("steps", "evaluations", "checkpoints"), self._spent.values(), strict=True))
 
     def figures(self, name: str, values: dict[str, Any]) -> None:
-        """Of the last steps of one draft; they are shown when all have taken these steps."""
+        """Record the last steps of one draft; shown once all drafts have reached that step."""
         step = values["step"]
-        shown = f"{_of(name)}loss {values['loss']:.3f} length {values['tau']:.2f}"
-        self._figures[name] = step, shown
+        text = f"{_prefix(name)}loss {values['loss']:.3f} length {values['tau']:.2f}"
+        self._figures[name] = step, text
         self._speed = f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
         if all(at == step for at, _ in self._figures.values()):
             self._update(description="training", completed=step, note=self._shown(), now=True)
@@ -147,13 +147,13 @@ class _Watcher:
 
 
 class _Observer:
-    """Shows one draft's run while it goes on."""
+    """Shows the progress of one draft's run."""
 
     def __init__(self, watcher: _Watcher, name: str) -> None:
         self._watcher, self._name = watcher, name
 
     def note(self, text: str) -> None:
-        self._watcher.note(f"{_of(self._name)}{text}")
+        self._watcher.note(f"{_prefix(self._name)}{text}")
 
     def logged(self, values: dict[str, Any]) -> None:
         self._watcher.figures(self._name, values)
@@ -162,44 +162,44 @@ class _Observer:
         evaluation = values["evaluation"]
         rates = " ".join(f"{rate:.3f}" for rate in evaluation["joint"])
         step, length = f"step {values['step']:>6}", evaluation["acceptance_length"]
-        err.say(f"{_of(self._name)}{step}  held-out acceptance length {length:.3f}  ({rates})")
+        err.say(f"{_prefix(self._name)}{step}  held-out acceptance length {length:.3f}  ({rates})")
         if values.get("forecast"):
-            err.say(f"{_of(self._name)}{values['forecast']}", style="cyan")
+            err.say(f"{_prefix(self._name)}{values['forecast']}", style="cyan")
 
 
 def _report(
     recipes: Mapping[str, Any],
     outcomes: Mapping[str, Any],
     predicted: Any,
-    truth: Any,
+    measured: Any,
     *,
     as_json: bool,
 ) -> None:
-    """How the runs of all drafts ended, and what they cost together."""
+    """Report how the runs of all drafts ended, and what they cost together."""
     if as_json:
-        told = {name: _told(recipe, outcomes[name]) for name, recipe in recipes.items()}
+        by_name = {name: _outcome_json(recipe, outcomes[name]) for name, recipe in recipes.items()}
         cost = {
             "predicted": None if predicted is None else predicted.to_json(),
-            "measured": truth,
+            "measured": measured,
         }
-        print_json({**told.get("", {"drafts": told}), **cost})
+        print_json({**by_name.get("", {"drafts": by_name}), **cost})
         return
     for name, recipe in recipes.items():
         if name:
             out.rule(marked("[bold]{}", name))
-        _report_one(recipe, outcomes[name])
-    ended = outcomes.values()
-    if all(one.finished for one in ended) and not all(one.already for one in ended):
-        out.print(predicted.table(truth))
+        _report_draft(recipe, outcomes[name])
+    results = outcomes.values()
+    if all(run.finished for run in results) and not all(run.already for run in results):
+        out.print(predicted.table(measured))
     for name, outcome in outcomes.items():
         if outcome.finished:
             directory = recipes[name].run.output_dir
-            out.say(f"{_of(name)}best checkpoint (a loadable draft): {directory}/best")
+            out.say(f"{_prefix(name)}best checkpoint (a loadable draft): {directory}/best")
             for line in outcome.warnings:
-                out.say(f"{_of(name)}warning: {line}", style="yellow")
+                out.say(f"{_prefix(name)}warning: {line}", style="yellow")
 
 
-def _told(recipe: Any, outcome: Any) -> dict[str, Any]:
+def _outcome_json(recipe: Any, outcome: Any) -> dict[str, Any]:
     state = outcome.state
     return {
         "directory": recipe.run.output_dir,
@@ -213,7 +213,7 @@ def _told(recipe: Any, outcome: Any) -> dict[str, Any]:
     }
 
 
-def _report_one(recipe: Any, outcome: Any) -> None:
+def _report_draft(recipe: Any, outcome: Any) -> None:
     state, directory = outcome.state, recipe.run.output_dir
     if not outcome.finished:
         out.print(f"stopped after step {state.step}; the same command continues the run")
@@ -234,12 +234,12 @@ def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str
     """Held-out acceptance before and after training, per drafted token."""
     tokens = ["token 1", *(f"{k}" for k in range(2, len(after["joint"]) + 1))]
     title = f"held-out acceptance before and after training, greedy {drafted}"
-    shown = plain_table("", "length", *tokens, title=title, no_wrap=True)
+    table = plain_table("", "length", *tokens, title=title, no_wrap=True)
     for name, values in (("before", before), ("after", after)):
         rates = [f"{rate:.1%}" for rate in values["joint"]]
-        shown.add_row(name, marked("[bold]{:.2f}[/]", values["acceptance_length"]), *rates)
-    shown.caption = (
+        table.add_row(name, marked("[bold]{:.2f}[/]", values["acceptance_length"]), *rates)
+    table.caption = (
         "length = tokens per round by exact replay, the target's own token counted; "
         "token k: rounds in which it and all before it were accepted"
     )
-    return shown
+    return table

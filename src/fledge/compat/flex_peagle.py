@@ -1,8 +1,8 @@
-"""P-EAGLE's visibility as a flex-attention mask, and attention through it.
+"""P-EAGLE's visibility as a flex-attention mask, and attention with that mask.
 
 An alternative to `parallel.py` for callers who flatten their elements themselves (the interface of
 the draft's `forward_peagle`): any order of elements, one mask. Flex attention is compiled where
-Inductor supports the tensors; elsewhere, and after a compilation that failed, the scores are dense.
+Inductor supports the tensors; elsewhere, and after a failed compilation, the scores are dense.
 """
 
 import logging
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MIN_CHANNELS = 16  # what Inductor's kernels need of a head
+_MIN_CHANNELS = 16  # smallest head dimension that Inductor's kernels support
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def create_peagle_mask_mod(
     anchor_pos: Tensor,  # [N] or [1, N]: position of each element's anchor in the row
-    depth: Tensor,  # the same shape
+    depth: Tensor,  # [N] or [1, N]: depth of each element
     lengths: Tensor | Sequence[int],  # documents of the row, one after another
-    total_seq_len: int,  # width of the row; what the documents leave over is padding
+    total_seq_len: int,  # width of the row; padding follows the documents
 ) -> MaskMod:
     """Visible(q, kv) = same document, not padding, and (kv is a depth-0 element not after q's
-    anchor, or an element of q's own rollout that is no deeper)."""
+    anchor, or an element of q's own rollout that is not deeper)."""
     anchor_N, depth_N = anchor_pos.reshape(-1).contiguous(), depth.reshape(-1)
     if anchor_N.shape != depth_N.shape:
         raise ValueError(f"depth: {len(depth_N)} elements for {len(anchor_N)} in anchor_pos")
@@ -42,8 +42,8 @@ def create_peagle_mask_mod(
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         same = (document_N[q] == document_N[kv]) & (document_N[q] >= 0)
         prefix = (depth_N[kv] == 0) & (anchor_N[kv] <= anchor_N[q])
-        own = (anchor_N[kv] == anchor_N[q]) & (depth_N[kv] <= depth_N[q])
-        return same & (prefix | own)
+        rollout = (anchor_N[kv] == anchor_N[q]) & (depth_N[kv] <= depth_N[q])
+        return same & (prefix | rollout)
 
     return mask_mod
 
@@ -62,14 +62,14 @@ def _documents(anchor_N: Tensor, lengths: Tensor | Sequence[int], total_seq_len:
 def peagle_block_mask(
     anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
 ) -> BlockMask:
-    """The same as a block mask over N x N elements, for every row and head."""
+    """`create_peagle_mask_mod` as a block mask over N x N elements, for every row and head."""
     mask_mod = create_peagle_mask_mod(anchor_pos, depth, lengths, total_seq_len)
     count, device = anchor_pos.numel(), anchor_pos.device
     return create_block_mask(mask_mod, None, None, count, count, device=str(device))
 
 
 class _Compiled:
-    """Flex attention, compiled once per process, and why it was given up, if it was."""
+    """Flex attention, compiled once per process, and the error if its compilation failed."""
 
     function: Callable[..., Any] | None = None
     failure: str | None = None
@@ -89,7 +89,7 @@ def compile_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def peagle_flex_attention(
     q_BHNC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, block_mask: BlockMask, scale: float
 ) -> Tensor:
-    """[B, H, N, C]; elements that see nothing (padding) get zeros."""
+    """Attention output [B, H, N, C]; elements that see nothing (padding) get zeros."""
     if _Compiled.failure is None and compile_supported(q_BHNC, k_BGNC, v_BGNC):
         if _Compiled.function is None:
             _Compiled.function = torch.compile(flex_attention, dynamic=True)

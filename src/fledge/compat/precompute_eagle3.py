@@ -7,10 +7,10 @@ r"""Precompute the EAGLE-3 offline cache: run the target once, train many times.
 
 Then train from it, without the target: `target.backend=cache
 target.cached_target_path=/data/cache`. By default hidden states are kept, which serve every
-draft vocabulary, loss and objective (`--encoding` has the others); the vocabulary asked for here
-is what training takes unless its recipe says another. Bytes are predicted before anything is
-written. Under torchrun several processes write disjoint shards of one cache.
-`fledge precompute` does the same from a recipe, for any target backend.
+draft vocabulary, loss and objective (see `--encoding` for the others); the vocabulary given here
+is the default of training from the cache. Bytes are predicted before anything is written. Under
+torchrun several processes write disjoint shards of one cache. `fledge precompute` does the same
+from a recipe, for any target backend.
 
 Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a full disk
 (`--resume` continues), 130 interrupted.
@@ -51,7 +51,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line; `--help` has the rest."""
+    """Reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"precompute_eagle3: {message}; --help lists the flags\n")
@@ -111,12 +111,12 @@ def _validate_args(args: argparse.Namespace) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{value} is too small", where=flag, fix=f"at least {least}")
     quota_in_bytes(args.quota_gb)
-    for flag, value, known in (
+    for flag, value, allowed in (
         ("--dtype", args.dtype, ("auto", *_FLOATS)),
         ("--target-dtype", args.target_dtype, ("auto", *_FLOATS, "fp8")),
     ):
-        if value not in known:
-            raise BadInput(f"{value!r} is not a dtype", where=flag, fix=", ".join(known))
+        if value not in allowed:
+            raise BadInput(f"{value!r} is not a dtype", where=flag, fix=", ".join(allowed))
     if not 0 <= args.max_drop_share <= 1:
         what = f"{args.max_drop_share} is not a share"
         raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
@@ -191,10 +191,10 @@ def _compute_batch_cache(
 ) -> dict[str, torch.Tensor]:
     """Turn one target-model batch into the per-sample tensors the trainer takes, on the CPU.
 
-    The draft-vocabulary view of a batch, padded: what the `probs` encoding keeps, without its
-    rows' ends cut off, and with a distribution at unsupervised slots too. Probabilities come from
-    the function that the live trainer calls, so they are the live ones; floating-point fields are
-    then cast to `cache_dtype`. `head` is needed when the batch carries last hidden states.
+    The draft-vocabulary view of a batch: what the `probs` encoding keeps, but with padded rows and
+    a distribution at unsupervised slots too. Probabilities come from the function that the live
+    trainer calls, so they equal the live ones; floating-point fields are then cast to
+    `cache_dtype`. `head` is needed when the batch carries last hidden states.
     """
     batch = target_batch
     if batch.target_probs is None:
@@ -203,11 +203,11 @@ def _compute_batch_cache(
             head, selected_token_ids, selected_token_mask
         )
         assert batch.position_mask is not None
-        sayable = batch.position_mask & supervised.bool()[..., None]
-        batch = replace(batch, loss_mask=supervised, position_mask=sayable)
-    kept = ("aux_hidden_states", "target_probs")
+        position_mask = batch.position_mask & supervised.bool()[..., None]
+        batch = replace(batch, loss_mask=supervised, position_mask=position_mask)
+    float_fields = ("aux_hidden_states", "target_probs")
     return {
-        name: (tensor.to(cache_dtype) if name in kept else tensor).cpu()
+        name: (tensor.to(cache_dtype) if name in float_fields else tensor).cpu()
         for name, tensor in batch.tensors()
     }
 
@@ -220,8 +220,8 @@ def _ensure_resume_compatible(
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Load the target, scan the dataset once, and write the sharded cache; the exit code. What the
-    arguments get wrong is a BadInput before anything is loaded."""
+    """Load the target, scan the dataset once, and write the sharded cache; returns the exit code.
+    Raises BadInput for bad arguments before anything is loaded."""
     from fledge.cli.console import quiet_libraries
     from fledge.core.distributed import pick_device
 
@@ -244,7 +244,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _section(args: argparse.Namespace) -> HfTarget:
-    """The target that the flags describe, as a recipe would."""
+    """The target that the flags describe, as a recipe section."""
     ids = _aux_layer_ids(args)
     section = HfTarget(
         model=args.target_model,
@@ -257,7 +257,7 @@ def _section(args: argparse.Namespace) -> HfTarget:
 
 @contextmanager
 def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
-    """A bar from the first written row on (lines that are said before it stay), in one process."""
+    """A bar on the main rank, opened at the first written row so that earlier log lines stay."""
     from fledge.cli.console import watching
 
     with ExitStack() as stack:
@@ -268,12 +268,13 @@ def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
                 bars.append(stack.enter_context(watching()))
             bars[0]("asking the target", at.rows, rows)
 
-        wanted = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
-        yield show if wanted else lambda _: None
+        visible = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+        yield show if visible else lambda _: None
 
 
 def _job(args: argparse.Namespace, computed: torch.dtype) -> tuple[CacheJob, ModelFacts]:
-    """Tokenise the data and lay out the work; no weights are read. `computed`: its dtype."""
+    """Tokenize the data and lay out the work, without reading weights; `computed` is the dtype of
+    the target's forward."""
     from fledge.data import sources
     from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
     from fledge.data.rows import RowView

@@ -7,4 +7,4 @@ from pathlib import Path
 
 CHATS = Path(__file__).parent / "chats.jsonl"
 RECIPE = Path(__file__).parent / "recipe.yaml"
-ROWS = 120  # of the chats, as many as two cores digest in a few minutes
+ROWS = 120  # chats to train on: as many as two cores handle in a few minutes

@@ -1,11 +1,11 @@
-"""What a run left behind, as one plain value: the page's data. Reads files, runs nothing.
+"""Collects the data of the report page from the files of a run. Reads files, runs nothing.
 
     RUN/metrics.jsonl    training steps and held-out evaluations    (train)
     RUN/recipe.yaml      the resolved recipe                        (train)
     RUN/machine.json     what it ran on                             (train)
     RUN/eval.json        figures and answers token by token         (fledge eval --out)
 
-Only the metrics are needed; the page leaves out what is not there, and says how to get it.
+Only the metrics are required; the page omits what is missing, and says how to get it.
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,17 @@ _MOST_BYTES = 1 << 28  # of measured answers, token by token
 
 
 def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
-    """The page's data; `evaluation` None takes the run's own, if there is one."""
+    """The page's data; `evaluation` defaults to the run's own, if it has one."""
     steps, held_out = read_metrics(run)
     recipe = _recipe(run / "recipe.yaml")
-    named = {name: recipe.get(name) or {} for name in ("objective", "run", "target")}
+    sections = {name: recipe.get(name) or {} for name in ("objective", "run", "target")}
     if evaluation is None and (run / EVALUATION_NAME).is_file():
         evaluation = run / EVALUATION_NAME
-    machine, kind = run / MACHINE_NAME, str(named["objective"].get("kind", ""))
+    machine, kind = run / MACHINE_NAME, str(sections["objective"].get("kind", ""))
     measured = None if evaluation is None else _evaluation(evaluation)
-    target = str(named["target"].get("model") or "")
+    target = str(sections["target"].get("model") or "")
     return {
-        "name": str(named["run"].get("name") or run.absolute().name),
+        "name": str(sections["run"].get("name") or run.absolute().name),
         "version": __version__,
         "target": target,
         "method": METHODS[kind].title if kind in METHODS else kind,
@@ -58,7 +58,7 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
 
 
 def _recipe(path: Path) -> dict[str, Any]:
-    """As it stands, whatever version wrote it; only that it is made of sections."""
+    """The recipe as written, by any version; checked only to consist of sections."""
     if not path.is_file():
         return {}
     value, _ = parse_yaml(read_bytes(path, what="the recipe"), where=str(path))
@@ -73,7 +73,7 @@ def _evaluation(path: Path) -> Any:
 
 
 def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:
-    """What is to come; None: too little is known, or the run's recipe cannot be read."""
+    """The run's forecast; None if there is too little data or its recipe cannot be read."""
     try:
         ahead = forecast(read_curve(run), known=known_runs(run))
         limits = limits_of(run, ahead, evaluation=evaluation)
@@ -87,16 +87,16 @@ def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:
 
 
 def _on_gpu(target: str, measured: Any) -> dict[str, Any] | None:
-    """What is known of a GPU, for figures that were taken on a CPU."""
-    about = (measured or {}).get("target")  # somebody else's figures may say anything there
-    if not isinstance(about, dict) or about.get("device") != "cpu" or not measured["drafts"]:
+    """The recorded gain on a GPU, for figures that were measured on a CPU."""
+    facts = (measured or {}).get("target")  # unchecked: the file may come from anywhere
+    if not isinstance(facts, dict) or facts.get("device") != "cpu" or not measured["drafts"]:
         return None
-    known = gain_on_a_gpu(target, str(measured["drafts"][0].get("method")))
-    return None if known is None else asdict(known)
+    gain = gain_on_a_gpu(target, str(measured["drafts"][0].get("method")))
+    return None if gain is None else asdict(gain)
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Columns over steps, thinned evenly; per depth where a value is a list."""
+    """Columns over steps, thinned evenly; one column per depth where a value is a list."""
     kept = _thinned(lines)
     columns: dict[str, Any] = {"step": [line["step"] for line in kept]}
     columns |= {name: [line.get(name) for line in kept] for name in CURVES}
@@ -107,7 +107,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _held_out(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Evaluations over steps. Runs from before replay know every-slot figures only."""
+    """Evaluations over steps. Runs older than replay have every-slot figures only."""
     evaluations = [line["evaluation"] for line in lines]
     replayed = all("acceptance_length" in evaluation for evaluation in evaluations)
     length, joint = ("acceptance_length", "joint") if replayed else ("tau", "prefix_acceptance")
@@ -126,12 +126,12 @@ def _held_out(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _by_depth(rates: Sequence[Sequence[Any]], depths: int) -> list[list[Any]]:
-    """One curve a depth; a gap where a line knows fewer of them."""
+    """One curve per depth, with None where a line has fewer depths."""
     return [[line[k] if k < len(line) else None for line in rates] for k in range(depths)]
 
 
 def _thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most MOST_POINTS of them, first and last included."""
+    """At most MOST_POINTS of the lines, including the first and the last."""
     count = len(lines)
     if count <= MOST_POINTS:
         return list(lines)

@@ -1,6 +1,6 @@
-"""One HTML file that needs nothing else: template, style, script and data in one.
+"""One self-contained HTML file: template, style, script and data in one.
 
-`page.html`, `page.css`, `charts.js` and `page.js` lie beside this file and are written by hand;
+`page.html`, `page.css`, `charts.js` and `page.js` are next to this file and written by hand;
 there is no build step and no library. A content security policy in the page forbids every request.
 """
 
@@ -15,7 +15,7 @@ _HERE = Path(__file__).parent
 
 def render(data: dict[str, Any]) -> str:
     """The page as text."""
-    # "<" escaped: no text inside the data can end the script element it lies in.
+    # "<" is escaped, so that no text in the data can end the surrounding script element.
     embedded = json.dumps(_finite(data), ensure_ascii=False).replace("<", "\\u003c")
     parts = {
         "title": escape(f"{data['name']} · fledge report", quote=False),
@@ -25,15 +25,15 @@ def render(data: dict[str, Any]) -> str:
     }
     page = (_HERE / "page.html").read_text()
     pieces = page.split("{{")
-    out = [pieces[0]]
-    for piece in pieces[1:]:  # filled once, so that what is put in is never read as a place
+    filled = [pieces[0]]
+    for piece in pieces[1:]:  # in one pass, so that inserted text is never read as a placeholder
         name, _, rest = piece.partition("}}")
-        out += [parts[name], rest]
-    return "".join(out).encode(errors="replace").decode()  # half a surrogate pair is no text
+        filled += [parts[name], rest]
+    return "".join(filled).encode(errors="replace").decode()  # a lone surrogate cannot be encoded
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinity are not JSON; a diverged run's curve has gaps there."""
+    """Replace NaN and infinity, which are not JSON, by None: a diverged run's curve has gaps."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

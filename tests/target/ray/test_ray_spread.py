@@ -95,7 +95,7 @@ def test_a_cache_by_workers_that_are_stopped_continued_and_killed(recipe, tmp_pa
     words, claims = (*words, "--out", cache, "--workers", 2), cache / ".claims"
     code, _, said = disturbed(stop, claims, *words)
     assert code == 143, said
-    assert "what is written stays, --resume continues" in said
+    assert "written shards are kept, --resume continues" in said
     reused = len(list(cache.glob("shard-*")))
     assert reused < whole["shards_written"]
     code, written, said = disturbed(murder, claims, *words, "--resume")
