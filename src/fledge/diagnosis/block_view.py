@@ -195,5 +195,5 @@ class BlockView(DraftView):
         if written := self.written_aux:
             return written[0]
         flat, beside, speculators = AUX_PLACES[1:]
-        usual = {"fledge": _OURS, "dspark": beside, "speculators": speculators}
-        return usual.get(self.layout.name, flat)
+        default_places = {"fledge": _OURS, "dspark": beside, "speculators": speculators}
+        return default_places.get(self.layout.name, flat)

@@ -96,13 +96,13 @@ def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: Targe
     ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = _default_layers(target.layers)
-    known = ("fc.", "fc_norm.", "midlayer.", "norm.", "lm_head.", "d2t", "t2d")
+    read_prefixes = ("fc.", "fc_norm.", "midlayer.", "norm.", "lm_head.", "d2t", "t2d")
     state, unread = {}, []
     for name, tensor in tensors.items():
         if name.startswith("layers.") and not name.startswith("layers.0."):
             # in its deeper layers the input norm is called hidden_norm
             state[name.replace(".hidden_norm.", ".input_layernorm.")] = tensor
-        elif name.startswith(known):
+        elif name.startswith(read_prefixes):
             state[name.replace("midlayer.", "layers.0.")] = tensor
         else:
             unread.append(name)

@@ -62,8 +62,8 @@ def missing(subject: Subject) -> Iterator[Finding]:
        repairs=True)  # fmt: skip
 def unexpected(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
-    known = {*_required(view), *_TABLES, *(_CONFIDENCE if view.spark else ())}
-    extra = [view.names[name] for name in view.state if name not in known]
+    expected = {*_required(view), *_TABLES, *(_CONFIDENCE if view.spark else ())}
+    extra = [view.names[name] for name in view.state if name not in expected]
     if extra:
         yield error(
             f"{counted(len(extra), 'tensor belongs', 'tensors belong')} to no block draft: "

@@ -226,8 +226,8 @@ def constant(subject: Subject) -> Iterator[Finding]:
     bias is written for SGLang."""
     for name, tensor in _floats(subject):
         value = float(tensor.flatten()[0])
-        usual = 0.0 if name == "fc.bias" else 1.0
-        harmless = tensor.numel() == 1 or (tensor.ndim == 1 and value == usual)
+        default = 0.0 if name == "fc.bias" else 1.0
+        harmless = tensor.numel() == 1 or (tensor.ndim == 1 and value == default)
         if math.isfinite(value) and not harmless and bool((tensor == value).all()):
             yield error(f"{name} is {value:g} throughout", fix="it was never loaded or never saved")
 
