@@ -35,7 +35,7 @@ def test_layers_off_by_one_are_measured_and_moved_back(place, tmp_path, look, ki
     assert errors_and_warnings(found) == {"aux-shifted": "error"}
     evidence = found.of("error")[0].evidence
     assert f"outputs of {wrong}" in evidence
-    assert f"to {AUX}" in evidence
+    assert f"; of {AUX}" in evidence
     assert found.score.first < found.repaired_score.first
     assert_same_files(write_repaired(found, tmp_path / "repaired"), place / kind)
 

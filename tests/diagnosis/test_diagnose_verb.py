@@ -62,7 +62,7 @@ def test_what_cannot_be_repaired_stays_an_error(place, tmp_path):
     result = run(place, broken, "--fix", str(tmp_path / "fixed"))
     assert result.exit_code == 1
     assert "missing" in result.stdout
-    assert "behavioural checks: missing must be mended first" in result.stdout
+    assert "behavioral checks: missing must be repaired first" in result.stdout
     assert not (tmp_path / "fixed").exists()
 
 

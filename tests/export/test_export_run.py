@@ -197,15 +197,15 @@ def test_decoding_that_falls_short_of_the_estimate(reached, fine):
     guard = DecodingCheck.__new__(DecodingCheck)
     guard._options = CheckOptions()
     if fine:
-        guard._agree_on_gain(check)
+        guard._check_gain(check)
     else:
         with pytest.raises(BadInput, match="--shortfall"):
-            guard._agree_on_gain(check)
+            guard._check_gain(check)
 
 
 @pytest.mark.parametrize("what", ["token_ids", "rounds"])
 def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypatch, what):
-    real, calls = DecodingCheck._live, []
+    real, calls = DecodingCheck._decode_live, []
 
     def live(self, *args):
         found = real(self, *args)
@@ -214,7 +214,7 @@ def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypa
             getattr(found[0], what).pop()
         return found
 
-    monkeypatch.setattr(DecodingCheck, "_live", live)
+    monkeypatch.setattr(DecodingCheck, "_decode_live", live)
     with pytest.raises(BadInput, match="other tokens or rounds than the checkpoint"):
         export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
     assert len(calls) == 2
@@ -224,14 +224,14 @@ def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypa
 def test_replay_that_does_not_foresee_live_rounds():
     rounds = [Round(4 + i, 0, 1) for i in range(20)]
     text = Generation([0] * 3, [1] * 21, rounds=rounds)
-    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [text])
+    DecodingCheck._check_rounds([Sample([0] * 3, [1] * 21, rounds)], [text])
     wrong = [*rounds[:-2], Round(22, 1, 2)]
     with pytest.raises(BadInput, match="of 20 rounds decoded live only 18"):
-        DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, wrong)], [text])
+        DecodingCheck._check_rounds([Sample([0] * 3, [1] * 21, wrong)], [text])
     other = Generation(
         [0] * 3, [2] * 21, rounds=wrong
     )  # another text (a near tie): nothing to compare
-    DecodingCheck._foreseen([Sample([0] * 3, [1] * 21, rounds)], [other])
+    DecodingCheck._check_rounds([Sample([0] * 3, [1] * 21, rounds)], [other])
 
 
 # --- the command --------------------------------------------------------------------------------

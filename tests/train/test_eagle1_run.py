@@ -97,7 +97,7 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
             assert command[command.index("--speculative-algorithm") + 1] == "EAGLE"
             topk = command[command.index("--speculative-eagle-topk") + 1]
             assert topk == ("1" if kind == "eagle1" else "4")
-    with pytest.raises(BadInput, match="reads no EAGLE"):
+    with pytest.raises(BadInput, match="does not read EAGLE"):
         export_draft(tmp_path / "run", tmp_path / "no", engine="speculators")
 
 

@@ -1,4 +1,4 @@
-"""Block drafts (DFlash, DSpark) of any trainer, in our own words; nothing is judged here.
+"""Block drafts (DFlash, DSpark) of any trainer, in fledge's own terms; nothing is judged here.
 
 fledge        ours
 dflash        z-lab's flat layout, and our exports: `dflash_config`
@@ -26,7 +26,7 @@ _CLASSES = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "DSparkSpeculator": "dspark",
-    BlockDraftModel.architecture: "",  # its config tells
+    BlockDraftModel.architecture: "",  # its config determines the kind
 }
 _KINDS = ("dflash", "dspark")
 _SPECULATORS_BESIDE = frozenset({
@@ -76,25 +76,27 @@ _KEYS: dict[str, Expected] = {
          "eagle_aux_hidden_state_layer_ids"), _IDS,
     ),
 }  # fmt: skip
-_INSIDE = Maybe(Table(optional=_KEYS))
-BLOCK_CONFIG = Table(optional={**_KEYS, INNER: _INSIDE, NESTED_KEY: _INSIDE})
+_NESTED_TABLE = Maybe(Table(optional=_KEYS))
+BLOCK_CONFIG = Table(optional={**_KEYS, INNER: _NESTED_TABLE, NESTED_KEY: _NESTED_TABLE})
 
 
 def is_block_draft(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """By what the config calls it, or by the norm behind fc that no other draft has."""
+    """Whether it is a block draft, by its class or by the norm after fc that no other kind has."""
     named = config.get("architectures") or []
     if config.get(SPECULATORS_KEY) in _KINDS or not _CLASSES.keys().isdisjoint(named):
         return True
-    sized = "block_size" in config or "block_size" in (config.get(INNER) or {})
-    return sized and any(name.removeprefix("model.") == "hidden_norm.weight" for name in names)
+    has_block_size = "block_size" in config or "block_size" in (config.get(INNER) or {})
+    return has_block_size and any(
+        name.removeprefix("model.") == "hidden_norm.weight" for name in names
+    )
 
 
 class BlockView(DraftView):
-    """A block draft's two files."""
+    """A block draft's files in fledge's own terms."""
 
     expected = BLOCK_CONFIG
-    merges = False  # as EAGLE-1 does
-    parallel = False  # as P-EAGLE is
+    merges = False  # only EAGLE-1 does
+    parallel = False  # only P-EAGLE is
     misnamed = False
 
     @cached_property
@@ -106,15 +108,15 @@ class BlockView(DraftView):
             return LAYOUTS["fledge"]
         if "projector_type" in (self.config.get(INNER) or {}):
             return LAYOUTS["specforge"]
-        return LAYOUTS[next((_CLASSES[one] for one in named if _CLASSES.get(one)), "dflash")]
+        return LAYOUTS[next((_CLASSES[name] for name in named if _CLASSES.get(name)), "dflash")]
 
     def said(self, key: str, absent: Any = None) -> Any:
-        """What engines read: first inside `dflash_config`, then beside it."""
+        """The value that engines read: from `dflash_config` if it is there, else from outside."""
         inner = (self.config.get(INNER) or {}).get(key)
         return self.get(key, absent) if inner is None else inner
 
     def path(self, key: str) -> str:
-        """Where it stands, or would stand."""
+        """The dotted path of a key in the config, whether or not it is set."""
         inner = self.config.get(INNER) or {}
         if key in inner or (self.layout.name == "specforge" and key in _KEYS):
             return f"{INNER}.{key}"
@@ -122,14 +124,14 @@ class BlockView(DraftView):
 
     @property
     def spark(self) -> bool:
-        """DSpark: it has a Markov head, or says so."""
+        """Whether it is DSpark: it has a Markov head, or its config says so."""
         kind = self.config.get(SPECULATORS_KEY)
         if kind in _KINDS:
             return bool(kind == "dspark")
         if self.layout.name == "specforge":
             return bool(self.said("projector_type") == "dspark")
-        held = any(name.startswith("markov_head.") for name in self.state)
-        return self.layout.name == "dspark" or held
+        has_markov_head = any(name.startswith("markov_head.") for name in self.state)
+        return self.layout.name == "dspark" or has_markov_head
 
     @property
     def method(self) -> Method:
@@ -137,9 +139,9 @@ class BlockView(DraftView):
 
     @property
     def sample_from_anchor(self) -> bool:
-        """Absent means what vLLM takes it to mean."""
-        silent = self.spark and self.layout.name not in ("speculators", "fledge")
-        return bool(self.said("sample_from_anchor", silent))
+        """Whether slot 0 predicts the first token; if absent, vLLM's default."""
+        default = self.spark and self.layout.name not in ("speculators", "fledge")
+        return bool(self.said("sample_from_anchor", default))
 
     @property
     def causal(self) -> bool:
@@ -179,19 +181,19 @@ class BlockView(DraftView):
             "confidence_temperatures": list(self.get("confidence_temperatures", [])),
         }
 
-    # --- layers that it listens to --------------------------------------------------------------
+    # --- aux layers -------------------------------------------------------------------------------
 
     @property
     def written_aux(self) -> list[AuxPlace]:
         if self.layout.name == "fledge":
             return [_OURS] if OWN_AUX_KEY in self.config else []
-        found = [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
-        return found + ([_OURS] if found and OWN_AUX_KEY in self.config else [])
+        present = [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
+        return present + ([_OURS] if present and OWN_AUX_KEY in self.config else [])
 
     @property
     def aux_place(self) -> AuxPlace:
         if written := self.written_aux:
             return written[0]
         flat, beside, speculators = AUX_PLACES[1:]
-        usual = {"fledge": _OURS, "dspark": beside, "speculators": speculators}
-        return usual.get(self.layout.name, flat)
+        default_places = {"fledge": _OURS, "dspark": beside, "speculators": speculators}
+        return default_places.get(self.layout.name, flat)

@@ -1,4 +1,4 @@
-"""Why a draft accepts less than it should: every check, certain repairs, and the proof of both."""
+"""Find out why a draft accepts too little: run all checks, repair what is certain, measure."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from fledge.models.weight_files import weight_files
 from fledge.train.checkpoint import STATE_NAME, TRAINING_NAME
 from fledge.train.runs import checkpoint_state
 
-_ROUNDS = 6  # of repairing and looking again: a fault may hide another
+_ROUNDS = 6  # of repairing and checking again: one fault may hide another
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Diagnosis:
     skipped: list[str] = field(default_factory=list)  # which checks did not run, and why
     repaired: DraftFiles | None = None  # None when nothing was repaired
     score: Score | None = None  # of the files as they are, or as repaired before decoding
-    repaired_score: Score | None = None  # after repairs that decoding asked for
+    repaired_score: Score | None = None  # after the repairs that decoding suggested
 
     @property
     def layout(self) -> str:
@@ -73,19 +73,19 @@ def diagnose(
 ) -> Diagnosis:
     """Check a draft of any trainer against its target.
 
-    `static`: without the target's weights. `engine` ("vllm", "sglang") turns what that engine
-    cannot load into errors. `answering` loads the target and has it answer the prompts.
+    `static` skips what needs the target's weights. `engine` ("vllm", "sglang") turns what that
+    engine cannot load into errors. `answering` loads the target and has it answer the prompts.
     """
     if engine not in ("", "vllm", "sglang"):
         raise BadInput(f"'{engine}' is not an engine", where="engine", fix="vllm or sglang")
     result = Diagnosis(read_files(directory), target)
     subject = Subject(result.files.copy(), TargetFiles(target, trust_remote_code), engine=engine)
     levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
-    subject = _repair_and_look_again(subject, levels, result)
+    subject = _repair_and_recheck(subject, levels, result)
     if static:
-        result.skipped.append("numeric and behavioural checks: --static reads no target weights")
+        result.skipped.append("numeric and behavioral checks: --static reads no target weights")
     elif stuck := [finding for finding in result.of("error") if finding.repair is None]:
-        result.skipped.append(f"behavioural checks: {stuck[0].check} must be mended first")
+        result.skipped.append(f"behavioral checks: {stuck[0].check} must be repaired first")
     else:
         _decode(subject, result, answering)
     return result
@@ -101,12 +101,12 @@ def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
                     return
 
 
-def _repair_and_look_again(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
-    """Findings of the files as they are, then of what certain repairs uncover."""
+def _repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
+    """Collect the findings of the files as they are, then what certain repairs uncover."""
     for number in range(_ROUNDS):
-        known = {finding.check for finding in result.findings if finding.severity != "note"}
-        new = [finding for finding in run_checks(subject, levels) if finding.check not in known]
-        if number > 0:  # notes were made when the files were as they are
+        reported = {finding.check for finding in result.findings if finding.severity != "note"}
+        new = [finding for finding in run_checks(subject, levels) if finding.check not in reported]
+        if number > 0:  # notes describe the original files only
             new = [finding for finding in new if finding.severity != "note"]
         result.findings += new
         if not _repair(subject, new, result):
@@ -116,7 +116,7 @@ def _repair_and_look_again(subject: Subject, levels: Sequence[Level], result: Di
 
 
 def _repair(subject: Subject, findings: Iterable[Finding], result: Diagnosis) -> int:
-    """Do the certain repairs among these findings; how many there were."""
+    """Apply the certain repairs among these findings; returns how many there were."""
     repairs = [finding.repair for finding in findings if finding.repair is not None]
     for repair in repairs:
         repair(subject.files)
@@ -133,7 +133,7 @@ def _decode(
     except UntrustedCode:
         raise
     except BadInput as refused:
-        result.skipped.append(f"behavioural checks: {refused}")
+        result.skipped.append(f"behavioral checks: {refused}")
         return
     subject.probe = probe = probe_for(subject, draft, answers)
     subject.estimate = training_estimate(subject.directory)
@@ -142,24 +142,24 @@ def _decode(
     result.score = probe.score(probe.as_written)
     measured = [finding for finding in findings if finding.check in probe.steps]
     if measured and _repair(subject, measured, result) == len(measured):
-        result.repaired_score = probe.best  # else that reading cannot be written down
+        result.repaired_score = probe.best  # else the files cannot express that
 
 
 def training_estimate(directory: Path) -> float | None:
-    """The share of right first tokens that the run's last evaluation saw, if it left a record."""
+    """Share of correct first tokens in the run's last evaluation; None without a record."""
     state = checkpoint_state(directory) or {}
     rates = (state.get("last") or {}).get("prefix_acceptance") or []
     return float(rates[0]) if rates else None
 
 
 def write_repaired(result: Diagnosis, out: Path) -> Path:
-    """The draft with all certain repairs, and everything else of its directory, into `out`."""
+    """Write the draft with all certain repairs to `out`, with the other files beside it."""
     source = result.files.directory
     if result.repaired is None:
         raise BadInput("nothing that can be repaired with certainty", where=str(source))
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory")
-    # what is written anew, or describes the old files: shard lists, checksums, optimizer moments
+    # rewritten, or about the old files: shard lists, checksums, optimizer state
     stale = {CONFIG_NAME, STATE_NAME, TRAINING_NAME, RECORD_NAME}
     stale |= {path.name for path in (*weight_files(source), *source.glob("*.index.json"))}
     with atomic_directory(out) as temporary:
@@ -168,6 +168,6 @@ def write_repaired(result: Diagnosis, out: Path) -> Path:
                 shutil.copyfile(entry, temporary / entry.name)
         write_json(temporary / CONFIG_NAME, result.repaired.config)
         tensors = result.repaired.tensors.items()
-        owned = {name: tensor.clone().contiguous() for name, tensor in tensors}
-        save_tensors(temporary / WEIGHTS_NAME, owned, {"format": "pt"})
+        copies = {name: tensor.clone().contiguous() for name, tensor in tensors}
+        save_tensors(temporary / WEIGHTS_NAME, copies, {"format": "pt"})
     return out

@@ -1,8 +1,8 @@
-"""Drafts of other trainers: where their files keep things, and what they mean.
+"""Drafts of other trainers: what their files contain, in fledge's own terms.
 
-`layouts` says how each trainer's files differ from ours; everything else here is a view of them in
-our own words (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so that
-checks and the import need not know who wrote a draft. Nothing is judged here.
+`layouts` describes how each trainer's files differ from ours; this module presents all of them
+alike (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so that checks and the
+import do not depend on the trainer. Nothing is judged here.
 """
 
 import re
@@ -41,10 +41,10 @@ AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class AuxPlace:
-    """Where aux layers may stand, and what is added there to "output of layer i".
+    """A config key that may hold the aux layers, and what its ids add to "output of layer i".
 
     vLLM and speculators count residuals, of which there is one before layer 0; SGLang, ModelOpt
-    and we count layers.
+    and fledge count layers.
     """
 
     name: str
@@ -58,20 +58,21 @@ AUX_PLACES = _OURS, _VLLM, _SGLANG = (
     AuxPlace("sglang", f"eagle_config.{AUX_KEY}", 0),
 )
 
-# Where an engine looks for the mask token, in this order.
+# Keys under which engines look for the mask token, in this order.
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-# Wrappers that trainers leave around the draft.
+# Prefixes that trainers' wrapper modules leave in tensor names.
 _WRAPPERS = re.compile(r"^((_orig_mod|module|draft_model|eagle_module|model)\.)+")
-# Not the draft's: rebuilt by whoever loads it, or copies of the target that a trainer saved along.
+# Not part of the draft: rebuilt on loading, or copies of the target's weights.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
-# Layer 0 shows its own width, and in what it reads whether two states are merged or side by side.
-_SHOW_WIDTH = (
+# Tensors of layer 0 that show its width. The inputs of q, k and v then tell whether fc has merged
+# embedding and state (EAGLE-1) or the layer reads them side by side (EAGLE-3).
+_WIDTH_TENSORS = (
     "layers.0.self_attn.o_proj.weight",
     "layers.0.mlp.down_proj.weight",
     "layers.0.post_attention_layernorm.weight",
 )
-_READ_INPUT = tuple(f"layers.0.self_attn.{one}_proj.weight" for one in "qkv")
-# Classes that are one kind of draft and no other.
+_INPUT_PROJECTIONS = tuple(f"layers.0.self_attn.{letter}_proj.weight" for letter in "qkv")
+# Classes that belong to exactly one kind of draft.
 _KIND_OF_CLASS = {
     "EagleLlamaForCausalLM": "eagle1",
     "LlamaForCausalLMEagle": "eagle1",
@@ -81,18 +82,19 @@ _KIND_OF_CLASS = {
     "PEagleDraftModel": "eagle3",
 }
 _MIDLAYER = re.compile(r"^midlayer\.")
-_DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")  # SGLang's name in deeper layers
-# Parts of a layer that only some drafts have: the flag in our config, and the tensors.
+# SGLang's name for the input norm of deeper layers.
+_DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")
+# Optional parts of a layer: their flag in our config -> their tensors.
 LAYER_EXTRAS = {
-    "qk_norm": {f"self_attn.{one}_norm.weight" for one in "qk"},
-    "attention_bias": {f"self_attn.{one}_proj.bias" for one in "qkvo"},
-    "mlp_bias": {f"mlp.{one}_proj.bias" for one in ("gate", "up", "down")},
+    "qk_norm": {f"self_attn.{letter}_norm.weight" for letter in "qk"},
+    "attention_bias": {f"self_attn.{letter}_proj.bias" for letter in "qkvo"},
+    "mlp_bias": {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
 }
 
 
 @dataclass
 class DraftFiles:
-    """The two files of a draft as they stand; repairs change them in place."""
+    """A draft's config and tensors as stored; repairs change them in place."""
 
     directory: Path
     config: dict[str, Any]
@@ -103,39 +105,39 @@ class DraftFiles:
 
     @property
     def view(self) -> "DraftView":
-        from fledge.diagnosis.block_view import BlockView, is_block_draft  # builds on this file
+        from fledge.diagnosis.block_view import BlockView, is_block_draft  # it imports this module
 
         blocks = is_block_draft(self.config, self.tensors)
         return (BlockView if blocks else DraftView)(self.config, self.tensors)
 
     def put(self, key: str, value: Any) -> None:
-        """Set a config value where this layout keeps it; None takes it out."""
+        """Set a config value where this layout keeps it; None removes it."""
         *outer, name = self.view.path(key).split(".")
-        place = self.config
-        for one in outer:
-            place = place[one]
+        section = self.config
+        for part in outer:
+            section = section[part]
         if value is None:
-            place.pop(name, None)
+            section.pop(name, None)
         else:
-            place[name] = value
+            section[name] = value
 
     def put_mask(self, token: int) -> None:
-        """Set the placeholder wherever the files name it."""
+        """Set the mask token under every key that holds it."""
         for path in self.view.mask_paths:
             set_path(self.config, path, token)
 
     def put_tensor(self, own: str, value: Tensor) -> None:
-        """Set a tensor, by our name for it, under the name that it has in the file."""
+        """Set the tensor that we call `own`, under its name in the file."""
         self.tensors[self.view.names.get(own, own)] = value
 
     def put_aux(self, layer_ids: list[int]) -> None:
-        """Set the aux layers, given as outputs of layers, in the convention of the files."""
+        """Set the aux layers, given as outputs of layers, in the files' own convention."""
         for place in self.view.written_aux or [self.view.aux_place]:
             set_path(self.config, place.path, [layer + place.shift for layer in layer_ids])
 
 
 def read_files(directory: Path) -> DraftFiles:
-    """config.json and the weights: safetensors, sharded or not, or torch's own format."""
+    """Read config.json and the weights: safetensors, sharded or not, or torch's own format."""
     path = directory / CONFIG_NAME
     if not path.is_file():
         fix = "give the directory of a draft"
@@ -152,11 +154,11 @@ def read_files(directory: Path) -> DraftFiles:
 
 @dataclass(frozen=True)
 class DraftView:
-    """The same in our own words."""
+    """A draft's files in fledge's own terms."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    expected: ClassVar[Expected | None] = None  # what a kind of draft has in its config besides
+    expected: ClassVar[Expected | None] = None  # additional config keys of a kind
 
     @cached_property
     def layout(self) -> FileLayout:
@@ -168,7 +170,7 @@ class DraftView:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Our name -> the name in the file; where two claim the same, the first in the file."""
+        """Our name -> the name in the file; if several match, the first in the file."""
         names: dict[str, str] = {}
         for name in self.tensors:
             if not _JUNK.fullmatch(name):
@@ -177,7 +179,7 @@ class DraftView:
 
     @cached_property
     def clashes(self) -> list[str]:
-        """Names in the file that mean a tensor which is there under another name already."""
+        """Names in the file of tensors that it already has under another name."""
         taken = set(self.names.values())
         return [name for name in self.tensors if name not in taken and name not in self.junk]
 
@@ -187,11 +189,11 @@ class DraftView:
 
     @cached_property
     def state(self) -> dict[str, Tensor]:
-        return {own: self.tensors[name] for own, name in self.names.items()}
+        return {our_name: self.tensors[name] for our_name, name in self.names.items()}
 
     @cached_property
     def layer_extras(self) -> dict[str, bool]:
-        """What layers may have besides the usual, by the flag that stands for it in our configs."""
+        """Which optional parts the layers have, by their flag in our config."""
         parts = {re.sub(r"^layers\.\d+\.", "", name) for name in self.state}
         return {flag: bool(parts & names) for flag, names in LAYER_EXTRAS.items()}
 
@@ -204,7 +206,7 @@ class DraftView:
 
     @cached_property
     def flat(self) -> dict[str, Any]:
-        """One flat dict, nested ones opened."""
+        """The config as one flat dict, with the nested Llama config merged in."""
         layout, outer = self.layout, self.config
         if not layout.nested:
             return {key: value for key, value in outer.items() if key != NESTED_KEY}
@@ -212,7 +214,7 @@ class DraftView:
         return {**(outer.get(layout.nested) or {}), **beside}
 
     def path(self, key: str) -> str:
-        """Where in the config a key stands, or would stand."""
+        """The dotted path of a key in the config, whether or not it is set."""
         inside = self.layout.nested and key not in self.layout.beside
         return f"{self.layout.nested}.{key}" if inside else key
 
@@ -222,13 +224,13 @@ class DraftView:
 
     @property
     def architectures(self) -> list[str]:
-        """The class that the files name: a wrapped config names the draft's inside."""
+        """The classes that the config names; a wrapped config names the draft's inside."""
         named = self.flat if self.layout.nested == WRAPPED_KEY else self.config
         return named.get("architectures") or []
 
     @cached_property
     def declared(self) -> set[str]:
-        """Which kinds of draft the config says it is: none, one, or both by mistake."""
+        """The kinds of draft that the config claims: none, one, or by mistake both."""
         kinds = {_KIND_OF_CLASS.get(name, "") for name in self.config.get("architectures") or []}
         if SPECULATORS_KEY in self.config:
             kinds.add("eagle3")
@@ -239,22 +241,22 @@ class DraftView:
 
     @cached_property
     def merges(self) -> bool:
-        """EAGLE-1 and 2: fc merges embedding and state before layer 0, which is a plain layer then.
+        """Whether it is EAGLE-1 or 2: fc merges embedding and state before a plain layer 0.
 
-        The tensors decide, by majority, for one of them may be wrong or lost; where they say
-        nothing, the config does.
+        The tensors decide by majority, because one of them may be wrong or missing; if they are
+        undecided, the config decides.
         """
         votes = sum(_merging_votes(self.state))
         return votes > 0 if votes else "eagle1" in self.declared
 
     @property
     def misnamed(self) -> bool:
-        """Whether the config calls it what its tensors are not."""
+        """Whether the config claims another kind of draft than the tensors show."""
         return bool(self.declared - {"eagle1" if self.merges else "eagle3"})
 
     @property
     def parallel(self) -> bool:
-        """P-EAGLE, by what the files say of themselves or hold."""
+        """Whether it is P-EAGLE, by its config or its tensors."""
         return not self.merges and (
             self.config.get(SPECULATORS_KEY) == "peagle"
             or bool(self.get("parallel_drafting"))
@@ -270,7 +272,7 @@ class DraftView:
 
     @property
     def method_settings(self) -> dict[str, Any]:
-        """What our config says of the method, beyond what all drafts have."""
+        """The keys of our config that only drafts of this method have."""
         if self.merges:
             version = 2 if self.get("eagle_version") == 2 else 1
             return {"eagle_version": version, "fc_bias": self.fc_bias is not None}
@@ -279,16 +281,16 @@ class DraftView:
 
     @property
     def fc_bias(self) -> Tensor | None:
-        """The bias of EAGLE-1's fc; one of zeros is none, for SGLang cannot do without."""
+        """The bias of EAGLE-1's fc; all zeros count as none, because SGLang requires a bias."""
         bias = self.state.get("fc.bias")
         return bias if bias is not None and bool(bias.any()) else None
 
     @property
     def mask_paths(self) -> list[str]:
-        """Where the placeholder stands, in the order in which engines look; one place at least."""
+        """Config paths of the mask token, in the order in which engines look; at least one."""
         paths = ["dflash_config.mask_token_id", *map(self.path, MASK_KEYS)]
-        found = [path for path in paths if get_path(self.config, path) is not None]
-        return found or [self.path(MASK_KEYS[0])]
+        present = [path for path in paths if get_path(self.config, path) is not None]
+        return present or [self.path(MASK_KEYS[0])]
 
     @property
     def mask_token_id(self) -> Any:
@@ -296,26 +298,26 @@ class DraftView:
 
     @property
     def speculative_tokens(self) -> int | None:
-        """How many tokens a round proposes, where the speculators format says so."""
+        """Tokens that a round proposes, if the speculators config states it."""
         stated = get_path(self.config, "speculators_config.proposal_methods.0.speculative_tokens")
         return stated if type(stated) is int and stated > 0 else None
 
     @property
     def norm_before_residual(self) -> bool:
         """Whether the residual is the normed state; absent means true for speculators' EAGLE-3."""
-        silent = self.config.get(SPECULATORS_KEY) == "eagle3"
-        return bool(self.get("norm_before_residual", silent))
+        default = self.config.get(SPECULATORS_KEY) == "eagle3"
+        return bool(self.get("norm_before_residual", default))
 
     # --- aux layers ------------------------------------------------------------------------------
 
     @property
     def written_aux(self) -> list[AuxPlace]:
-        """All places where something stands."""
+        """All places at which the config has aux layers."""
         return [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
 
     @property
     def aux_place(self) -> AuxPlace:
-        """Where the ids stand, or would stand in this layout."""
+        """The place of the ids in this layout, whether or not they are written."""
         if written := self.written_aux:
             return written[0]
         if self.layout.name == "fledge":
@@ -324,11 +326,11 @@ class DraftView:
 
     @property
     def stored_aux(self) -> Any:
-        """The ids as they stand in the file; None if they do not."""
+        """The ids exactly as in the file; None if it has none."""
         return get_path(self.config, self.aux_place.path)
 
     def aux_at(self, place: AuxPlace) -> list[int] | None:
-        """Outputs of layers; None when nothing stands there, or something else."""
+        """The ids at this place as outputs of layers; None unless it holds a list of ints."""
         stored = get_path(self.config, place.path)
         if not isinstance(stored, list) or not all(type(layer) is int for layer in stored):
             return None
@@ -346,14 +348,14 @@ def own_name(name: str) -> str:
 
 
 def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
-    """+1 for every tensor that speaks for a merging fc, -1 for what only a fused layer 0 has."""
+    """+1 for every tensor that implies a merging fc, -1 for what only a fused layer 0 has."""
     if any(name.startswith(("layers.0.hidden_norm.", "fc_norm.", "mask_hidden")) for name in state):
         yield -1
-    widths = [state[name].shape[0] for name in _SHOW_WIDTH if name in state and state[name].ndim]
+    widths = [state[name].shape[0] for name in _WIDTH_TENSORS if name in state and state[name].ndim]
     if not widths:
         return
     width = max(widths, key=widths.count)
-    for name in _READ_INPUT:
+    for name in _INPUT_PROJECTIONS:
         shape = tuple(state[name].shape) if name in state else ()
         if len(shape) == 2:
             yield {width: 1, 2 * width: -1}.get(shape[1], 0)
@@ -362,7 +364,7 @@ def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
 
 
 def tokens_marked(ids_W: Tensor, full: int) -> Tensor:
-    """t2d: [V], true at these ids."""
+    """The mask t2d: [V], true at these ids."""
     mask_V = torch.zeros(full, dtype=torch.bool)
     mask_V[ids_W] = True
     return mask_V

@@ -1,9 +1,9 @@
-"""A block draft of another trainer as one of ours: the same numbers, config in our own words."""
+"""Convert a block draft of another trainer to ours: the same weights, our config keys."""
 
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError  # what a config of transformers raises
+from huggingface_hub.errors import StrictDataclassError  # raised by configs of transformers
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -21,20 +21,20 @@ _KEPT = (
     "initializer_range", "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor",
 )  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# The target's, whatever a trainer saved along.
+# Taken from the target, even if a trainer saved a copy.
 BORROWED = ("embed_tokens.weight", "lm_head.weight")
 
 
 def build_block(subject: Subject) -> BlockDraftModel:
-    """The draft in memory, without what it borrows from its target."""
+    """Build the draft in memory, without what it borrows from its target."""
     where, view = subject.directory, subject.view
     assert isinstance(view, BlockView)
     kind = view.said("markov_head_type", "vanilla")
     if view.spark and kind != "vanilla":
-        raise BadInput(f"markov_head_type {kind}: ours is the vanilla one", where=str(where))
+        raise BadInput(f"markov_head_type {kind}: only vanilla is supported", where=str(where))
     if view.said("is_neox_style", True) is False:
         raise BadInput(
-            "is_neox_style is false: ours turn halves of the channels against each other",
+            "is_neox_style is false: our drafts pair halves of the channels",
             where=str(where / CONFIG_NAME),
             fix="permute the rows of q_proj and k_proj, and their norms",
         )
@@ -67,8 +67,8 @@ def own_block_config(subject: Subject) -> Any:
 
 
 def own_block_state(subject: Subject) -> dict[str, Tensor]:
-    """Our tensors: no tables of the target's; a map only where the vocabulary is smaller."""
-    state = {name: held for name, held in subject.view.state.items() if name not in BORROWED}
+    """The tensors of our draft: no tables of the target, maps only for a reduced vocabulary."""
+    state = {name: tensor for name, tensor in subject.view.state.items() if name not in BORROWED}
     width, full = subject.draft_vocab_size or subject.vocab_size, subject.vocab_size
     maps = {name: state.pop(name) for name in ("d2t", "t2d") if name in state}
     if width < full:

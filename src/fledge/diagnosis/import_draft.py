@@ -1,9 +1,9 @@
-"""Convert foreign drafts: the same numbers under our names, ready for eval, warm start and export.
+"""Convert foreign drafts: the same weights under our names, ready for eval, warm start and export.
 
 What the files leave to the engine is filled in from the target (its embeddings, its head, the aux
 layers that engines assume). EAGLE-1 drafts are served with the target's embeddings and head, so
-they get those even where the files hold some. What our draft cannot be is refused with the reason;
-what is broken is left to `fledge diagnose`.
+they get those even if the files have their own. Drafts that our network cannot represent are
+refused with the reason; broken files are left to `fledge diagnose`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError  # what a config of transformers raises
+from huggingface_hub.errors import StrictDataclassError  # raised by configs of transformers
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -30,7 +30,7 @@ from fledge.draft.config import check_draft_config, depths_key, trained_depths
 from fledge.draft.files import CONFIG_NAME
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Written anew, decided below, or not ours.
+# Not copied: rewritten, decided below, or not part of our config.
 _NOT_KEPT = {
     "architectures", "model_type", "norm_before_residual", "norm_before_fc", "speculators_config",
     "eagle_config", "dflash_config", "transformer_layer_config", "type", "rope_type", "factor",
@@ -39,7 +39,7 @@ _NOT_KEPT = {
 
 
 def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: bool = False) -> Path:
-    """Write `source`, in whatever layout, as a draft of ours into `out` (whole or not at all)."""
+    """Convert `source`, in any layout, to a draft of ours in `out` (written atomically)."""
     from fledge.diagnosis.diagnose import run_checks
 
     if out.exists():
@@ -58,7 +58,7 @@ def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: boo
 
 
 def build_draft(subject: Subject) -> DraftModel:
-    """The draft in memory, as our own model, in the dtype of the files (the widest, if several)."""
+    """Build the draft in memory as our own model, in the files' dtype (the widest, if several)."""
     where = subject.directory
     if isinstance(subject.view, BlockView):
         return build_block(subject)
@@ -66,35 +66,35 @@ def build_draft(subject: Subject) -> DraftModel:
         raise BadInput(refusal, where=str(where))
     state, config = own_state(subject), own_config(subject)
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
-    dtype = reduce(torch.promote_types, dtypes)  # holds every weight exactly
+    dtype = reduce(torch.promote_types, dtypes)  # represents every weight exactly
     draft_type = subject.view.method.draft_type()
     try:
         return draft_type.from_tensors(config, state, where=where, dtype=dtype).eval()
-    except ValueError as error:  # what only this kind of draft refuses
+    except ValueError as error:  # a limit of this kind of draft alone
         raise BadInput(str(error), where=str(where / CONFIG_NAME)) from None
 
 
 def _refusals(subject: Subject) -> Iterator[str]:
-    """What the files ask for and our draft does not do."""
+    """Reasons why our draft cannot represent these files."""
     view = subject.view
     if view.get("norm_before_fc"):
-        yield "norm_before_fc is true: our drafts norm each aux state by itself (fc_norm)"
-    usual = view.method.aux_layers()
-    listened = view.get("num_aux_hidden_states", usual)
-    if listened != usual:
-        yield f"{listened} aux states: our {view.method.title} drafts listen to {usual}"
+        yield "norm_before_fc is true: our drafts normalize each aux state separately (fc_norm)"
+    supported = view.method.aux_layers()
+    count = view.get("num_aux_hidden_states", supported)
+    if count != supported:
+        yield f"{count} aux states: our {view.method.title} drafts read {supported}"
     if subject.aux_layer_ids is None:
-        yield "the files do not say which layers the draft listens to, and the target is shallow"
+        yield "the files do not name the aux layers, and the target is too shallow for the default"
     if "fc.weight" not in view.state:
         yield "fc.weight is missing"
 
 
 def own_config(subject: Subject) -> Any:
-    """A Llama config with our own keys, from whatever layout."""
+    """The draft as a Llama config with our own keys, from any layout."""
     view = subject.view
-    known = CONFIG_KEYS - _NOT_KEPT
-    values = {key: value for key, value in view.flat.items() if key in known and value is not None}
-    values |= {key: view.get(key) for key in _TOKENS}  # Llama's own defaults are its own tokens
+    copied = CONFIG_KEYS - _NOT_KEPT
+    values = {key: value for key, value in view.flat.items() if key in copied and value is not None}
+    values |= {key: view.get(key) for key in _TOKENS}  # else LlamaConfig sets Llama's token ids
     values |= {
         "vocab_size": subject.vocab_size,
         "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
@@ -114,12 +114,12 @@ def own_config(subject: Subject) -> Any:
             setattr(config, depths_key(config), view.speculative_tokens)
         return config
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        first = str(error).splitlines()[-1].strip()
-        raise BadInput(first, where=str(subject.directory / CONFIG_NAME)) from None
+        reason = str(error).splitlines()[-1].strip()
+        raise BadInput(reason, where=str(subject.directory / CONFIG_NAME)) from None
 
 
 def own_state(subject: Subject) -> dict[str, Tensor]:
-    """Our tensors; what engines would share with the target is copied from it."""
+    """The tensors of our draft; what engines share with the target is copied from it."""
     state = dict(subject.view.state)
     dtype = state["fc.weight"].dtype
     if subject.view.merges:
@@ -136,7 +136,7 @@ def own_state(subject: Subject) -> dict[str, Tensor]:
             raise BadInput("no map d2t for a smaller vocabulary", where=str(subject.directory))
         ids = state["d2t"].long() + torch.arange(width)
         state |= {"d2t": state["d2t"].long(), "t2d": tokens_marked(ids, full)}
-    else:  # the identity: some write it out
+    else:  # some trainers write the identity map
         state.pop("d2t", None)
         state.pop("t2d", None)
     if "embed_tokens.weight" not in state:

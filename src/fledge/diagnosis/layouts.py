@@ -1,4 +1,4 @@
-"""The families of files that drafts come in, and how to tell them apart."""
+"""The layouts in which trainers write drafts, and how to tell them apart."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from fledge.export.formats import TRAINED
 OWN_AUX_KEY = "aux_layer_ids"
 NESTED_KEY = "transformer_layer_config"
 SPECULATORS_KEY = "speculators_model_type"
-# vLLM's own way to write an EAGLE-1 draft: its type says so, its Llama config lies inside.
+# vLLM's own format of EAGLE-1: this model_type, and the Llama config nested under this key.
 WRAPPED_TYPE, WRAPPED_KEY = "eagle", "model"
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """How one family of files spells a draft."""
+    """How one family of trainers writes a draft."""
 
     name: str
     made_by: str
-    prefix: str = ""  # before every tensor of the backbone
-    nested: str = ""  # the key under which the Llama keys live
-    beside: frozenset[str] = frozenset()  # keys that stand beside that one
+    prefix: str = ""  # of every tensor of the backbone
+    nested: str = ""  # the key that holds the Llama config; "": it is flat
+    beside: frozenset[str] = frozenset()  # keys that are next to it, not in it
 
 
 _BESIDE_SPECULATORS = frozenset({
@@ -50,7 +50,7 @@ LAYOUTS = {
 
 
 def eagle1_layout(config: dict[str, Any]) -> FileLayout:
-    """Of EAGLE-1 and EAGLE-2, whose tensors have the same names everywhere."""
+    """The layout of an EAGLE-1 or EAGLE-2 draft; tensor names are the same in all of them."""
     if config.get("model_type") == WRAPPED_TYPE and isinstance(config.get(WRAPPED_KEY), dict):
         return LAYOUTS["eagle1-wrapped"]
     if OWN_AUX_KEY in config:
@@ -62,7 +62,7 @@ def eagle1_layout(config: dict[str, Any]) -> FileLayout:
 
 
 def eagle3_layout(config: dict[str, Any], names: Iterable[str]) -> FileLayout:
-    """Of EAGLE-3 and P-EAGLE."""
+    """The layout of an EAGLE-3 or P-EAGLE draft."""
     names = list(names)
     if SPECULATORS_KEY in config:
         return LAYOUTS["speculators"]

@@ -5,8 +5,8 @@
     speculators-dflash   the nested config of the speculators package, ids + 1  vLLM, speculators
     speculators-dspark   the same for DSpark
 
-All four name tensors as we do, and have none for embedding and head: they are the target's. A
-reduced vocabulary brings its own rows of the head, which no engine takes from the target.
+All four use our tensor names, and omit embedding and head, which are the target's. A draft with a
+reduced vocabulary has its own rows of the head, because no engine takes them from the target.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from fledge.export.rules import (
 
 
 def _layers() -> list[TensorRule]:
-    """All layers are alike, and all have q/k norms."""
+    """The tensors of the layers, which are all alike and all have q/k norms."""
     rules = [
         *layer_rules("layers.0", "layers.0", norms=DEEP_NORMS),
         *layer_rules("layers.{n}", "layers.{n}", norms=DEEP_NORMS, deep=True),
@@ -36,26 +36,26 @@ def _layers() -> list[TensorRule]:
     ]
 
 
-def _same(name: str, *shape: str) -> TensorRule:
+def _tensor(name: str, *shape: str) -> TensorRule:
     return TensorRule(name, name, shape)
 
 
 _DFLASH_TENSORS = (
-    _same("fc.weight", "E", "A*D"),
-    _same("hidden_norm.weight", "E"),
-    _same("norm.weight", "E"),
+    _tensor("fc.weight", "E", "A*D"),
+    _tensor("hidden_norm.weight", "E"),
+    _tensor("norm.weight", "E"),
     *_layers(),
     *(
         replace(rule, feature="reduced head")
-        for rule in (_same("lm_head.weight", "W", "E"), _same("d2t", "W"), _same("t2d", "V"))
+        for rule in (_tensor("lm_head.weight", "W", "E"), _tensor("d2t", "W"), _tensor("t2d", "V"))
     ),
 )
 _DSPARK_TENSORS = (
     *_DFLASH_TENSORS,
-    _same("markov_head.markov_w1.weight", "V", "R"),
-    _same("markov_head.markov_w2.weight", "W", "R"),
-    replace(_same("confidence_head.proj.weight", "1", "E+R"), feature="confidence head"),
-    replace(_same("confidence_head.proj.bias", "1"), feature="confidence head"),
+    _tensor("markov_head.markov_w1.weight", "V", "R"),
+    _tensor("markov_head.markov_w2.weight", "W", "R"),
+    replace(_tensor("confidence_head.proj.weight", "1", "E+R"), feature="confidence head"),
+    replace(_tensor("confidence_head.proj.bias", "1"), feature="confidence head"),
 )
 
 
@@ -63,14 +63,14 @@ def _qwen3_keys(prefix: str = "") -> list[KeyRule]:
     return [
         *llama_keys(prefix, model_type="qwen3"),
         KeyRule(f"{prefix}layer_types", "layer_types"),
-        # transformers' Qwen3 forgets the window unless both are there
+        # transformers' Qwen3 drops the window unless both are set
         KeyRule(f"{prefix}use_sliding_window", value=True, feature="sliding layers"),
         KeyRule(f"{prefix}sliding_window", "sliding_window", feature="sliding layers"),
     ]
 
 
 # Ours: an export in a flat layout is also a draft that `fledge eval` and `init_from` read.
-_OWN = fact_keys(
+_FLEDGE_KEYS = fact_keys(
     "aux_layer_ids", "num_aux_hidden_states", "qk_norm", "causal", "sliding_layers",
     "confidence_head", "confidence_threshold", "confidence_temperatures", "draft_tokens",
     need="optional",
@@ -79,9 +79,9 @@ _FLAT_KEYS = (
     *_qwen3_keys(),
     *fact_keys("block_size", "draft_vocab_size", "target_hidden_size", "mask_token_id"),
     *fact_keys("num_target_layers", need="optional"),
-    # of all layers; without it the sliding ones are causal and the others are not
+    # for all layers; without it only the sliding ones are causal
     KeyRule("is_causal", value=True, feature="causal blocks"),
-    *_OWN,
+    *_FLEDGE_KEYS,
 )
 _MARKOV_KEYS = (
     *fact_keys("markov_rank", "sample_from_anchor"),

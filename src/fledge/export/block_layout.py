@@ -1,4 +1,4 @@
-"""What of a block draft (DFlash, DSpark) its tables ask for: facts, features, the head's rows."""
+"""What the tables need of a block draft (DFlash, DSpark): facts, features, rows of the head."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 from fledge.core.errors import BadInput
 from fledge.export.rules import Feature
 
-_OWN = (
+_BLOCK_SETTINGS = (
     "block_size", "sample_from_anchor", "causal", "sliding_window", "sliding_layers",
     "markov_rank", "confidence_head", "confidence_threshold", "confidence_temperatures",
 )  # fmt: skip
@@ -20,7 +20,7 @@ def is_block(config: Any) -> bool:
 
 def block_facts(config: Any, target_layers: int | None) -> dict[str, Any]:
     """Values for keys that only block drafts have."""
-    facts = {name: getattr(config, name, None) for name in _OWN}
+    facts = {name: getattr(config, name, None) for name in _BLOCK_SETTINGS}
     sliding = set(config.sliding_layers)
     kinds = ("full_attention", "sliding_attention")
     facts["layer_types"] = [kinds[i in sliding] for i in range(config.num_hidden_layers)]
@@ -29,7 +29,7 @@ def block_facts(config: Any, target_layers: int | None) -> dict[str, Any]:
 
 
 def block_features(config: Any) -> dict[Feature, bool]:
-    """What an engine must do besides; q/k norms are no feature of a draft that always has them."""
+    """Features of a block draft; q/k norms do not count, because it always has them."""
     return {
         "blocks": True,
         "causal blocks": config.causal,
@@ -37,12 +37,12 @@ def block_features(config: Any) -> dict[Feature, bool]:
         "reduced head": config.draft_vocab_size < config.vocab_size,
         "confidence head": config.confidence_head,
         "q/k norms": False,
-        "chosen aux layers": False,  # every layout says them, all alike
+        "chosen aux layers": False,  # every layout writes them
     }
 
 
 def check_whole_block(config: Any, asked: int | None) -> None:
-    """A block is drafted as long as it was trained: its slots see one another."""
+    """Refuse blocks of another length than in training: their slots attend to each other."""
     if asked is not None and is_block(config) and asked != config.draft_tokens:
         raise BadInput(
             f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
@@ -52,8 +52,8 @@ def check_whole_block(config: Any, asked: int | None) -> None:
 
 
 def with_head_rows(draft: Any, head_VE: Tensor | None) -> Any:
-    """A block draft of a reduced vocabulary with its rows of the target's head, as files need it;
-    any other draft as it is."""
+    """Add its rows of the target's head to a block draft with a reduced vocabulary, as the files
+    need them; any other draft is returned as it is."""
     config, tensors = draft.config, draft.tensors
     if not is_block(config) or config.draft_vocab_size == config.vocab_size:
         return draft

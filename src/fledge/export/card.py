@@ -1,6 +1,6 @@
 """The model card: what the draft is, what it was trained on, what it reached, how to serve it.
 
-It is read elsewhere: it names the target as others know it, and no place of this machine."""
+It is read on other machines: it uses the target's public name, and no path of this one."""
 
 import shlex
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from fledge.models.resolve import is_hub_id
 from fledge.recipe.schema import Recipe
 from fledge.recipe.yaml_text import dump_yaml
 
-_PRIVATE = {"urls", "token_env", "ca_file"}  # of a recipe's target: servers, and ways to them
+_PRIVATE = {"urls", "token_env", "ca_file"}  # target keys about servers and access to them
 
 
 def model_card(record: Mapping[str, Any], directory: str, recipe: Recipe | None) -> str:
-    """README.md of an export that will lie in `directory`."""
+    """The README.md of an export that will be in `directory`."""
     target = record["target"]["served_as"]
     if not is_hub_id(target):
         target = f"path/to/{target or 'TARGET'}"
@@ -99,16 +99,16 @@ def _training(record: Mapping[str, Any], recipe: Recipe | None) -> str:
     if recipe is None:
         return "The recipe is not known.\n"
     data = ", ".join(_portable(list(recipe.data.train))) or "a cache of the target's states"
-    at = "" if record["step"] is None else f" Checkpoint at step {record['step']:,}."
+    checkpoint = "" if record["step"] is None else f" Checkpoint at step {record['step']:,}."
     values = _portable(recipe.model_dump())
     values["target"] = {k: v for k, v in values["target"].items() if k not in _PRIVATE}
     if values["target"].get("model"):
         values["target"]["model"] = record["target"]["name"] or values["target"]["model"]
-    return f"Data: {data}.{at}\n\n```yaml\n{dump_yaml(values)}```\n"
+    return f"Data: {data}.{checkpoint}\n\n```yaml\n{dump_yaml(values)}```\n"
 
 
 def _portable(value: Any) -> Any:
-    """The same with only the last part of every path that leads through this machine."""
+    """The same value, with every absolute path reduced to its last part."""
     if isinstance(value, dict):
         return {key: _portable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
 
 
 def method_of_record(record: Mapping[str, Any]) -> Method:
-    """The method of an export's draft; older records name its way of drafting alone."""
+    """The method of an export's draft; older records name only its drafting strategy."""
     name = record.get("objective")
     return method_that_drafts(record["method"]) if name is None else METHODS[name]
 
@@ -27,52 +27,52 @@ def serve_command(
     host: str | None = None,
     port: int | None = None,
 ) -> list[str]:
-    """`record` is an export's own (fledge_export.json); k defaults to what it was trained for.
+    """The command that serves an export, given its record (fledge_export.json).
 
-    `target` is what the engine loads, `named` what a person calls it, where it is another one than
-    the record's.
+    The number of draft tokens defaults to that of training. `target` is what the engine loads,
+    `named` its public name, if it is not the record's target.
     """
     depth = num_draft_tokens or record["num_draft_tokens"]
     method = method_of_record(record)
-    known = record["target"]
-    own_name = known["name"] if target == known["served_as"] else target
-    where = _identity(named or own_name, known.get("dtype", ""))
-    where += [] if host is None else ["--host", host]
-    where += [] if port is None else ["--port", str(port)]
+    recorded = record["target"]
+    own_name = recorded["name"] if target == recorded["served_as"] else target
+    flags = _identity_flags(named or own_name, recorded.get("dtype", ""))
+    flags += [] if host is None else ["--host", host]
+    flags += [] if port is None else ["--port", str(port)]
     if record["engine"] == "sglang":
         return [
             "python", "-m", "sglang.launch_server", "--model-path", target,
             "--speculative-algorithm", method.algorithms["sglang"],
             "--speculative-draft-model-path", directory,
-            *method.sglang_flags(depth), *where,
+            *method.sglang_flags(depth), *flags,
         ]  # fmt: skip
-    as_recorded = num_draft_tokens is None and target == known["served_as"]
+    as_recorded = num_draft_tokens is None and target == recorded["served_as"]
     if record["engine"] == "speculators" and as_recorded:
-        return ["vllm", "serve", directory, *where]  # target, method and k are in the file
+        return ["vllm", "serve", directory, *flags]  # target, method and k are in the file
     speculative: dict[str, Any] = {
         "method": method.algorithms["vllm"],
         "model": directory,
         "num_speculative_tokens": depth,
         **method.vllm_settings,
     }
-    return ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *where]
+    return ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *flags]
 
 
-def _identity(name: str, dtype: str) -> list[str]:
-    """What an engine would otherwise choose by itself: the precision (float32 silently becomes 16
-    bits), and the name that clients see and manifests keep (a path on the server's disk)."""
+def _identity_flags(name: str, dtype: str) -> list[str]:
+    """Flags for what an engine would otherwise choose itself: the precision (float32 silently
+    becomes 16 bits), and the name that clients and manifests use (a path on the server's disk)."""
     flags = ["--dtype", dtype] if dtype else []
     public = public_name(name).partition("@")[0]
     return [*flags, "--served-model-name", public] if name else flags
 
 
 def without_repeats(command: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The command and the user's own flags behind it; what these say is not said before."""
-    theirs = {word.partition("=")[0] for word in given if word.startswith("--")}
-    kept, words = [], iter(command)
-    for word in words:
-        if word in theirs:  # every flag of ours that users may give has a value
-            next(words)
+    """The command with the user's flags appended, without those of ours that they override."""
+    overridden = {argument.partition("=")[0] for argument in given if argument.startswith("--")}
+    kept, arguments = [], iter(command)
+    for argument in arguments:
+        if argument in overridden:  # every flag of ours that users may override has a value
+            next(arguments)
         else:
-            kept.append(word)
+            kept.append(argument)
     return [*kept, *given]

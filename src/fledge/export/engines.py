@@ -1,6 +1,6 @@
 """The engines that load drafts: which versions are known, and what each cannot serve.
 
-What they read, file by file, stands in `formats`. Nothing here imports an engine.
+What they read, file by file, is in `formats`. Nothing here imports an engine.
 """
 
 from dataclasses import dataclass
@@ -27,39 +27,39 @@ class Limit:
 class ServingEngine:
     name: EngineName
     title: str
-    oldest: str  # the oldest version whose reading is known
+    oldest: str  # the oldest version whose format is known
     tested: tuple[str, ...]  # oldest first
     limits: tuple[Limit, ...]
-    # targets whose inner states it hands to no draft: EAGLE-3's kind cannot be served there
+    # targets whose inner states it does not pass to drafts: EAGLE-3 cannot be served there
     mute_targets: tuple[str, ...] = ()
 
     def check_target(self, architectures: list[str], *, inner_states: bool) -> None:
-        """Refuse a draft that needs the inner states of a target that shows none."""
-        mute = [name for name in architectures if name in self.mute_targets]
-        if inner_states and mute:
+        """Refuse a draft that needs inner states which the engine does not pass for this target."""
+        unsupported = [name for name in architectures if name in self.mute_targets]
+        if inner_states and unsupported:
             raise BadInput(
-                f"{self.title} hands the inner states of {mute[0]} to no draft",
+                f"{self.title} does not pass the inner states of {unsupported[0]} to drafts",
                 where=f"--engine {self.name}",
-                fix="train objective.kind=eagle1, which needs the last state alone",
+                fix="train objective.kind=eagle1, which needs only the last state",
             )
 
     def check_version(self, version: str | None) -> str:
-        """The version asked for, or the newest tested one."""
+        """The requested version, if it is supported; by default the newest tested one."""
         if version is None:
             return self.tested[-1]
         try:
-            known = Version(version) >= Version(self.oldest)
+            supported = Version(version) >= Version(self.oldest)
         except ValueError:
             what, fix = f"'{version}' is not a version", self.tested[-1]
             raise BadInput(what, where="--engine-version", fix=fix) from None
-        if not known:
+        if not supported:
             what = f"what {self.title} {version} reads is not known: {self.oldest} is the oldest"
             fix = f"tested: {', '.join(self.tested)}"
             raise BadInput(what, where="--engine-version", fix=fix)
         return version
 
     def refusals(self, features: frozenset[Feature], version: str) -> list[Limit]:
-        """What this version cannot serve of a draft."""
+        """The limits of this version that a draft with these features exceeds."""
         return [
             limit
             for limit in self.limits

@@ -1,8 +1,8 @@
-"""`export_draft`: from a run or a checkpoint to a directory that an engine serves, checked.
+"""`export_draft`: write a run or a checkpoint as a directory that an engine serves, and check it.
 
 Files are laid out (`layout.py`), written into a hidden directory, read back the way the engine
-reads them (`reread.py`) and decoded with (`self_check.py`); only then does the directory get its
-name. A failed or killed export leaves nothing that looks like one.
+reads them (`reread.py`) and used for decoding (`self_check.py`); only then does the directory get
+its final name. A failed or killed export leaves nothing that looks like one.
 """
 
 import dataclasses
@@ -67,23 +67,23 @@ def export_draft(
     target: str = "",  # "": the run's own
     dtype: torch.dtype | None = None,  # None: as stored
     num_draft_tokens: int | None = None,  # None: as trained
-    target_embeddings: bool = False,  # give up trained embeddings for the target's
-    without_target: bool = False,  # leave out what needs the target's weights
+    target_embeddings: bool = False,  # replace trained embeddings by the target's
+    without_target: bool = False,  # skip what needs the target's weights
     device: str | None = None,
     check: CheckOptions | None = None,
     watch: ExportWatch | None = None,
     trust_remote_code: bool = False,  # run Python code that comes with the target
-    target_name: str = "",  # what the card and the config call it; "": its public name
-    overwrite: bool = False,  # replace an export that is there
+    target_name: str = "",  # its name in card and config; "": its public name
+    overwrite: bool = False,  # replace an existing export
 ) -> Path:
     """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
 
-    Raises BadInput for what the engine cannot serve, and when the files do not do what the
-    checkpoint does; `out` is then as it was. `read_export_record(out)` says what was measured.
+    Raises BadInput if the engine cannot serve the draft, or if the files do not behave like the
+    checkpoint; `out` is then unchanged. `read_export_record(out)` returns what was measured.
     """
     out = Path(out)
     check_place(out, directory=True)
-    if out.resolve() == Path.cwd():  # it is moved into place as a whole
+    if out.resolve() == Path.cwd():  # the directory is replaced as a whole
         raise BadInput("the current directory", where=str(out), fix="name a new one for --out")
     if out.exists() and not (out / RECORD_NAME).is_file() and any(out.iterdir()):
         raise BadInput("not empty, and not an export", where=str(out), fix="give another --out")
@@ -102,7 +102,7 @@ def export_draft(
 
 
 def read_export_record(directory: str | Path) -> dict[str, Any]:
-    """Where an export came from, for which engine it is, and what was measured on it."""
+    """The record of an export: its source, its engine, and what was measured on it."""
     path = Path(directory) / RECORD_NAME
     if not path.is_file():
         fix = "make one with `fledge export`"
@@ -113,7 +113,7 @@ def read_export_record(directory: str | Path) -> dict[str, Any]:
 
 @dataclass
 class _Job:
-    """One export, decided from top to bottom in `__post_init__`, carried out in `write`."""
+    """One export: `__post_init__` makes all decisions, `write` carries them out."""
 
     path: Path
     engine_name: str
@@ -145,12 +145,12 @@ class _Job:
         if name not in self.method.formats:
             others = " or ".join(self.method.formats)
             fix = f"--engine {others}" if others else "such drafts cannot be exported yet"
-            what = f"{self.engine.title} reads no {self.method.title} drafts"
+            what = f"{self.engine.title} does not read {self.method.title} drafts"
             raise BadInput(what, where="--engine", fix=fix)
         self.layout = FORMATS[self.method.formats[name]]
         check_whole_block(draft.config, self.asked_draft_tokens)
         self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
-        self._check(trained_embeddings=False)  # before anything slow
+        self._check(trained_embeddings=False)  # fail before anything slow
         self.watch("loading the target", 0, 1)
         self.in_use: TargetInUse | None = None
         if not self.without_target:
@@ -181,7 +181,7 @@ class _Job:
             )
         if self.engine.name == "speculators" and not public:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
-        try:  # its configuration may be here although its weights are not
+        try:  # its config may be available even if its weights are not
             if name:
                 return facts_of_target(name, public, trust_remote_code=trust)
         except UntrustedCode:
@@ -198,7 +198,7 @@ class _Job:
         return features
 
     def _settle_embeddings(self) -> str:
-        """Whose embeddings the draft is served with: `the target's` or `trained`."""
+        """Which embeddings the draft is served with: `the target's` or `trained`."""
         if _EMBEDDINGS not in self.draft.tensors:
             return "the target's"
         if self.in_use is None:
@@ -209,10 +209,10 @@ class _Job:
             frozen = self.method.fixed_draft.get("freeze_embeddings", False)
             frozen |= recipe is not None and recipe.draft.freeze_embeddings
             return "the target's" if frozen else "trained"
-        asked = self.target_embeddings
-        if not asked and not same_embeddings(self.draft, self.side):
+        requested = self.target_embeddings
+        if not requested and not same_embeddings(self.draft, self.side):
             return "trained"
-        if asked or _EMBEDDINGS in self.layout.ignored:
+        if requested or _EMBEDDINGS in self.layout.ignored:
             self.draft = with_target_embeddings(self.draft, self.side)
         return "the target's"
 
@@ -231,7 +231,7 @@ class _Job:
         return out
 
     def close(self) -> None:
-        """Let go of the target."""
+        """Release the target."""
         if self.in_use is not None:
             self.in_use.target.close()
 
@@ -246,17 +246,17 @@ class _Job:
             check.notes.append(
                 f"the speculators library reads the target where the file says: it will look for"
                 f" '{self.target.served_as}' in its working directory and on the hub"
-                " (--target-name says a hub id, or a path)"
+                " (set a hub id or a path with --target-name)"
             )
         return check
 
     def _decode(self, check: SelfCheck, reread: Reread, in_use: TargetInUse) -> None:
-        before, after = (one.tensors.get(_EMBEDDINGS) for one in (self.source, self.draft))
+        before, after = (draft.tensors.get(_EMBEDDINGS) for draft in (self.source, self.draft))
         kept = before is None or after is None or torch.equal(before.to(after.dtype), after)
         unchanged = not self.reordered and kept
-        # with an estimate: as many tokens as it was made for, or the figures are not comparable
-        as_asked = self.source.estimate is None
-        depth = self.num_draft_tokens if as_asked else self.source.num_draft_tokens
+        # an estimate is only comparable for as many tokens as it was made for
+        without_estimate = self.source.estimate is None
+        depth = self.num_draft_tokens if without_estimate else self.source.num_draft_tokens
         decoding = DecodingCheck(self.source, in_use, self.check, depth, self.watch)
         decoding.run(check, reread, unchanged=unchanged)
 

@@ -11,7 +11,7 @@ docs/export.md lists versions and tests).
     eagle1-vllm          layers.N.*, config.json of a Llama; the target's embeddings and head
     eagle1-sglang        the same with a bias of fc, which SGLang's class has
 
-Those of DFlash and DSpark stand in `block_formats`, the words of the tables in `rules`.
+Those of DFlash and DSpark are in `block_formats`, the types of the tables' rows in `rules`.
 """
 
 from collections.abc import Mapping
@@ -42,14 +42,14 @@ RECORD_NAME = "fledge_export.json"  # where an export came from and what was mea
 
 
 _FIRST_NORMS = {**DEEP_NORMS, "hidden_norm": "hidden_norm"}
-# SGLang's deeper layers norm their input with what they call hidden_norm.
+# In SGLang's deeper layers the input norm is called hidden_norm.
 _SGLANG_DEEP_NORMS = {**DEEP_NORMS, "input_layernorm": "hidden_norm"}
 
 
 def _tensors(
     first: str, deep_norms: Mapping[str, str], *, embeddings: Need, t2d: Need, parallel: Need
 ) -> tuple[TensorRule, ...]:
-    same: list[tuple[Any, ...]] = [
+    same_names: list[tuple[Any, ...]] = [
         ("fc.weight", ("E", "A*D"), "required", ""),
         ("fc_norm.{a}.weight", ("D",), "required", "fc_norm"),
         ("norm.weight", ("E",), "required", ""),
@@ -60,18 +60,18 @@ def _tensors(
         ("mask_hidden", ("1", "1", "A*D"), parallel, "parallel drafting"),
     ]
     return (
-        *(TensorRule(name, name, *rule) for name, *rule in same),
+        *(TensorRule(name, name, *rule) for name, *rule in same_names),
         *layer_rules("layers.0", first, fused=True, norms=_FIRST_NORMS),
         *layer_rules("layers.{n}", "layers.{n}", deep=True, norms=deep_norms),
     )
 
 
 def _eagle1_tensors(*, bias: TensorRule) -> tuple[TensorRule, ...]:
-    after = {"post_attention_layernorm": "post_attention_layernorm"}
+    norms = {"post_attention_layernorm": "post_attention_layernorm"}
     return (
         TensorRule("fc.weight", "fc.weight", ("E", "2*E")),
         bias,
-        *layer_rules("layers.0", "layers.0", norms=after),
+        *layer_rules("layers.0", "layers.0", norms=norms),
         *layer_rules("layers.{n}", "layers.{n}", deep=True, norms=DEEP_NORMS),
         TensorRule("embed_tokens.weight", "embed_tokens.weight", ("V", "E"), "ignored"),
         TensorRule("lm_head.weight", "lm_head.weight", ("V", "E"), "ignored"),
@@ -83,7 +83,7 @@ def _eagle1_tensors(*, bias: TensorRule) -> tuple[TensorRule, ...]:
 
 _DRAFT = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output")
 _MASK_TOKEN = KeyRule("mask_token_id", "mask_token_id", feature="parallel drafting")
-# Ours: how deep the draft was trained to propose, where an export is all that is left of its run.
+# Ours: how many tokens the draft was trained to propose, for exports without their run.
 TRAINED = (
     "num_depths", "down_sample_ratio", "down_sample_ratio_min", "ttt_steps", "draft_tokens",
 )  # fmt: skip
@@ -96,7 +96,7 @@ _PLAIN_KEYS = (
 )
 
 
-# Read by `fledge import` alone: to an engine both versions are the same.
+# Read only by `fledge import`: engines treat both versions alike.
 _EAGLE1_OWN = fact_keys("eagle_version", "draft_tokens", need="optional")
 
 
@@ -124,7 +124,7 @@ _PLAIN_VLLM = Format(
     (
         *_PLAIN_KEYS,
         _MASK_TOKEN,
-        # vLLM's Llama has no q/k norms, its Qwen3 has
+        # vLLM's Llama class has no q/k norms, its Qwen3 class does
         KeyRule("architectures", value=["Eagle3Qwen3ForCausalLM"], feature="q/k norms"),
         KeyRule("model_type", value="qwen3", feature="q/k norms"),
         # Ours: an export for vLLM is also a draft that `fledge eval` and `init_from` read.
@@ -221,21 +221,21 @@ def _dimension(text: str, facts: Mapping[str, Any]) -> int:
 
 
 def set_path(values: dict[str, Any], path: str, value: Any) -> None:
-    """`set_path(v, "a.b.0.c", x)`: a number makes a list of one element."""
+    """Set the value at a dotted path such as "a.b.0.c"; a number makes a list of one element."""
     parts = path.split(".")
-    here: Any = values
+    node: Any = values
     for name, following in pairwise(parts):
         empty: Any = [{}] if following.isdigit() else {}
-        here = here[int(name)] if name.isdigit() else here.setdefault(name, empty)
-    here[parts[-1]] = value
+        node = node[int(name)] if name.isdigit() else node.setdefault(name, empty)
+    node[parts[-1]] = value
 
 
 def get_path(values: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where it ends early."""
-    here: Any = values
+    """The value at a dotted path; None if it does not exist."""
+    node: Any = values
     for name in path.split("."):
-        if isinstance(here, list):
-            here = here[int(name)] if int(name) < len(here) else None
+        if isinstance(node, list):
+            node = node[int(name)] if int(name) < len(node) else None
         else:
-            here = here.get(name) if isinstance(here, Mapping) else None
-    return here
+            node = node.get(name) if isinstance(node, Mapping) else None
+    return node

@@ -1,6 +1,6 @@
 """A draft of ours in an engine's format: facts, features, tensors and config.json.
 
-The tables of `formats.py` applied to one draft; nothing is written here.
+Applies the tables of `formats.py` to one draft; writes no files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,17 +24,17 @@ _YARN_ATTENTION = ("attention_factor", "mscale", "mscale_all_dim")
 class TargetFacts:
     """What an export records about its target."""
 
-    name: str = ""  # as the user says it
-    served_as: str = ""  # as an engine understands it
-    dtype: str = ""  # in which the draft was measured with it, else as stored; "": not known
+    name: str = ""  # as the user names it
+    served_as: str = ""  # as an engine is given it
+    dtype: str = ""  # in which it ran in the self-check, else as stored; "": unknown
     architectures: list[str] = field(default_factory=list)
-    layers: int | None = None  # None: not known here
+    layers: int | None = None  # None: unknown
     tokenizer_fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
 class PlainDraft:
-    """A draft as tensors and config, its aux states in the order of the layers."""
+    """A draft's tensors and config, with the aux states in layer order."""
 
     config: Any
     tensors: dict[str, Tensor]
@@ -56,10 +56,10 @@ class PlainDraft:
 
 
 def in_layer_order(config: Any, tensors: Mapping[str, Tensor]) -> PlainDraft:
-    """The same draft with its aux layers ascending: engines hand their states over in that order.
+    """The same draft with its aux layers ascending: engines pass the states in that order.
 
-    What reads the concatenated states is permuted with them: the columns of fc, the placeholder of
-    P-EAGLE, and one norm a chunk.
+    What reads the concatenated states is permuted with them: the columns of fc, the mask state of
+    P-EAGLE, and the norms of the chunks.
     """
     ids: Sequence[int] = config.aux_layer_ids
     order = sorted(range(len(ids)), key=lambda i: ids[i])
@@ -82,8 +82,8 @@ def draft_features(
     """What an engine must be able to do to serve this draft."""
     config, rope = draft.config, rope_parameters(draft.config)
     ids, layers = draft.aux_layer_ids, target.layers
-    # what vLLM and SGLang take when the config does not say, as outputs of our layers
-    usual = None if layers is None else [1, layers // 2 - 1, layers - 4]
+    # the default of vLLM and SGLang, as outputs of layers in our numbering
+    default = None if layers is None else [1, layers // 2 - 1, layers - 4]
     present: dict[Feature, bool] = {
         "parallel drafting": config.parallel_drafting,
         "several layers": config.num_hidden_layers > 1,
@@ -91,7 +91,7 @@ def draft_features(
         "norm_output": config.norm_output,
         "small vocabulary": config.draft_vocab_size < config.vocab_size,
         "trained embeddings": trained_embeddings,
-        "chosen aux layers": ids not in (usual, [layers]),
+        "chosen aux layers": ids not in (default, [layers]),
         "last layer": layers is not None and layers - 1 in ids,
         "other width": config.target_hidden_size != config.hidden_size,
         "scaled rotary": rope["rope_type"] != "default",
@@ -103,13 +103,13 @@ def draft_features(
         "q/k norms": config.qk_norm,
         **(block_features(config) if is_block(config) else {}),
     }
-    return frozenset(name for name, there in present.items() if there)
+    return frozenset(name for name, enabled in present.items() if enabled)
 
 
 def check_representable(
     engine: ServingEngine, layout: Format, version: str, features: frozenset[Feature]
 ) -> None:
-    """Refuse what the engine would misread, saying what would work."""
+    """Refuse a draft that the engine would misread, and name what would work."""
     refused = engine.refusals(features, version)
     if layout.name == "speculators-peagle":
         refused += [limit for limit in SPECULATORS_PEAGLE_LIMITS if limit.feature in features]
@@ -124,7 +124,7 @@ def check_representable(
 
 
 def draft_facts(draft: PlainDraft, target: TargetFacts, *, num_draft_tokens: int) -> dict[str, Any]:
-    """Every value that a key of a table may ask for, by name."""
+    """Every value that a `KeyRule` may refer to, by name."""
     config = draft.config
     rope = rope_parameters(config)
     if rope["rope_type"] in ("yarn", "llama3"):  # transformers falls back to this, engines do not
@@ -155,7 +155,7 @@ def draft_facts(draft: PlainDraft, target: TargetFacts, *, num_draft_tokens: int
 def config_values(
     layout: Format, facts: Mapping[str, Any], features: frozenset[Feature]
 ) -> dict[str, Any]:
-    """config.json as the table says."""
+    """The contents of config.json by the format's table."""
     values: dict[str, Any] = {}
     for key in layout.keys:
         value = facts[key.fact] if key.fact else key.value
@@ -173,17 +173,20 @@ def config_values(
 def file_tensors(
     layout: Format, draft: PlainDraft, facts: Mapping[str, Any], features: frozenset[Feature]
 ) -> dict[str, Tensor]:
-    """The tensors under their names in the file. That the draft is whole was checked when it was
-    read; here our rules are: each of its tensors has one, of its shape."""
+    """The tensors under their names in the file.
+
+    The draft was checked for completeness when it was read. The assertion checks our tables: every
+    tensor must have a rule, with its shape.
+    """
     expected = {rule.ours: rule for rule in expected_tensors(layout, facts, features)}
-    ours = dict(draft.tensors)
+    tensors = dict(draft.tensors)
     for name, rule in expected.items():
-        if rule.zeros and name not in ours:
-            ours[name] = torch.zeros(rule.shape, dtype=draft.dtype)
-    shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+        if rule.zeros and name not in tensors:
+            tensors[name] = torch.zeros(rule.shape, dtype=draft.dtype)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert {name: rule.shape for name, rule in expected.items()} == shapes, layout.name
     return {
-        rule.theirs: ours[name].detach().contiguous()
+        rule.theirs: tensors[name].detach().contiguous()
         for name, rule in expected.items()
         if rule.need in ("required", "optional")
     }

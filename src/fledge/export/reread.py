@@ -1,9 +1,9 @@
-"""Reading an export back the way its engine reads it. Deliberately not the tables of `formats.py`:
-a wrong line there must not confirm itself, so this file knows the formats independently.
+"""Read an export back the way its engine reads it. Deliberately without the tables of `formats.py`:
+an error there must not confirm itself, so this module implements the formats independently.
 
-Each reader does what the engine's loader does, silent habits included (SGLang skips names that it
-does not know and takes the target's embeddings; vLLM and SGLang fall back to default aux layers),
-and returns a draft of ours. Whatever differs from the draft that was exported is then a fault.
+Each reader does what the engine's loader does, including what it does silently (SGLang skips names
+that it does not know and takes the target's embeddings; vLLM and SGLang fall back to default aux
+layers), and returns a draft of ours. Any difference from the exported draft is then a fault.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _LLAMA = (
 
 @dataclass(frozen=True)
 class Reread:
-    """What an engine makes of the files."""
+    """The draft as an engine reads it from the files."""
 
     config: LlamaConfig
     tensors: dict[str, Tensor]  # under our names
@@ -43,7 +43,7 @@ class Reread:
 
 @dataclass(frozen=True)
 class TargetSide:
-    """What an engine takes from the target and not from the files."""
+    """What an engine takes from the target instead of the files."""
 
     layers: int | None
     embeddings_VE: Tensor | None = None
@@ -55,7 +55,7 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     values = read_json(directory / "config.json", what="the export's config")
     tensors: dict[str, Tensor] = load_tensors(directory / "model.safetensors", what="the export")
     readers = {"vllm": _as_vllm, "sglang": _as_sglang, "speculators": _as_speculators}
-    from fledge.export.reread_block import block_kind, reread_block  # which builds on this file
+    from fledge.export.reread_block import block_kind, reread_block  # it imports this module
 
     if block_kind(values) is not None:
         return reread_block(values, tensors, engine, target)
@@ -65,26 +65,28 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
 
 
 def _as_vllm(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
-    normed = values.get("architectures") == ["Eagle3Qwen3ForCausalLM"]
-    require(normed or values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
-    require(values.get("model_type") == ("qwen3" if normed else "llama"), "model_type")
+    has_qk_norms = values.get("architectures") == ["Eagle3Qwen3ForCausalLM"]
+    require(
+        has_qk_norms or values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures"
+    )
+    require(values.get("model_type") == ("qwen3" if has_qk_norms else "llama"), "model_type")
     require(not values.get("norm_before_residual", False), "norm_before_residual")
     key, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
     ids = values.get(key) or nested.get(key)
-    ours = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    if "mask_hidden" in ours:
-        ours["mask_hidden"] = ours["mask_hidden"].reshape(1, 1, -1)
-    if "embed_tokens.weight" not in ours:
-        ours |= _target_embeddings(target, ours)
+    state = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if "mask_hidden" in state:
+        state["mask_hidden"] = state["mask_hidden"].reshape(1, 1, -1)
+    if "embed_tokens.weight" not in state:
+        state |= _target_embeddings(target, state)
     config = engine_config(
         values,
         values,
-        aux_layer_ids=_below(ids, target.layers),
+        aux_layer_ids=_layer_outputs(ids, target.layers),
         mask_token_id=values.get("mask_token_id"),
-        parallel="mask_hidden" in ours,
+        parallel="mask_hidden" in state,
     )
-    config.qk_norm = normed
-    return Reread(config, ours, [])
+    config.qk_norm = has_qk_norms
+    return Reread(config, state, [])
 
 
 def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
@@ -94,18 +96,18 @@ def _as_sglang(values: dict[str, Any], tensors: dict[str, Tensor], target: Targe
     ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = _default_layers(target.layers)
-    known = ("fc.", "fc_norm.", "midlayer.", "norm.", "lm_head.", "d2t", "t2d")
-    ours, unread = {}, []
+    read_prefixes = ("fc.", "fc_norm.", "midlayer.", "norm.", "lm_head.", "d2t", "t2d")
+    state, unread = {}, []
     for name, tensor in tensors.items():
         if name.startswith("layers.") and not name.startswith("layers.0."):
-            # its deeper layers norm their input with hidden_norm
-            ours[name.replace(".hidden_norm.", ".input_layernorm.")] = tensor
-        elif name.startswith(known):
-            ours[name.replace("midlayer.", "layers.0.")] = tensor
+            # in its deeper layers the input norm is called hidden_norm
+            state[name.replace(".hidden_norm.", ".input_layernorm.")] = tensor
+        elif name.startswith(read_prefixes):
+            state[name.replace("midlayer.", "layers.0.")] = tensor
         else:
             unread.append(name)
-    ours |= _target_embeddings(target, ours)
-    return Reread(engine_config(values, values, aux_layer_ids=ids), ours, unread)
+    state |= _target_embeddings(target, state)
+    return Reread(engine_config(values, values, aux_layer_ids=ids), state, unread)
 
 
 def _as_speculators(
@@ -118,12 +120,12 @@ def _as_speculators(
     [proposal] = values["speculators_config"]["proposal_methods"]
     require(proposal["speculative_tokens"] > 0, "speculative_tokens")
     require(bool(values["speculators_config"]["verifier"]["name_or_path"]), "verifier")
-    absent = kind == "eagle3"  # what it means where the file does not say
-    require(not values.get("norm_before_residual", absent), "norm_before_residual")
+    default = kind == "eagle3"
+    require(not values.get("norm_before_residual", default), "norm_before_residual")
     config = engine_config(
         values["transformer_layer_config"],
         values,
-        aux_layer_ids=_below(values.get("eagle_aux_hidden_state_layer_ids"), target.layers),
+        aux_layer_ids=_layer_outputs(values.get("eagle_aux_hidden_state_layer_ids"), target.layers),
         parallel=kind == "peagle",
         mask_token_id=values["mask_token_id"] if kind == "peagle" else None,
     )
@@ -134,29 +136,29 @@ _EAGLE1_CLASSES = {"vllm": ["EagleLlamaForCausalLM"], "sglang": ["LlamaForCausal
 
 
 def _as_eagle1(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetSide) -> Reread:
-    """Both engines read the same names; embeddings and head are the target's, as is the state that
-    the draft listens to. SGLang's fc has a bias, and one of zeros is none; vLLM's has not."""
-    ours = dict(tensors)
-    bias = ours.get("fc.bias")
+    """Both engines read the same names; the embeddings, the head and the state that the draft reads
+    are the target's. SGLang's fc has a bias, and all zeros count as none; vLLM's has no bias."""
+    state = dict(tensors)
+    bias = state.get("fc.bias")
     if values["architectures"] == _EAGLE1_CLASSES["sglang"]:
         require(bias is not None, "fc.bias (in model.safetensors)")
         if bias is not None and not bool(bias.any()):
-            del ours["fc.bias"]
+            del state["fc.bias"]
     else:
         require(bias is None, "fc.bias (in model.safetensors)")
-    ours |= _target_embeddings(target, ours)
+    state |= _target_embeddings(target, state)
     if target.head_VE is not None:
-        ours["lm_head.weight"] = target.head_VE.to(ours["fc.weight"].dtype)
+        state["lm_head.weight"] = target.head_VE.to(state["fc.weight"].dtype)
     ids = [] if target.layers is None else [target.layers]
     config = engine_config(values, {}, aux_layer_ids=ids)
     config.num_aux_hidden_states = 1
     config.eagle_version = values.get("eagle_version", 1)
-    config.fc_bias = "fc.bias" in ours
-    return Reread(config, ours, [])
+    config.fc_bias = "fc.bias" in state
+    return Reread(config, state, [])
 
 
 def _target_embeddings(target: TargetSide, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Shared by the engine, which runs all weights in one dtype."""
+    """The target's embeddings in the draft's dtype: an engine runs all weights in one dtype."""
     if target.embeddings_VE is None:
         return {}
     return {"embed_tokens.weight": target.embeddings_VE.to(tensors["fc.weight"].dtype)}
@@ -168,8 +170,8 @@ def require(holds: bool, key: str) -> None:
         raise BadInput(f"self-check: {key} is not what the engine must read", where="config.json")
 
 
-def _below(ids: list[int] | None, layers: int | None) -> list[int]:
-    """Outputs of layers, from ids that count the layers before a state; sorted, as vLLM does."""
+def _layer_outputs(ids: list[int] | None, layers: int | None) -> list[int]:
+    """Outputs of layers, from ids that count the layers before a state; sorted, as in vLLM."""
     return _default_layers(layers) if ids is None else sorted({i - 1 for i in ids})
 
 
@@ -187,7 +189,7 @@ def engine_config(
     parallel: bool = False,
     mask_token_id: int | None = None,
 ) -> LlamaConfig:
-    """The config of a draft of ours; absent flags are off, as engines take them."""
+    """The config in our own keys; absent flags are off, as in the engines."""
     rope = dict(llama.get("rope_parameters") or llama.get("rope_scaling") or {})
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", llama.get("rope_theta", 10000.0))
@@ -216,12 +218,13 @@ def differing_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
     faults = [f"{name}: missing" for name in sorted(ours.keys() - theirs.keys())]
     faults += [f"{name}: not ours" for name in sorted(theirs.keys() - ours.keys())]
     for name in sorted(ours.keys() & theirs.keys()):
-        own, other = ours[name], theirs[name]
-        if own.dtype != other.dtype or own.shape != other.shape:
+        expected, actual = ours[name], theirs[name]
+        if expected.dtype != actual.dtype or expected.shape != actual.shape:
             faults.append(
-                f"{name}: {other.dtype} {tuple(other.shape)}, not {own.dtype} {tuple(own.shape)}"
+                f"{name}: {actual.dtype} {tuple(actual.shape)}, "
+                f"not {expected.dtype} {tuple(expected.shape)}"
             )
-        elif not torch.equal(own, other):
+        elif not torch.equal(expected, actual):
             faults.append(f"{name}: other values")
     return faults
 
@@ -240,7 +243,7 @@ _COMPARED = (
 def differing_flags(ours: Any, theirs: Any) -> list[str]:
     """`name: ours -> theirs` for every setting that decides what the draft computes.
 
-    Rotary positions are compared as the angles that come out of them.
+    Rotary settings are compared by the frequencies that they result in.
     """
     faults = [
         f"{name}: {getattr(ours, name, None)} -> {getattr(theirs, name, None)}"

@@ -1,7 +1,7 @@
-"""Reading an exported DFlash or DSpark draft back the way its engine does; see `reread`.
+"""Read an exported DFlash or DSpark draft back the way its engine does; see `reread`.
 
-Like `reread`, this file shares no table with the writer: it knows from the engines where they look
-for the layers, the mask token and the direction of attention, and what they take for granted.
+Like `reread`, this module shares no table with the writer. It follows the engines in where they
+look for the layers, the mask token and the attention direction, and in what they assume by default.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ _HEADS = ("markov_head.", "confidence_head.")
 
 
 class BlockReread(Reread):
-    """The head is the target's, or the rows of it that the files hold."""
+    """A block draft, whose head is the target's, or the rows of it that are in the files."""
 
     def model(self) -> DraftModel:
-        own = {name: one for name, one in self.tensors.items() if name != "lm_head.weight"}
-        return Reread(self.config, own, self.unread).model()
+        state = {name: value for name, value in self.tensors.items() if name != "lm_head.weight"}
+        return Reread(self.config, state, self.unread).model()
 
 
 def block_kind(values: Mapping[str, Any]) -> str | None:
-    """dflash, dspark, or None: another kind of draft."""
+    """dflash or dspark; None for any other kind of draft."""
     kind = values.get("speculators_model_type")
     if kind in _KINDS:
         return str(kind)
@@ -44,29 +44,31 @@ def reread_block(
         config = _speculators_config(values)
     else:
         require(values.get("model_type") == "qwen3", "model_type")
-        known = values.get("num_target_layers")
-        require(None in (known, target.layers) or known == target.layers, "num_target_layers")
+        layers = values.get("num_target_layers")
+        require(None in (layers, target.layers) or layers == target.layers, "num_target_layers")
         config = _flat_config(values, engine)
     _set_heads(config, values, tensors, with_markov=kind == "dspark")
-    read = _BACKBONE + (_HEADS if kind == "dspark" else ())
-    if engine != "sglang":  # which passes over what it does not know
-        read += ("lm_head.", "d2t", "t2d")
-    return BlockReread(config, dict(tensors), [n for n in tensors if not n.startswith(read)])
+    prefixes = _BACKBONE + (_HEADS if kind == "dspark" else ())
+    if engine != "sglang":  # which skips what it does not know
+        prefixes += ("lm_head.", "d2t", "t2d")
+    return BlockReread(
+        config, dict(tensors), [name for name in tensors if not name.startswith(prefixes)]
+    )
 
 
 def _flat_config(values: dict[str, Any], engine: str) -> LlamaConfig:
     nested = values.get("dflash_config") or {}
-    counted = values.get("eagle_aux_hidden_state_layer_ids") if engine == "vllm" else None
+    vllm_ids = values.get("eagle_aux_hidden_state_layer_ids") if engine == "vllm" else None
     ids = nested.get("target_layer_ids") or values.get("target_layer_ids") or []
-    if counted:  # vLLM looks here first, and counts what is before layer 0
-        ids = [i - 1 for i in counted]
+    if vllm_ids:  # vLLM looks here first; its ids count the state before layer 0
+        ids = [i - 1 for i in vllm_ids]
     require(bool(ids) and ids == sorted(set(ids)), "target_layer_ids")
     mask = nested.get("mask_token_id", values.get("mask_token_id"))
     config = engine_config(values, values, aux_layer_ids=list(ids), mask_token_id=mask)
-    said = values.get("is_causal")
-    if said is None and engine == "vllm":
-        said = nested.get("causal")
-    _set_block(config, values, values, said=said)
+    causal = values.get("is_causal")
+    if causal is None and engine == "vllm":
+        causal = nested.get("causal")
+    _set_block(config, values, values, causal=causal)
     return config
 
 
@@ -82,27 +84,31 @@ def _speculators_config(values: dict[str, Any]) -> LlamaConfig:
     mask = values["mask_token_id"]
     config = engine_config(layers, values, aux_layer_ids=ids, mask_token_id=mask)
     # vLLM takes `sliding_window_non_causal: false` to mean that every layer is causal
-    _set_block(config, layers, values, said=not values.get("sliding_window_non_causal", True))
+    _set_block(config, layers, values, causal=not values.get("sliding_window_non_causal", True))
     drafted = config.block_size - (0 if values.get("sample_from_anchor", False) else 1)
     require(proposal["speculative_tokens"] == drafted, "speculative_tokens")
     return config
 
 
 def _set_block(
-    config: LlamaConfig, layers: Mapping[str, Any], values: Mapping[str, Any], *, said: bool | None
+    config: LlamaConfig,
+    layers: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    causal: bool | None,
 ) -> None:
-    """`said`: whether all layers are causal; None: the sliding ones alone are."""
+    """`causal`: whether all layers are causal; None: only the sliding ones are."""
     kinds = layers.get("layer_types") or ["full_attention"] * config.num_hidden_layers
     require(len(kinds) == config.num_hidden_layers, "layer_types")
     sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    require(not sliding or said is not False, "is_causal")  # our sliding layers are
+    require(not sliding or causal is not False, "is_causal")  # our sliding layers are causal
     require(layers.get("is_neox_style", True) is True, "is_neox_style")
     config.sliding_layers = sliding
     config.sliding_window = None
-    if sliding:  # without the flag, transformers' Qwen3 forgets the window
+    if sliding:  # without the flag, transformers' Qwen3 drops the window
         require(layers.get("use_sliding_window") is True, "use_sliding_window")
         config.sliding_window = layers["sliding_window"]
-    config.causal = bool(said)
+    config.causal = bool(causal)
     config.qk_norm = True
     config.block_size = values["block_size"]
 
@@ -121,7 +127,7 @@ def _set_heads(
         return
     require(values.get("markov_head_type", "vanilla") == "vanilla", "markov_head_type")
     config.markov_rank = values["markov_rank"]
-    # enabled, but not in the file: vLLM goes without
+    # enabled, but not in the file: vLLM serves without it
     config.confidence_head = bool(
         values.get("enable_confidence_head", not flat) and "confidence_head.proj.weight" in tensors
     )

@@ -1,13 +1,13 @@
-"""The vocabulary of the tables in `formats`: a tensor, a config key, a layout on disk."""
+"""The types of the tables in `formats`: a tensor, a config key, a layout on disk."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 # required: without it the engine fails or, worse, serves noise. optional: not needed; read by the
-# engine or by trainers when there. ignored: the engine takes the target's. forbidden: misread.
+# engine or by trainers if present. ignored: the engine uses the target's. forbidden: misread.
 Need = Literal["required", "optional", "forbidden", "ignored"]
-# What a draft has that not every draft has; "" is what all have.
+# Properties that only some drafts have; "" is for what all drafts have.
 Feature = Literal[
     "", "parallel drafting", "several layers", "fc_norm", "norm_output", "small vocabulary",
     "trained embeddings", "chosen aux layers", "last layer", "other width", "scaled rotary",
@@ -22,7 +22,7 @@ Feature = Literal[
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor: our name, theirs, its shape, and when it is in the file."""
+    """One tensor: our name, its name in the file, its shape, and when it is there."""
 
     ours: str  # {n}: number of a layer, {a}: number of an aux state
     theirs: str
@@ -30,13 +30,13 @@ class TensorRule:
     need: Need = "required"
     feature: Feature = ""  # only drafts with this feature have it
     zeros: bool = False  # drafts without the tensor are written with zeros
-    deep: bool = False  # of every layer but the first
+    deep: bool = False  # in every layer but the first
 
 
 def layer_rules(
     ours: str, theirs: str, *, norms: Mapping[str, str], fused: bool = False, deep: bool = False
 ) -> list[TensorRule]:
-    """One decoder layer, or all deep ones; `norms` maps our norms to theirs."""
+    """The tensors of one decoder layer, or of all deep ones; `norms` maps our norms to theirs."""
     width = "2*E" if fused else "E"
     shapes: dict[str, tuple[str, ...]] = {
         "self_attn.q_proj": ("H*C", width),
@@ -73,10 +73,10 @@ DEEP_NORMS = {name: name for name in ("input_layernorm", "post_attention_layerno
 
 @dataclass(frozen=True)
 class KeyRule:
-    """One key of config.json: a dotted path, and the fact (see `facts`) that stands there."""
+    """One key of config.json: a dotted path, and the fact (see `draft_facts`) that it holds."""
 
     theirs: str
-    fact: str = ""  # "" : `value` stands there, whatever the draft
+    fact: str = ""  # "": it holds `value`, for every draft
     value: Any = None
     need: Need = "required"
     feature: Feature = ""
@@ -91,7 +91,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def fact_keys(*names: str, prefix: str = "", need: Need = "required") -> list[KeyRule]:
-    """Keys that are called as their facts are."""
+    """Keys with the same names as their facts."""
     return [KeyRule(prefix + name, name, need=need) for name in names]
 
 
@@ -107,7 +107,7 @@ def llama_keys(prefix: str = "", *, model_type: str = "llama") -> list[KeyRule]:
 
 
 def speculators_keys(kind: str, title: str, layers: list[KeyRule]) -> list[KeyRule]:
-    """What the speculators package writes around any draft; `layers`: the transformer's config."""
+    """The keys that speculators writes for any draft; `layers` are the transformer's."""
     greedy = "speculators_config.proposal_methods.0"
     return [
         KeyRule("model_type", need="forbidden"),
@@ -131,16 +131,16 @@ def speculators_keys(kind: str, title: str, layers: list[KeyRule]) -> list[KeyRu
 
 @dataclass(frozen=True)
 class Format:
-    """One layout on disk."""
+    """One layout on disk: its tensors and its config keys."""
 
     name: str
     tensors: tuple[TensorRule, ...]
     keys: tuple[KeyRule, ...]
-    aux_ids_key: str  # where the aux layers stand; "": nowhere, the engine knows them
-    aux_id_offset: int = 0  # the id in the file = number of the layer whose output it is + this
-    always_aux_ids: bool = False  # even when they are the engine's default
+    aux_ids_key: str  # path of the aux layers; "": not written, the engine fixes them
+    aux_id_offset: int = 0  # id in the file = index of the layer whose output it is + this
+    always_aux_ids: bool = False  # written even if they are the engine's default
 
     @property
     def ignored(self) -> set[str]:
-        """Our tensors for which the engine takes the target's."""
+        """Our names of the tensors that the engine takes from the target."""
         return {rule.ours for rule in self.tensors if rule.need == "ignored"}

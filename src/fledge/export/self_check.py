@@ -1,13 +1,13 @@
-"""Whether an export does what training measured, checked on the files before they get their name.
+"""Check that an export does what training measured, before its directory gets its final name.
 
-1. Every tensor and every flag, read back the way the engine reads them, is the draft's own.
+1. Every tensor and every flag, read back the way the engine reads them, equals the draft's.
 2. The acceptance that training estimated on its held-out rows is measured again, on the same rows,
    from the files: both must agree to within `SAME_ROWS`.
-3. The files decode held-out prompts live, beside the checkpoint they came from: same texts, same
-   rounds. Replay of the target's answers gives the acceptance. Where the prompts are the run's own,
-   it must not fall short of the estimate by more than half of its gain (`CheckOptions.shortfall`):
-   other texts, so the bound is wide, but a draft that lost its layers, map or norms on the way does
-   not come near it.
+3. The files decode held-out prompts live, as does the checkpoint they came from: same texts, same
+   rounds. Replay of the target's answers gives the acceptance. If the prompts are the run's own, it
+   must not fall short of the estimate by more than half of its gain (`CheckOptions.shortfall`): the
+   texts differ, so the bound is wide, but a draft that lost its layers, map or norms in the export
+   does not come near it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,13 +41,13 @@ from fledge.target.remember import colocated
 from fledge.train.evaluate import evaluate
 from fledge.train.setup import OpenRun, open_run
 
-SAME_ROWS = 0.02  # of the acceptance length: what rounding on another device may change
-SLACK = 0.1  # tokens that a small sample may fall short by, besides `CheckOptions.shortfall`
-LIVE_ROUNDS = 0.95  # share of live rounds that replay must foresee (near ties round either way)
+SAME_ROWS = 0.02  # of the acceptance length: allowed for rounding on another device
+SLACK = 0.1  # tokens by which a small sample may also fall short of the estimate
+LIVE_ROUNDS = 0.95  # share of live rounds that must match replay (near ties round either way)
 
 _REPORT = "nothing was left behind; please report this"
 
-ExportWatch = Callable[[str, float, int], None]  # what is going on, done, in all
+ExportWatch = Callable[[str, float, int], None]  # (activity, done, total)
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,20 @@ class SelfCheck:
 
     tensors: int = 0
     estimate: float | None = None  # acceptance length that training measured
-    same_rows: float | None = None  # the same from the files
+    same_rows: float | None = None  # measured on the same rows, from the files
     decoded: Decoded | None = None
     notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "SelfCheck":
-        """As a record holds them."""
+        """The findings in an export's record."""
         decoded = record["decoded"]
         return cls(**{**record, "decoded": None if decoded is None else Decoded(**decoded)})
 
 
 @dataclass(frozen=True)
 class TargetInUse:
-    """The real target, and the held-out rows of the run where they are at hand."""
+    """The loaded target, and the run with its held-out rows, if available."""
 
     target: HFEagle3TargetModel
     run: OpenRun | None
@@ -112,18 +112,18 @@ def open_target(
     device: str | None,
     trust_remote_code: bool = False,
 ) -> TargetInUse:
-    """Load the target once: through the run's own recipe where its data is here, else by name.
+    """Load the target once: by the run's own recipe if its data is available, else by name.
 
-    `aux_layer_ids` are ascending, as the files are, whatever order training had.
+    `aux_layer_ids` are ascending, as in the files, whatever their order in training.
     """
     notes: list[str] = []
     run = None
     if source.recipe is not None and source.run is not None and source.estimate is not None:
-        trusted = str(trust_remote_code).lower()  # the user's word, not that of the run's files
+        trusted = str(trust_remote_code).lower()  # the user decides, not the run's files
         overrides = [f"run.output_dir={source.run}", f"target.trust_remote_code={trusted}"]
-        overrides += ["training.shard=1", "training.context=1"]  # whoever trained: now it is us
+        overrides += ["training.shard=1", "training.context=1"]  # one process, however many trained
         overrides += [f"training.device={device}"] if device else []
-        if not kind_of(source.recipe.target).brings_rows:  # whoever answered then, too
+        if not kind_of(source.recipe.target).brings_rows:  # load the target here, wherever it ran
             layers = ",".join(map(str, aux_layer_ids))
             overrides += ["target.backend=hf", f"target.model={name}"]
             overrides += [f"target.aux_layer_ids={layers}"]
@@ -148,7 +148,7 @@ def open_target(
 
 
 def _comparable(source: DraftSource, run: OpenRun, aux_layer_ids: Sequence[int]) -> bool:
-    """Same rows, and states in the order in which the files read them."""
+    """Whether the rows are the same, and the states are in the order that the files read."""
     assert source.state is not None
     same = source.state["fingerprints"]["data"] == run.fingerprints["data"]
     return bool(same) and list(run.parts.target.aux_layer_ids) == list(aux_layer_ids)
@@ -157,14 +157,14 @@ def _comparable(source: DraftSource, run: OpenRun, aux_layer_ids: Sequence[int])
 def check_files(
     directory: Path, engine: str, draft: PlainDraft, side: TargetSide
 ) -> tuple[SelfCheck, Reread]:
-    """The static half: names, values, flags."""
+    """The static half of the check: names, values, flags."""
     served = reread(directory, engine, side)
-    ours = dict(draft.tensors)
-    if side.embeddings_VE is None:  # the target's, which is not here
+    expected = dict(draft.tensors)
+    if side.embeddings_VE is None:  # the target is not loaded: skip what comes from it
         shared = FORMATS[method_of(draft.config).formats[engine]].ignored
-        ours = {name: tensor for name, tensor in ours.items() if name not in shared}
+        expected = {name: tensor for name, tensor in expected.items() if name not in shared}
     faults = [f"{name}: the engine skips it" for name in served.unread]
-    faults += differing_tensors(ours, served.tensors)
+    faults += differing_tensors(expected, served.tensors)
     faults += differing_flags(draft.config, served.config)
     if faults:
         what = f"self-check: the files are not the draft ({'; '.join(faults[:3])})"
@@ -173,7 +173,7 @@ def check_files(
 
 
 class DecodingCheck:
-    """The half that needs the target."""
+    """The half of the check that needs the target."""
 
     def __init__(
         self,
@@ -189,24 +189,27 @@ class DecodingCheck:
         self._device = in_use.target.get_input_embeddings().weight.device
 
     def run(self, check: SelfCheck, served: Reread, *, unchanged: bool) -> None:
-        """`unchanged`: the tensors are the checkpoint's own, so that every round must agree."""
+        """Decode with the files and add the findings to `check`.
+
+        `unchanged`: the tensors are the checkpoint's own, so every round must agree.
+        """
         check.notes += self._in_use.notes
         files = served.model().to(self._device)
         files.borrow_from(self._target)
         check_fits(self._target, files, "the export")
         if self._source.estimate is not None:
             check.estimate = self._source.estimate
-            check.same_rows = self._same_rows(files)
-        self._agree_on_rows(check)
+            check.same_rows = self._measure_same_rows(files)
+        self._check_same_rows(check)
         check.decoded = self._decode(files, unchanged=unchanged)
-        if self._own_prompts:
-            self._agree_on_gain(check)
+        if self._uses_run_prompts:
+            self._check_gain(check)
         elif check.estimate is not None:
             check.notes.append("the prompts are not the run's: not compared with its estimate")
 
     # --- the rows that training measured --------------------------------------------------------
 
-    def _same_rows(self, files: DraftModel) -> float | None:
+    def _measure_same_rows(self, files: DraftModel) -> float | None:
         run = self._in_use.run
         if run is None or not run.held_out:
             return None
@@ -215,7 +218,7 @@ class DecodingCheck:
         return float(evaluate(run.parts, run.held_out)["tau"])
 
     @staticmethod
-    def _agree_on_rows(check: SelfCheck) -> None:
+    def _check_same_rows(check: SelfCheck) -> None:
         if check.estimate is None or check.same_rows is None:
             return
         if abs(check.same_rows - check.estimate) > SAME_ROWS * check.estimate:
@@ -229,15 +232,15 @@ class DecodingCheck:
     # --- held-out prompts, decoded --------------------------------------------------------------
 
     @property
-    def _own_prompts(self) -> bool:
-        """Whether the run's held-out rows are asked: only then is the estimate a promise."""
+    def _uses_run_prompts(self) -> bool:
+        """Whether the prompts are the run's held-out rows: only then must the estimate hold."""
         run = self._in_use.run
         return not self._options.prompts and run is not None and bool(run.held_out)
 
     def _prompts(self) -> list[list[int]]:
-        """Token ids up to where the assistant speaks."""
+        """The prompts' token ids, up to the start of the assistant's answer."""
         run, options = self._in_use.run, self._options
-        if self._own_prompts:
+        if self._uses_run_prompts:
             assert run is not None
             rows = [ids for batch in run.held_out for ids in _prompts_of(batch)]
             count = min(options.limit, len(rows))
@@ -245,9 +248,9 @@ class DecodingCheck:
         tokenizer = self._target.tokenizer
         if tokenizer is None:
             raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
-        asked = read_prompts(options.prompts or ["mixed"], limit=options.limit)
+        prompts = read_prompts(options.prompts or ["mixed"], limit=options.limit)
         template = ChatTemplate.of(tokenizer)
-        return [encode_prompt(list(prompt.messages), template, tokenizer) for prompt in asked]
+        return [encode_prompt(list(prompt.messages), template, tokenizer) for prompt in prompts]
 
     def _decode(self, files: DraftModel, *, unchanged: bool) -> Decoded:
         tokenizer, model = self._target.tokenizer, self._target.model
@@ -260,28 +263,28 @@ class DecodingCheck:
         self._watch("the target answers", 0, 3)
         answers = cached_continuations(self._target, prompts, stops)
         self._watch("decoding from the files", 1, 3)
-        live = self._live(files, prompts, stops)
+        live = self._decode_live(files, prompts, stops)
         self._watch("decoding from the checkpoint", 2, 3)
         checkpoint = self._source.model().to(self._device, files.dtype)
         checkpoint.borrow_from(self._target)
-        before = self._live(checkpoint, prompts, stops)
+        before = self._decode_live(checkpoint, prompts, stops)
         same = all(
-            (one.token_ids, one.rounds) == (other.token_ids, other.rounds)
-            for one, other in zip(live, before, strict=True)
+            (exported.token_ids, exported.rounds) == (original.token_ids, original.rounds)
+            for exported, original in zip(live, before, strict=True)
         )
         if unchanged and not same:
             what = (
                 "self-check: the exported files decode other tokens or rounds than the checkpoint"
             )
             raise BadInput(what, where=str(self._source.directory), fix=_REPORT)
-        samples = self._replayed(files, answers)
-        self._foreseen(samples, live)
+        samples = self._replay(files, answers)
+        self._check_rounds(samples, live)
         figures = acceptance(samples, self._depth)
         every_slot = every_slot_length(samples, self._depth)
         assert every_slot is not None
-        taken = [Sample(made.prompt_ids, made.token_ids, made.rounds) for made in before]
-        replayed = choose(files, method_of(files.config).replayed_strategy)
-        strategy = replayed(files, DraftShape(self._depth))
+        checkpoint_samples = [Sample(g.prompt_ids, g.token_ids, g.rounds) for g in before]
+        strategy_type = choose(files, method_of(files.config).replayed_strategy)
+        strategy = strategy_type(files, DraftShape(self._depth))
         return Decoded(
             definition=definition(strategy.label),
             prompts=len(prompts),
@@ -289,11 +292,13 @@ class DecodingCheck:
             acceptance_length=figures.length,
             every_slot_length=every_slot,
             joint=figures.joint,
-            checkpoint_acceptance_length=acceptance(taken, self._depth).length,
+            checkpoint_acceptance_length=acceptance(checkpoint_samples, self._depth).length,
             same_as_checkpoint=same,
         )
 
-    def _live(self, draft: DraftModel, prompts: list[list[int]], stops: Stops) -> list[Generation]:
+    def _decode_live(
+        self, draft: DraftModel, prompts: list[list[int]], stops: Stops
+    ) -> list[Generation]:
         model, layers = self._target.model, draft.config.aux_layer_ids
         decoder = SpeculativeDecoder(
             model, draft, aux_layer_ids=layers, num_draft_tokens=self._depth,
@@ -301,7 +306,7 @@ class DecodingCheck:
         )  # fmt: skip
         return decoder.generate(prompts, stops)
 
-    def _replayed(self, files: DraftModel, answers: Sequence[Generation]) -> list[Sample]:
+    def _replay(self, files: DraftModel, answers: Sequence[Generation]) -> list[Sample]:
         texts = [Text(result.prompt_ids, result.token_ids) for result in answers]
         replays = replay(self._target, files, texts, num_draft_tokens=self._depth)
         return [
@@ -310,8 +315,8 @@ class DecodingCheck:
         ]
 
     @staticmethod
-    def _foreseen(samples: Sequence[Sample], live: Sequence[Generation]) -> None:
-        """Live rounds must be the replayed ones, as far as the texts are the same."""
+    def _check_rounds(samples: Sequence[Sample], live: Sequence[Generation]) -> None:
+        """Refuse live rounds that differ from the replayed ones, where the texts are the same."""
         rounds = same = 0
         for sample, generation in zip(samples, live, strict=True):
             if list(sample.answer_ids) == generation.token_ids:
@@ -321,14 +326,14 @@ class DecodingCheck:
             what = f"self-check: of {rounds} rounds decoded live only {same} are as replayed"
             raise BadInput(what, fix=_REPORT)
 
-    def _agree_on_gain(self, check: SelfCheck) -> None:
-        promised = check.estimate if check.same_rows is None else check.same_rows
-        if promised is None or check.decoded is None:
+    def _check_gain(self, check: SelfCheck) -> None:
+        estimate = check.estimate if check.same_rows is None else check.same_rows
+        if estimate is None or check.decoded is None:
             return
         reached, shortfall = check.decoded.every_slot_length, self._options.shortfall
-        if reached - 1 < (1 - shortfall) * (promised - 1) - SLACK:
+        if reached - 1 < (1 - shortfall) * (estimate - 1) - SLACK:
             raise BadInput(
-                f"self-check: training estimates an acceptance length of {promised:.3f}, decoding "
+                f"self-check: training estimates an acceptance length of {estimate:.3f}, decoding "
                 f"the target's own answers reaches {reached:.3f} from every slot",
                 fix="if the training data is not the target's own answers, regenerate them, or "
                 "allow more with --shortfall",
@@ -341,25 +346,25 @@ def _prompts_of(batch: TokenBatch) -> list[list[int]]:
     assert batch.seq_lens is not None
     rows = zip(batch.input_ids, batch.loss_mask, batch.seq_lens, strict=True)
     for ids_T, mask_T, lengths in rows:
-        begin = 0
+        start = 0
         for length in lengths.tolist():
-            first = int(mask_T[begin : begin + length].int().argmax())
-            if first:  # 0: nothing is supervised here
-                prompts.append(ids_T[begin : begin + first].tolist())
-            begin += length
+            first = int(mask_T[start : start + length].int().argmax())
+            if first:  # 0 means that nothing is supervised
+                prompts.append(ids_T[start : start + first].tolist())
+            start += length
     return prompts
 
 
 def same_embeddings(draft: PlainDraft, side: TargetSide) -> bool:
     """Whether a draft embeds tokens as its target does, up to the rounding of half precision."""
-    own, theirs = draft.tensors["embed_tokens.weight"].float(), side.embeddings_VE
-    if theirs is None or theirs.shape != own.shape:
+    draft_VE, target_VE = draft.tensors["embed_tokens.weight"].float(), side.embeddings_VE
+    if target_VE is None or target_VE.shape != draft_VE.shape:
         return False
-    return bool(((own - theirs.float()).abs() <= 2**-7 * theirs.float().abs()).all())
+    return bool(((draft_VE - target_VE.float()).abs() <= 2**-7 * target_VE.float().abs()).all())
 
 
 def with_target_embeddings(draft: PlainDraft, side: TargetSide) -> PlainDraft:
-    """The draft as an engine serves it that takes the target's embeddings."""
+    """The draft with the target's embeddings, as some engines serve it."""
     assert side.embeddings_VE is not None
     weight_VE = side.embeddings_VE.to(draft.dtype)
     return PlainDraft(draft.config, {**draft.tensors, "embed_tokens.weight": weight_VE})

@@ -1,4 +1,4 @@
-"""What an export starts from: a draft's files, and all that its run knows about them."""
+"""The source of an export: a draft's files, and what its run recorded about them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,11 @@ class DraftSource:
     tensors: dict[str, Tensor]
     run: Path | None
     recipe: Recipe | None
-    state: dict[str, Any] | None  # what training wrote beside the checkpoint
+    state: dict[str, Any] | None  # what training saved with the checkpoint
 
     @property
     def estimate(self) -> float | None:
-        """Held-out acceptance length as training measured it at this very step, if it did."""
+        """Held-out acceptance length that training measured at this step; None if it did not."""
         last = (self.state or {}).get("last", {})
         return last.get("tau") if last.get("step") == self.step else None
 
@@ -53,11 +53,11 @@ class DraftSource:
 
     @property
     def num_draft_tokens(self) -> int:
-        """As many as it was trained for."""
+        """The number of tokens it was trained to draft."""
         return trained_tokens(self.directory, self.config)
 
     def draft(self, target: TargetFacts) -> PlainDraft:
-        """Checked, its aux layers known and ascending."""
+        """The draft with its aux layers determined and in ascending order."""
         if getattr(self.config, "aux_layer_ids", None) is None:
             ids = list((self.recipe and self.recipe.target.aux_layer_ids) or ())
             if not ids and target.layers is not None:
@@ -65,7 +65,7 @@ class DraftSource:
                 ids = method_of(self.config).default_layers(target.layers, count)
             if not ids:
                 raise BadInput(
-                    "which layers of the target it listens to is not known",
+                    "which layers of the target it reads is not known",
                     where=str(self.directory),
                     fix="give --target MODEL if they are the default ones",
                 )
@@ -73,7 +73,7 @@ class DraftSource:
         return in_layer_order(self.config, self.tensors)
 
     def model(self) -> DraftModel:
-        """The checkpoint as it is, nothing put in order."""
+        """The checkpoint as it is, with its aux layers in their original order."""
         draft_type = method_of(self.config).draft_type()
         return draft_type.from_tensors(self.config, self.tensors, where=self.directory)
 
@@ -97,7 +97,7 @@ def read_source(path: Path) -> DraftSource:
 
 
 def facts_of_target(name: str, public: str, *, trust_remote_code: bool = False) -> TargetFacts:
-    """What the target's configuration says; its weights stay where they are."""
+    """The facts in the target's config; its weights are not read."""
     config = load_config(name, trust_remote_code=trust_remote_code)
     return TargetFacts(
         public,
@@ -109,25 +109,25 @@ def facts_of_target(name: str, public: str, *, trust_remote_code: bool = False) 
 
 
 def named_target(public: str) -> TargetFacts:
-    """Under its public name, and as engines take it: they want a revision as a flag."""
+    """The facts of a target known only by name; engines take its revision as a flag."""
     return TargetFacts(public, public.partition("@")[0])
 
 
 def name_for_engines(name: str) -> str:
-    """What an engine on this machine is given: a hub id as it stands, whatever else as its
-    directory."""
-    is_here = name in EMBEDDED or Path(name).expanduser().exists()
-    return str(local_model(name, weights=False).absolute()) if is_here else name.partition("@")[0]
+    """The target as an engine on this machine is given it: a local model by its directory, a hub id
+    without its revision."""
+    is_local = name in EMBEDDED or Path(name).expanduser().exists()
+    return str(local_model(name, weights=False).absolute()) if is_local else name.partition("@")[0]
 
 
 def dtype_for_engines(dtype: torch.dtype | str | None) -> str:
-    """A dtype as engines spell it; "": one that they take from the files alone."""
+    """A dtype as engines spell it; "" if they have to take it from the files."""
     name = str(dtype).removeprefix("torch.")
     return name if name in _SERVED_DTYPES else ""
 
 
 def default_out(source: Path, engine: str) -> Path:
-    """Where an export goes unless told: into the run, or beside a draft that belongs to none."""
+    """The default directory of an export: inside the run, or next to a draft without a run."""
     draft = draft_directory(source)
     run = run_directory(draft)
     return draft.with_name(f"{draft.name}-{engine}") if run is None else run / "exports" / engine

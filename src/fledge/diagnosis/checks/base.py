@@ -1,7 +1,7 @@
-"""What a check is, what it may report, and what it is given.
+"""The interface of a check: what it is given, and what it reports.
 
-A check looks for one cause. It answers with findings whose evidence is in numbers, each with the
-way out in words and, where the repair is certain, as a function.
+A check looks for one cause. It reports findings backed by numbers, each with a fix in words and,
+where the repair is certain, with a function that applies it.
 """
 
 import json
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fledge.diagnosis.checks.probe import Probe
 
 Severity = Literal["error", "warning", "note"]
-# What a check needs: nothing but the draft's files and the target's config and tokenizer; two
-# tables of the target; the target itself.
+# What a check needs: only the draft's files and the target's config and tokenizer; also the
+# target's embedding and head tables; the whole target.
 Level = Literal["static", "numeric", "behavioural"]
 Repair = Callable[[DraftFiles], None]
 
@@ -38,7 +38,7 @@ class Finding:
     evidence: str
     fix: str = ""
     repair: Repair | None = None
-    last: bool = False  # nothing else is worth checking
+    last: bool = False  # no further check is worth running
     check: str = ""  # id of the check, filled in by the runner
 
     def to_json(self) -> dict[str, Any]:
@@ -57,13 +57,13 @@ note = partial(Finding, "note")
 
 
 def wrong_key(key: str, right: Any, evidence: str, *, severity: Severity = "error") -> Finding:
-    """A key of config.json that must be `right`: writing that is the repair."""
+    """A finding about a config key whose value must be `right`; the repair writes it."""
     put = partial(DraftFiles.put, key=key, value=right)
     return Finding(severity, evidence, f"{key}: {json.dumps(right)}", put)
 
 
 class TargetFiles:
-    """The target, loaded only as far as checks need it."""
+    """The target, of which each part is loaded when a check first needs it."""
 
     def __init__(self, name: str, trust_remote_code: bool = False) -> None:
         self.name, self.trust_remote_code = name, trust_remote_code
@@ -82,7 +82,7 @@ class TargetFiles:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """None when the target has none."""
+        """The target's tokenizer; None if it has none."""
         try:
             return load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
         except UntrustedCode:
@@ -96,7 +96,7 @@ class TargetFiles:
 
     @cached_property
     def draft_config(self) -> Any:
-        """The config that we would derive for a draft of this target; None when we would not."""
+        """The config that fledge derives for a draft of this target; None if it cannot."""
         with suppress(BadInput):
             return derive_draft_config(self.config)
         return None
@@ -104,13 +104,13 @@ class TargetFiles:
 
 @dataclass
 class Subject:
-    """A draft beside its target, and the engine it is meant for."""
+    """A draft, its target, and the engine it is meant for."""
 
     files: DraftFiles
     target: TargetFiles
-    engine: str = ""  # "vllm" or "sglang" turns what that engine cannot load into errors
+    engine: str = ""  # "vllm" or "sglang": what that engine cannot load becomes an error
     probe: "Probe | BlockProbe | None" = None  # behavioural checks only
-    estimate: float | None = None  # acceptance length that the training claims, if it left a record
+    estimate: float | None = None  # share of correct first tokens in training, if recorded
 
     @cached_property
     def view(self) -> DraftView:
@@ -122,8 +122,8 @@ class Subject:
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """Rows of the head, else what the config says, else the target's; EAGLE-1's head *is* the
-        target's."""
+        """Rows of the head, else what the config declares; for EAGLE-1 the target's vocabulary,
+        because its head is the target's."""
         if self.view.merges:
             return self.vocab_size
         head = self.view.state.get("lm_head.weight")
@@ -138,19 +138,19 @@ class Subject:
 
     @property
     def aux_layer_ids(self) -> list[int] | None:
-        """The layers the draft reads: those in its files, else what engines assume."""
+        """The layers the draft reads: those in its files, else the engines' default."""
         return self.view.aux_layer_ids or self.default_aux
 
     @property
     def default_aux(self) -> list[int] | None:
-        """The layers that engines take when a draft names none; None when it is too shallow."""
+        """The engines' default when a draft names no layers; None if the target is too shallow."""
         with suppress(BadInput):
             method = self.view.method
             return method.default_layers(self.target.depth, method.aux_layers())
         return None
 
     def only_for(self, engine: str, fault: Finding) -> Finding:
-        """What one engine cannot do with these files: a note for those who do not want it."""
+        """A fault that affects one engine only: a note, unless that engine was requested."""
         return fault if self.engine == engine else note(fault.evidence, fault.fix)
 
 
@@ -166,5 +166,5 @@ class Check:
 def check(
     id: str, level: Level, looks_for: str, *, repairs: bool = False
 ) -> Callable[[Callable[[Subject], Iterable[Finding]]], Check]:
-    """Make a check of a function; `registry` collects them."""
+    """Decorator that turns a function into a `Check`; `registry` collects them."""
     return partial(Check, id, level, looks_for, repairs)

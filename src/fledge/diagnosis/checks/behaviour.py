@@ -1,4 +1,4 @@
-"""Checks by decoding: what the files accept, and whether another reading accepts more."""
+"""Checks by decoding: how much a draft accepts, and whether another reading accepts more."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ _UNSEEN = (
 
 
 def _probe(subject: Subject) -> Probe:
-    assert isinstance(subject.probe, Probe), "behavioural checks run with a probe"
+    assert isinstance(subject.probe, Probe), "behavioral checks run with a probe"
     return subject.probe
 
 
@@ -33,15 +33,15 @@ def aux_shifted(subject: Subject) -> Iterator[Finding]:
     if step := _probe(subject).steps.get("aux-shifted"):
         before, after = list(step[0].aux_layer_ids), list(step[2].aux_layer_ids)
         yield error(
-            f"listening to the outputs of {before}: {step[1]}; to {after}: {step[3]}",
-            f"it was trained on {after}: the trainer counts layers otherwise than the file",
+            f"with the outputs of {before}: {step[1]}; of {after}: {step[3]}",
+            f"it was trained on {after}: the trainer numbers layers differently than the file",
             lambda files: files.put_aux(after),
         )
     elif lean := _probe(subject).leaning("aux-shifted"):
         yield note(
             f"the outputs of {list(lean[0].aux_layer_ids)} accept more, but only by "
             f"{lean[1]:.1f} standard errors",
-            fix="--prompts 32 --max-new-tokens 128 tells",
+            fix="measure again with --prompts 32 --max-new-tokens 128",
         )
 
 
@@ -52,13 +52,13 @@ def _measured_flag(subject: Subject, name: str, flag: str) -> Iterator[Finding]:
     return _measured(subject, name, f"{flag} {before}", after, f"{flag}: {after}", repair)
 
 
-@check("norm-output", "behavioural", "norm_output set or unset against the training",
+@check("norm-output", "behavioural", "norm_output set differently than in training",
        repairs=True)  # fmt: skip
 def norm_output(subject: Subject) -> Iterator[Finding]:
     return _measured_flag(subject, "norm-output", "norm_output")
 
 
-@check("norm-residual", "behavioural", "norm_before_residual set or unset against the training",
+@check("norm-residual", "behavioural", "norm_before_residual set differently than in training",
        repairs=True)  # fmt: skip
 def norm_residual(subject: Subject) -> Iterator[Finding]:
     return _measured_flag(subject, "norm-residual", "norm_before_residual")
@@ -67,8 +67,8 @@ def norm_residual(subject: Subject) -> Iterator[Finding]:
 @check("rope-measured", "behavioural", "rotary settings with which it accepts less than with the "
        "target's", repairs=True)  # fmt: skip
 def rope_measured(subject: Subject) -> Iterator[Finding]:
-    theirs = target_rope(subject)
-    repair = None if theirs is None else partial(take_rope, rope=theirs)
+    rope = target_rope(subject)
+    repair = None if rope is None else partial(take_rope, rope=rope)
     written, fix = "with the file's rotary settings", "write the target's settings"
     return _measured(subject, "rope-measured", written, "with the target's", fix, repair)
 
@@ -87,22 +87,22 @@ def fc_swapped(subject: Subject) -> Iterator[Finding]:
        "final norm")  # fmt: skip
 def capture_measured(subject: Subject) -> Iterator[Finding]:
     if subject.view.merges:
-        written = "with the target's last hidden state, which engines show behind its final norm"
-        fix = "it was trained on the last layer's own output: train on the state behind the norm"
+        written = "with the target's last hidden state, which engines capture after its final norm"
+        fix = "it was trained on the last layer's own output: train on the state after the norm"
         return _measured(subject, "capture-measured", written, "with the one before it", fix)
     written = "with the last layer's state as engines capture it"
     fix = "it was trained on transformers' last hidden state: train on the layer's own output"
     return _measured(subject, "capture-measured", written, "after the final norm", fix)
 
 
-@check("labels", "behavioural", "a draft that says the token before or behind the one it should")
+@check("labels", "behavioural", "a draft that predicts the token before or after the one it should")
 def labels(subject: Subject) -> Iterator[Finding]:
     shares = _probe(subject).matches_by_offset()
     best = max(shares, key=lambda offset: shares[offset])
     if best != 2 and shares[best] > max(0.3, shares[2] + 0.2):
-        where = "the one it was just given" if best == 1 else "one too far on"
+        what = "the token it was just given" if best == 1 else "the token after the next"
         yield error(
-            f"{shares[best]:.1%} of its first tokens are the text's, but {where}; "
+            f"{shares[best]:.1%} of its first tokens are {what} in the text; "
             f"{shares[2]:.1%} are the next",
             fix="labels were not shifted with the inputs in training: train again",
         )
@@ -116,14 +116,14 @@ def estimate(subject: Subject) -> Iterator[Finding]:
             f"training says {claim:.1%} of first tokens are right, the files give {real:.1%} on "
             "the shipped prompts",
             fix="too good to be true: a leaking mask or the training rows themselves; or prompts "
-            "unlike the data: fledge eval --prompts on held-out chats tells",
+            "unlike the data: run fledge eval --prompts on held-out chats",
         )
 
 
 @check("acceptance", "behavioural", "a draft that accepts nothing, whatever else is right")
 def accepts_nothing(subject: Subject) -> Iterator[Finding]:
     probe = _probe(subject)
-    score, mended = probe.best, " (as mended above)" if probe.steps else ""
-    rounds = f"{score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{mended}"
+    score, repaired = probe.best, " (as repaired above)" if probe.steps else ""
+    rounds = f"{score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{repaired}"
     evidence = f"replay of the files: {score}, {rounds}"
     yield error(evidence, fix=_UNSEEN) if score.first < 0.05 else note(evidence)

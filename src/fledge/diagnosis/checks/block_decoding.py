@@ -14,30 +14,30 @@ _W1, _W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
 def _measured(
     subject: Subject,
     name: str,
-    words: Callable[[BlockReading], str],
+    describe: Callable[[BlockReading], str],
     fix: str,
     repair: Callable[[BlockReading], Repair | None] = lambda reading: None,
 ) -> Iterator[Finding]:
-    """An error where decoding found that this setting, read as another, accepts clearly more."""
+    """An error if decoding found that another value of this setting accepts clearly more."""
     probe = subject.probe
     assert isinstance(probe, BlockProbe), "decoding checks run with a probe"
     if step := probe.steps.get(name):
-        before, own, after, better = step
-        yield error(f"{words(before)}: {own}; {words(after)}: {better}", fix, repair(after))
+        before, score, after, better = step
+        yield error(f"{describe(before)}: {score}; {describe(after)}: {better}", fix, repair(after))
 
 
-@check("block-layers-shifted", "behavioural", "DFlash, DSpark: listened layers one too low or high",
+@check("block-layers-shifted", "behavioural", "DFlash, DSpark: aux layers one too low or too high",
        repairs=True)  # fmt: skip
 def layers_shifted(subject: Subject) -> Iterator[Finding]:
     return _measured(
         subject, "block-layers-shifted",
-        lambda reading: f"listening to the outputs of {list(reading.aux_layer_ids)}",
-        "its trainer counts layers otherwise than the file",
+        lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
+        "its trainer numbers layers differently than the file",
         lambda right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
     )  # fmt: skip
 
 
-@check("context-shifted", "behavioural", "DFlash, DSpark: features trained beside the wrong token")
+@check("context-shifted", "behavioural", "DFlash, DSpark: features trained at the wrong token")
 def context_shifted(subject: Subject) -> Iterator[Finding]:
     return _measured(
         subject, "context-shifted",
@@ -52,30 +52,30 @@ def context_shifted(subject: Subject) -> Iterator[Finding]:
 def slot_shifted(subject: Subject) -> Iterator[Finding]:
     def repair(right: BlockReading) -> Repair | None:
         if subject.view.method.name != "dspark":
-            return None  # no engine reads a DFlash draft so
+            return None  # no engine reads a DFlash draft that way
         return partial(DraftFiles.put, key="sample_from_anchor", value=right.from_anchor)
 
     return _measured(
         subject, "slot-shifted",
         lambda reading: f"first token from slot {0 if reading.from_anchor else 1}",
-        "its slots foretell other tokens than engines take them for: sample_from_anchor, or, for "
+        "its slots predict other tokens than engines assume: sample_from_anchor, or, for "
         "DFlash, labels one place off in training",
         repair,
     )  # fmt: skip
 
 
-@check("rotary-layout", "behavioural", "DFlash, DSpark: neighboring channels that turn, not halves",
-       repairs=True)  # fmt: skip
+@check("rotary-layout", "behavioural", "DFlash, DSpark: rotary pairs of neighboring channels, "
+       "not halves", repairs=True)  # fmt: skip
 def rotary_layout(subject: Subject) -> Iterator[Finding]:
     def permute(files: DraftFiles) -> None:
         channels = files.view.get("head_dim")
-        for name, held in in_halves(files.view.state, channels).items():
-            files.put_tensor(name, held)
+        for name, tensor in in_halves(files.view.state, channels).items():
+            files.put_tensor(name, tensor)
 
     return _measured(
         subject, "rotary-layout",
-        lambda reading: "with neighboring channels turned" if reading.interleaved
-        else "with halves turned, as engines do",
+        lambda reading: "with neighboring channels paired" if reading.interleaved
+        else "with halves paired, as engines do",
         "permute q_proj, k_proj and their norms",
         lambda right: permute,
     )  # fmt: skip
@@ -84,12 +84,12 @@ def rotary_layout(subject: Subject) -> Iterator[Finding]:
 @check("block-rope-measured", "behavioural", "DFlash, DSpark: rotary settings with which it "
        "accepts less than with the target's", repairs=True)  # fmt: skip
 def rope_measured(subject: Subject) -> Iterator[Finding]:
-    theirs = target_rope(subject)
+    rope = target_rope(subject)
     return _measured(
         subject, "block-rope-measured",
         lambda reading: f"with the {'target' if reading.target_rope else 'file'}'s rotary settings",
         "write the target's settings",
-        lambda right: None if theirs is None else partial(take_rope, rope=theirs),
+        lambda right: None if rope is None else partial(take_rope, rope=rope),
     )  # fmt: skip
 
 
@@ -104,13 +104,13 @@ def mask_measured(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-@check("block-direction-measured", "behavioural", "DFlash, DSpark: blocks that see both ways, or "
-       "do not, against the training")  # fmt: skip
+@check("block-direction-measured", "behavioural", "DFlash, DSpark: causal or two-way blocks, "
+       "unlike in training")  # fmt: skip
 def direction_measured(subject: Subject) -> Iterator[Finding]:
     return _measured(
         subject, "block-direction-measured",
         lambda reading: f"with {'causal' if reading.causal else 'two-way'} blocks",
-        "is_causal (vLLM, SGLang) must say what it was trained with",
+        "set is_causal (vLLM, SGLang) as in training",
     )  # fmt: skip
 
 
@@ -123,13 +123,13 @@ def size_measured(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-@check("markov-swapped", "behavioural", "DSpark: the Markov head's factors in each other's place",
+@check("markov-swapped", "behavioural", "DSpark: the Markov head's two factors swapped",
        repairs=True)  # fmt: skip
 def markov_swapped(subject: Subject) -> Iterator[Finding]:
     def swap(files: DraftFiles) -> None:
-        one, other = (files.view.state[name] for name in (_W1, _W2))
-        files.put_tensor(_W1, other)
-        files.put_tensor(_W2, one)
+        w1, w2 = (files.view.state[name] for name in (_W1, _W2))
+        files.put_tensor(_W1, w2)
+        files.put_tensor(_W2, w1)
 
     return _measured(
         subject, "markov-swapped",
@@ -144,7 +144,7 @@ def markov_swapped(subject: Subject) -> Iterator[Finding]:
 def accepts_nothing(subject: Subject) -> Iterator[Finding]:
     probe = subject.probe
     assert isinstance(probe, BlockProbe)
-    mended = " (as mended above)" if probe.steps else ""
-    evidence = f"replay of the files: {probe.best}{mended}"
+    repaired = " (as repaired above)" if probe.steps else ""
+    evidence = f"replay of the files: {probe.best}{repaired}"
     fix = "what files do not show: labels or masks shifted, features of another request"
     yield error(evidence, fix) if probe.best.first < 0.05 else note(evidence)

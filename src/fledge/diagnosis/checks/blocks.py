@@ -1,7 +1,7 @@
 """Checks of block drafts (DFlash, DSpark) by their files; `block_decoding` has those by decoding.
 
-Engines load most of these faults without a word: a lost norm stays at ones, a wrong placeholder is
-embedded all the same, and acceptance falls to that of a random draft.
+Engines load most of these faults without a warning: a missing norm stays at ones, a wrong mask
+token is embedded like any other, and acceptance falls to that of a random draft.
 """
 
 from collections.abc import Iterator
@@ -44,56 +44,60 @@ def _required(view: BlockView) -> list[str]:
 @check("block-missing", "static", "DFlash, DSpark: tensors that an engine leaves random or at ones")
 def missing(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
-    lost = [name for name in _required(view) if name not in view.state]
+    absent = [name for name in _required(view) if name not in view.state]
     if not view.layer_numbers:
         yield error("no layer of a draft in the file", last=True)
-    elif lost:
-        some = ", ".join(lost[:4]) + (" ..." if lost[4:] else "")
+    elif absent:
+        examples = ", ".join(absent[:4]) + (" ..." if absent[4:] else "")
         why = ""
-        if "hidden_norm.weight" in lost:
+        if "hidden_norm.weight" in absent:
             why = ": the target's features then enter every layer unscaled"
         fix = "export again from the trainer's checkpoint"
-        yield error(f"{counted(len(lost), 'tensor is', 'tensors are')} missing ({some}){why}", fix)
+        yield error(
+            f"{counted(len(absent), 'tensor is', 'tensors are')} missing ({examples}){why}", fix
+        )
 
 
 @check("block-unexpected", "static", "DFlash, DSpark: tensors that vLLM refuses and SGLang skips",
        repairs=True)  # fmt: skip
 def unexpected(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
-    known = {*_required(view), *_TABLES, *(_CONFIDENCE if view.spark else ())}
-    extra = [view.names[name] for name in view.state if name not in known]
+    expected = {*_required(view), *_TABLES, *(_CONFIDENCE if view.spark else ())}
+    extra = [view.names[name] for name in view.state if name not in expected]
     if extra:
         yield error(
-            f"{counted(len(extra), 'tensor is', 'tensors are')} of no block draft: "
+            f"{counted(len(extra), 'tensor belongs', 'tensors belong')} to no block draft: "
             f"{', '.join(extra[:4])}",
             fix="leave them out",
             repair=partial(drop_tensors, doomed=extra),
         )
 
 
-@check("markov-transposed", "static", "DSpark: a factor of the Markov head that lies on its side",
+@check("markov-transposed", "static", "DSpark: a transposed factor of the Markov head",
        repairs=True)  # fmt: skip
 def markov_transposed(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     rank = view.said("markov_rank")
     rows = {_W1: subject.vocab_size, _W2: subject.draft_vocab_size or subject.vocab_size}
     for name, count in rows.items():
-        held = view.state.get(name)
-        if held is None or held.ndim != 2 or type(rank) is not int or rank == count:
+        factor = view.state.get(name)
+        if factor is None or factor.ndim != 2 or type(rank) is not int or rank == count:
             continue
-        if tuple(held.shape) == (rank, count):
+        if tuple(factor.shape) == (rank, count):
             yield error(
-                f"{name} is {list(held.shape)}: engines read [tokens, rank] = {[count, rank]}",
+                f"{name} is {list(factor.shape)}: engines read [tokens, rank] = {[count, rank]}",
                 fix="transpose it",
-                repair=partial(DraftFiles.put_tensor, own=name, value=held.t().contiguous()),
+                repair=partial(DraftFiles.put_tensor, own=name, value=factor.t().contiguous()),
             )
-        elif tuple(held.shape) != (count, rank):
-            evidence = f"{name} is {list(held.shape)}, not [tokens, markov_rank] = {[count, rank]}"
+        elif tuple(factor.shape) != (count, rank):
+            evidence = (
+                f"{name} is {list(factor.shape)}, not [tokens, markov_rank] = {[count, rank]}"
+            )
             yield error(evidence, fix="was it trained for another target or rank?")
 
 
-@check("block-layers", "static", "DFlash, DSpark: listened layers that are not written, not as "
-       "many as fc reads, out of range or out of order", repairs=True)  # fmt: skip
+@check("block-layers", "static", "DFlash, DSpark: aux layers that are not written, not as many "
+       "as fc reads, out of range or out of order", repairs=True)  # fmt: skip
 def listened_layers(subject: Subject) -> Iterator[Finding]:
     view, depth = view_of(subject), subject.target.depth
     ids, fc = view.aux_layer_ids, view.state.get("fc.weight")
@@ -108,13 +112,13 @@ def listened_layers(subject: Subject) -> Iterator[Finding]:
     outside = [layer for layer in ids if not 0 <= layer < depth]
     if outside:
         lower = [layer - 1 for layer in ids]
-        evidence = f"listened layers {ids}: the target's are 0 .. {depth - 1}"
-        off = max(outside) == depth and min(lower) >= 0
-        fix = "they are counted from 1: write each one lower" if off else "name its target"
-        repair = partial(DraftFiles.put_aux, layer_ids=lower) if off else None
+        evidence = f"aux layers {ids}: the target's layers are 0 .. {depth - 1}"
+        off_by_one = max(outside) == depth and min(lower) >= 0
+        fix = "they are counted from 1: subtract 1 from each" if off_by_one else "name its target"
+        repair = partial(DraftFiles.put_aux, layer_ids=lower) if off_by_one else None
         yield error(evidence, fix, repair)
     elif ids != sorted(set(ids)):
-        evidence = f"listened layers {ids}: engines hand features over in ascending order"
+        evidence = f"aux layers {ids}: engines pass features in ascending order"
         sure = fc is not None and len(set(ids)) == len(ids) and fc.shape[1] == len(ids) * width
         yield error(evidence, "sort them, and fc's columns with them", _sort if sure else None)
 
@@ -128,17 +132,17 @@ def _sort(files: DraftFiles) -> None:
     files.put_aux([ids[i] for i in order])
 
 
-@check("block-size", "static", "DFlash, DSpark: a block size that is absent, or another than the "
-       "tokens that a round proposes", repairs=True)  # fmt: skip
+@check("block-size", "static", "DFlash, DSpark: a block size that is absent, or does not match "
+       "the tokens that a round proposes", repairs=True)  # fmt: skip
 def block_size(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     size, first = view.said("block_size"), view.first_place
     stated = view.speculative_tokens
     if type(size) is not int or size <= first:
-        known = stated is not None
+        certain = stated is not None
         repair = partial(DraftFiles.put, key="block_size", value=(stated or 0) + first)
         fix = f"block_size: {stated + first}" if stated else "the size that it was trained with"
-        yield error(f"block_size is {size}", fix, repair if known else None)
+        yield error(f"block_size is {size}", fix, repair if certain else None)
     elif stated is not None and stated != size - first:
         yield error(
             f"blocks of {size} slots propose {size - first} tokens, the file says {stated}: a "
@@ -158,18 +162,18 @@ def mask_token(subject: Subject) -> Iterator[Finding]:
         try:
             check_mask_token_id(token, subject.target.tokenizer, subject.vocab_size)
         except BadInput as refused:
-            fix = "decoding below tries likelier ones; without it, ask the trainer"
-            yield warning(refused.what + ": is it the one that it was trained with?", fix)
+            fix = "the decoding checks try likelier tokens; without them, ask its trainer"
+            yield warning(refused.what + ": was the draft trained with it?", fix)
 
 
-@check("block-places", "static", "DFlash, DSpark: two places of one config that disagree",
+@check("block-places", "static", "DFlash, DSpark: two keys of one config that disagree",
        repairs=True)  # fmt: skip
 def places(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     ids = {place.path: view.aux_at(place) for place in view.written_aux}
-    if len({str(one) for one in ids.values()}) > 1:
-        listed = ", ".join(f"{path} {one}" for path, one in ids.items())
-        evidence = f"listened layers, as outputs: {listed}; engines take the first"
+    if len({str(layers) for layers in ids.values()}) > 1:
+        listed = ", ".join(f"{path} {layers}" for path, layers in ids.items())
+        evidence = f"aux layers, as outputs: {listed}; engines take the first"
         right = view.aux_layer_ids
         repair = None if right is None else partial(DraftFiles.put_aux, layer_ids=right)
         yield error(evidence, "write the same everywhere (block-layers-shifted tries them)", repair)
@@ -186,7 +190,7 @@ def direction(subject: Subject) -> Iterator[Finding]:
     if view.get("sliding_window_non_causal") is False and not view.sliding_layers:
         evidence = (
             "sliding_window_non_causal is false: the trainer means sliding layers, of which there "
-            "are none; vLLM 0.32 takes it for all layers, and slots no longer see those behind"
+            "are none; vLLM 0.32 applies it to all layers, and slots no longer see later ones"
         )
         put = partial(DraftFiles.put, key="sliding_window_non_causal", value=None)
         yield subject.only_for("vllm", error(evidence, "leave the key out", put))
@@ -198,16 +202,18 @@ def confidence_flags(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     if not view.spark or view.layout.name == "fledge":
         return
-    held, said = view.confidence_head, bool(view.said("enable_confidence_head", False))
-    if held != said:
-        evidence = f"enable_confidence_head is {str(said).lower()}, the file has " + (
-            "such a head: vLLM drops it" if held else "none"
+    present, declared = view.confidence_head, bool(view.said("enable_confidence_head", False))
+    if present != declared:
+        evidence = f"enable_confidence_head is {str(declared).lower()}, the file has " + (
+            "such a head: vLLM drops it" if present else "none"
         )
-        yield wrong_key("enable_confidence_head", held, evidence)
+        yield wrong_key("enable_confidence_head", present, evidence)
     weight, width = view.state.get(_CONFIDENCE[0]), view.state.get("norm.weight")
     if weight is not None and width is not None and weight.ndim == 2:
-        both = weight.shape[1] > len(width)
-        if said and both != bool(view.said("confidence_head_with_markov", False)):
+        reads_both = weight.shape[1] > len(width)
+        if declared and reads_both != bool(view.said("confidence_head_with_markov", False)):
             evidence = f"the confidence head reads {weight.shape[1]} values, the states have "
-            evidence += f"{len(width)}: confidence_head_with_markov is {str(not both).lower()}"
-            yield wrong_key("confidence_head_with_markov", both, evidence)
+            evidence += (
+                f"{len(width)}: confidence_head_with_markov is {str(not reads_both).lower()}"
+            )
+            yield wrong_key("confidence_head_with_markov", reads_both, evidence)

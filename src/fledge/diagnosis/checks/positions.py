@@ -1,4 +1,4 @@
-"""Checks of rotary positions: a draft that turns them as it did not learn to drifts with length."""
+"""Checks of rotary positions: with settings unlike training, acceptance falls with length."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,13 +15,13 @@ def own_rope(subject: Subject) -> dict[str, Any]:
 
 
 def target_rope(subject: Subject) -> dict[str, Any] | None:
-    """What a draft of this target should turn by; None when no draft can."""
+    """The rotary settings for drafts of this target; None if no config can be derived."""
     config = subject.target.draft_config
     return None if config is None else _plain(rope_parameters(config))
 
 
 def _plain(rope: dict[str, Any]) -> dict[str, Any]:
-    """Comparable: no empty keys, no spelling, no default written out."""
+    """Settings in comparable form: no null keys, no legacy spelling, no explicit defaults."""
     plain = {key: value for key, value in rope.items() if value is not None and key != "type"}
     plain["rope_theta"] = float(plain["rope_theta"])
     if plain.get("partial_rotary_factor") == 1.0:
@@ -40,16 +40,16 @@ def take_rope(files: DraftFiles, rope: dict[str, Any]) -> None:
 
 @check("rope-conflict", "static", "two rotary bases in one config", repairs=True)
 def rope_conflict(subject: Subject) -> Iterator[Finding]:
-    flat, theirs = subject.view.flat, target_rope(subject)
+    flat, target = subject.view.flat, target_rope(subject)
     bases = {"rope_theta": flat.get("rope_theta")}
     for key in ("rope_parameters", "rope_scaling"):
         bases[f"{key}.rope_theta"] = (flat.get(key) or {}).get("rope_theta")
-    given = {name: float(base) for name, base in bases.items() if base is not None}
-    if len(set(given.values())) < 2:
+    stored = {name: float(base) for name, base in bases.items() if base is not None}
+    if len(set(stored.values())) < 2:
         return
-    listed = ", ".join(f"{name} {base:g}" for name, base in given.items())
-    right = None if theirs is None else theirs["rope_theta"]
-    sure = theirs is not None and right in given.values()
+    listed = ", ".join(f"{name} {base:g}" for name, base in stored.items())
+    right = None if target is None else target["rope_theta"]
+    sure = target is not None and right in stored.values()
     rope = {**own_rope(subject), "rope_theta": right}
     yield error(
         f"{listed}: which one counts depends on the engine's version",
@@ -61,36 +61,38 @@ def rope_conflict(subject: Subject) -> Iterator[Finding]:
 @check("rope", "static", "rotary base, scaling or partial rotation other than the target's",
        repairs=True)  # fmt: skip
 def rope(subject: Subject) -> Iterator[Finding]:
-    """Ours are always the target's. Others may have trained otherwise on purpose: `rope-measured`
-    finds out."""
-    own, theirs = own_rope(subject), target_rope(subject)
-    if theirs is None or own == theirs:
+    """Our drafts always use the target's settings. Other trainers may differ on purpose:
+    `rope-measured` tests that."""
+    draft, target = own_rope(subject), target_rope(subject)
+    if target is None or draft == target:
         return
     differing = [
-        f"{key} {own.get(key, 'absent')} instead of {theirs.get(key, 'absent')}"
-        for key in sorted({*own, *theirs})
-        if own.get(key) != theirs.get(key)
+        f"{key} {draft.get(key, 'absent')} instead of {target.get(key, 'absent')}"
+        for key in sorted({*draft, *target})
+        if draft.get(key) != target.get(key)
     ]
-    words = {
+    reasons = {
         "rope_type": "its scaling was dropped or changed",
-        "partial_rotary_factor": "the share of channels that turn was dropped or changed",
+        "partial_rotary_factor": "the share of rotated channels was dropped or changed",
     }
-    why = next((words[key] for key in words if own.get(key) != theirs.get(key)), "another base")
+    why = next(
+        (reasons[key] for key in reasons if draft.get(key) != target.get(key)), "another base"
+    )
     evidence = f"{why}: {', '.join(differing)}"
     if subject.view.layout.name == "fledge":
-        fix = "a draft of fledge turns as its target does: write the target's settings"
-        yield error(evidence, fix, partial(take_rope, rope=theirs))
+        fix = "drafts of fledge use their target's rotary settings: write those"
+        yield error(evidence, fix, partial(take_rope, rope=target))
     else:
         yield warning(evidence, fix="write what it was trained with (rope-measured compares them)")
 
 
 @check("max-position", "static", "a position limit below the target's", repairs=True)
 def max_position(subject: Subject) -> Iterator[Finding]:
-    own = subject.view.get("max_position_embeddings")
-    theirs = getattr(subject.target.text, "max_position_embeddings", None)
-    if theirs is not None and (own is None or own < theirs):
+    limit = subject.view.get("max_position_embeddings")
+    target_limit = getattr(subject.target.text, "max_position_embeddings", None)
+    if target_limit is not None and (limit is None or limit < target_limit):
         evidence = (
-            f"max_position_embeddings is {own}, the target's {theirs}: vLLM's older versions stop "
-            "turning positions there, and acceptance collapses beyond"
+            f"max_position_embeddings is {limit}, the target's {target_limit}: older vLLM versions "
+            "stop rotating positions there, and acceptance collapses beyond"
         )
-        yield wrong_key("max_position_embeddings", theirs, evidence, severity="warning")
+        yield wrong_key("max_position_embeddings", target_limit, evidence, severity="warning")

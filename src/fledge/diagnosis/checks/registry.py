@@ -1,4 +1,4 @@
-"""All checks, in the order in which they run; the table in docs/diagnose.md is made from this."""
+"""All checks, in the order in which they run; docs/diagnose.md has a table made from this."""
 
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from fledge.draft.block import BlockDraftModel
 _MODULES = (tensors, vocabulary, settings, positions, surroundings, numeric, behaviour)
 
 _BLOCK_MODULES = (blocks, block_decoding)
-# What is said of any draft's files holds for block drafts too.
+# Checks of chain drafts that apply to block drafts too.
 _SHARED = (
     "names", "vocab-size", "draft-vocab-size", "d2t-missing", "d2t-type", "d2t-absolute",
     "d2t-range", "d2t-order", "t2d-mismatch", "end-token", "dtype", "not-finite", "constant",
@@ -42,14 +42,14 @@ CHECKS = _CHAINS | _BLOCKS
 
 
 def checks_for(subject: Subject) -> list[Check]:
-    """Those that fit the kind of draft."""
+    """The checks that apply to this kind of draft."""
     if not isinstance(subject.view, BlockView):
         return list(_CHAINS.values())
     return [*(_CHAINS[name] for name in _SHARED), *_BLOCKS.values()]
 
 
 def table() -> str:
-    """Markdown: every check, what it needs, what it looks for, whether it can repair."""
+    """A Markdown table: every check, what it needs, what it looks for, whether it can repair."""
     needs = {"static": "files, target's config", "numeric": "target's tables"}
     lines = ["| check | needs | looks for | `--fix` |", "|---|---|---|---|"]
     for check in CHECKS.values():
@@ -59,7 +59,7 @@ def table() -> str:
 
 
 def probe_for(subject: Subject, draft: DraftModel, answers: Answering) -> Any:
-    """A `Probe` or a `BlockProbe`, which take readings of their own kinds."""
+    """A `BlockProbe` for block drafts, else a `Probe`; each has its own type of readings."""
     if isinstance(draft, BlockDraftModel):
         return BlockProbe(subject, draft, answers)
     return Probe(subject, draft, answers)

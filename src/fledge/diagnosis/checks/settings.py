@@ -12,12 +12,12 @@ from fledge.diagnosis.foreign import DraftFiles
 from fledge.diagnosis.layouts import NESTED_KEY, SPECULATORS_KEY
 from fledge.draft.mask_token import check_mask_token_id
 
-# What vLLM or SGLang have a class for, under this name or with "Eagle3" put before it.
+# Classes that vLLM or SGLang have, under this name or with the prefix "Eagle3".
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
-_OWN_CLASSES = {"automodel": ("LlamaEagle3DraftModel",), "specforge": ("PEagleDraftModel",)}
+_TRAINER_CLASSES = {"automodel": ("LlamaEagle3DraftModel",), "specforge": ("PEagleDraftModel",)}
 
 
-# EAGLE-1: vLLM puts "Eagle" before a Llama's name, SGLang knows the class behind it.
+# EAGLE-1: vLLM prefixes the Llama class with "Eagle", SGLang's class has it as a suffix.
 _VLLM_EAGLE1, _SGLANG_EAGLE1 = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 
 
@@ -45,12 +45,12 @@ def architecture(subject: Subject) -> Iterator[Finding]:
 
 def _eagle3_class(subject: Subject) -> Iterator[Finding]:
     named = subject.view.architectures
-    known = (*_ARCHITECTURES, *_OWN_CLASSES.get(subject.view.layout.name, ()))
+    accepted = (*_ARCHITECTURES, *_TRAINER_CLASSES.get(subject.view.layout.name, ()))
     if subject.view.layer_extras["qk_norm"]:
-        own = ("LlamaForCausalLMEagle3",) if "qk_norm" in subject.view.config else ()
-        known = ("Eagle3Qwen3ForCausalLM", *own)
-    wanted = known[0]
-    if len(named) != 1 or named[0] not in known:
+        fledge_class = ("LlamaForCausalLMEagle3",) if "qk_norm" in subject.view.config else ()
+        accepted = ("Eagle3Qwen3ForCausalLM", *fledge_class)
+    wanted = accepted[0]
+    if len(named) != 1 or named[0] not in accepted:
         evidence = f"architectures is {named}: no engine loads that as an EAGLE-3 draft"
         yield wrong_key("architectures", [wanted], evidence)
     elif named[0] != wanted:
@@ -67,7 +67,7 @@ def _eagle1_class(subject: Subject) -> Iterator[Finding]:
     elif named[0] == _SGLANG_EAGLE1:
         evidence = f"architectures is {named}: vLLM knows EAGLE-1 drafts as {_VLLM_EAGLE1}"
         yield subject.only_for("vllm", wrong_key("architectures", [_VLLM_EAGLE1], evidence))
-    elif not layout.nested:  # else no name would help
+    elif not layout.nested:  # else SGLang cannot read it under any name
         evidence = f"architectures is {named}: SGLang knows EAGLE-1 drafts as {_SGLANG_EAGLE1}"
         yield subject.only_for("sglang", wrong_key("architectures", [_SGLANG_EAGLE1], evidence))
 
@@ -85,23 +85,23 @@ def num_hidden_layers(subject: Subject) -> Iterator[Finding]:
         yield wrong_key("num_hidden_layers", have, evidence)
 
 
-@check("hidden-size", "static", "widths or heads that are not the tensors'", repairs=True)
+@check("hidden-size", "static", "widths or heads that do not match the tensors", repairs=True)
 def hidden_size(subject: Subject) -> Iterator[Finding]:
     sizes, view = sizes_of(subject), subject.view
     if view.merges and sizes.hidden not in (None, sizes.target_hidden):
         yield error(
             f"the draft is {sizes.hidden} wide, the target {sizes.target_hidden}: an EAGLE-1 draft "
-            "foretells the target's own states",
+            "predicts the target's own states",
             fix="name the target it was trained for",
         )
         return
-    for key, have, declared in (
+    for key, actual, declared in (
         ("hidden_size", sizes.hidden, view.get("hidden_size")),
         ("intermediate_size", sizes.intermediate, view.get("intermediate_size")),
         ("target_hidden_size", sizes.target_hidden, view.get("target_hidden_size", sizes.hidden)),
     ):
-        if have is not None and declared != have:
-            yield wrong_key(key, have, f"{key} is {declared}, the tensors say {have}")
+        if actual is not None and declared != actual:
+            yield wrong_key(key, actual, f"{key} is {declared}, the tensors say {actual}")
     yield from _heads(subject, sizes)
 
 
@@ -114,12 +114,12 @@ def _heads(subject: Subject, sizes: Sizes) -> Iterator[Finding]:
     channels = view.get("head_dim", hidden // heads)
     if (heads * channels, groups * channels) == (sizes.queries, sizes.keys):
         return
-    theirs = subject.target.draft_config
+    target_config = subject.target.draft_config
     fitting: dict[str, int] = {}
-    if theirs is not None:
+    if target_config is not None:
         keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-        fitting = {key: getattr(theirs, key) for key in keys}
-        rows = [heads * theirs.head_dim for heads in list(fitting.values())[:2]]
+        fitting = {key: getattr(target_config, key) for key in keys}
+        rows = [heads * target_config.head_dim for heads in list(fitting.values())[:2]]
         fitting = fitting if rows == [sizes.queries, sizes.keys] else {}
 
     def repair(files: DraftFiles) -> None:
@@ -137,8 +137,8 @@ def _heads(subject: Subject, sizes: Sizes) -> Iterator[Finding]:
 @check("tied-embeddings", "static", "tie_word_embeddings although the draft has its own head",
        repairs=True)  # fmt: skip
 def tied_embeddings(subject: Subject) -> Iterator[Finding]:
-    own = "lm_head.weight" in subject.view.state and not subject.view.merges
-    if own and subject.view.get("tie_word_embeddings") is True:
+    has_head = "lm_head.weight" in subject.view.state and not subject.view.merges
+    if has_head and subject.view.get("tie_word_embeddings") is True:
         evidence = (
             "tie_word_embeddings is true: an engine would use the embeddings "
             f"({subject.vocab_size:,} rows) for the head ({subject.draft_vocab_size:,} rows)"
@@ -161,15 +161,15 @@ def norm_flags(subject: Subject) -> Iterator[Finding]:
         elif declared and not present:
             fix = "export again with these weights"
             yield error(f"{flag} is set, its weights are not in the file", fix)
-    silent = view.layout.nested == NESTED_KEY and view.flat.get("norm_before_residual") is None
-    if silent and view.config.get(SPECULATORS_KEY) == "eagle3":
+    unset = view.layout.nested == NESTED_KEY and view.flat.get("norm_before_residual") is None
+    if unset and view.config.get(SPECULATORS_KEY) == "eagle3":
         yield warning(
-            "norm_before_residual is not written: vLLM takes a speculators EAGLE-3 draft's "
-            "silence for true",
+            "norm_before_residual is not set: vLLM then assumes true for a speculators EAGLE-3 "
+            "draft",
             fix="write what it was trained with",
         )
     elif view.norm_before_residual and not view.merges:
-        evidence = "norm_before_residual is true: vLLM does it, SGLang does not"
+        evidence = "norm_before_residual is true: vLLM supports it, SGLang does not"
         yield subject.only_for("sglang", error(evidence, fix="serve with vLLM"))
 
 
@@ -177,25 +177,25 @@ def norm_flags(subject: Subject) -> Iterator[Finding]:
        repairs=True)  # fmt: skip
 def fc_bias(subject: Subject) -> Iterator[Finding]:
     view = subject.view
-    fc, held = view.state.get("fc.weight"), view.state.get("fc.bias")
+    fc, bias = view.state.get("fc.weight"), view.state.get("fc.bias")
     if not view.merges or fc is None or fc.ndim != 2:
         return
     for key in (key for key in BIAS_KEYS if view.get(key) is not None):
-        if held is None and view.get(key):
+        if bias is None and view.get(key):
             yield error(
-                f"{key} is true, the file has no fc.bias: it was lost, and engines serve without",
+                f"{key} is true, the file has no fc.bias: it was lost, engines serve without it",
                 fix="export again from the trainer's own checkpoint",
             )
             return
         if view.fc_bias is not None and not view.get(key):
             yield wrong_key(key, True, f"{key} is false, the file has fc.bias")
-    if held is None:
+    if bias is None:
         put = partial(DraftFiles.put_tensor, own="fc.bias", value=fc.new_zeros(len(fc)))
         evidence = "no fc.bias: SGLang's class has one, and leaves it random"
         yield subject.only_for("sglang", error(evidence, "write zeros", put))
     elif view.fc_bias is None:
         name = view.names["fc.bias"]
-        evidence = "fc.bias is zeros: vLLM's fc has no bias, and refuses the file"
+        evidence = "fc.bias is all zeros: vLLM's fc has no bias, and vLLM refuses the file"
         drop = partial(drop_tensors, doomed=[name])
         yield subject.only_for("vllm", error(evidence, "leave it out", drop))
 
@@ -225,15 +225,15 @@ def mask_token(subject: Subject) -> Iterator[Finding]:
 
 
 def _mask_hidden(subject: Subject) -> Iterator[Finding]:
-    held, sizes = subject.view.state.get("mask_hidden"), sizes_of(subject)
-    if held is None:
+    mask_hidden, sizes = subject.view.state.get("mask_hidden"), sizes_of(subject)
+    if mask_hidden is None:
         yield error(
             "a P-EAGLE draft without mask_hidden: every depth beyond the first reads noise",
             fix="export again with mask_hidden",
         )
-    elif sizes.target_hidden is not None and held.numel() != sizes.aux * sizes.target_hidden:
+    elif sizes.target_hidden is not None and mask_hidden.numel() != sizes.aux * sizes.target_hidden:
         yield error(
-            f"mask_hidden has {held.numel():,} values, it stands for {sizes.aux} aux states of "
-            f"{sizes.target_hidden:,}",
+            f"mask_hidden has {mask_hidden.numel():,} values, it stands for {sizes.aux} aux states "
+            f"of {sizes.target_hidden:,}",
             fix="it is placed before fc: export the trainer's own",
         )

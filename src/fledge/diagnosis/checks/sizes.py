@@ -1,7 +1,7 @@
-"""Which tensors a draft must have, and of which shape, read off the tensors themselves.
+"""Which tensors a draft must have, and in which shapes, inferred from the tensors themselves.
 
-A config may be wrong, and so may a tensor. So all tensors that show a size (and the target) vote on
-it, and the odd one out is reported.
+The config may be wrong, and so may a tensor. So all tensors that show a size (and the target) vote
+on it, and the outlier is reported.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fledge.diagnosis.checks.base import Subject
 from fledge.diagnosis.foreign import LAYER_EXTRAS
 
-# The size that each axis shows; "": one that another check compares (`vocab-size`).
+# The size that each axis shows; "": a size that another check compares (`vocab-size`).
 _AXES: dict[str, tuple[str, ...]] = {
     "embed_tokens.weight": ("", "hidden"),
     "fc.weight": ("hidden", "aux_hidden"),
@@ -39,7 +39,7 @@ _LAYER_AXES: dict[str, tuple[str, ...]] = {
     "mlp.up_proj.weight": ("intermediate", "hidden"),
     "mlp.down_proj.weight": ("hidden", "intermediate"),
 }
-# Those of `LAYER_EXTRAS`, where a draft has them: a bias is as long as what its matrix gives.
+# For the tensors of `LAYER_EXTRAS`: a bias is as long as its matrix has rows.
 _EXTRA_AXES: dict[str, tuple[str, ...]] = {
     "self_attn.q_norm.weight": ("channels",),
     "self_attn.k_norm.weight": ("channels",),
@@ -49,7 +49,7 @@ _EXTRA_AXES: dict[str, tuple[str, ...]] = {
         if len(axes) == 2
     },
 }
-_FIRST_NORM = "layers.0.input_layernorm.weight"  # EAGLE-1 has none: fc's output is read as it is
+_FIRST_NORM = "layers.0.input_layernorm.weight"  # not in EAGLE-1, which does not norm fc's output
 
 
 _VOTED = ("hidden", "target_hidden", "intermediate", "queries", "keys", "draft_vocab")
@@ -57,7 +57,7 @@ _VOTED = ("hidden", "target_hidden", "intermediate", "queries", "keys", "draft_v
 
 @dataclass(frozen=True)
 class Sizes:
-    """What most tensors agree on; None where no tensor shows it."""
+    """The sizes that most tensors agree on; None if no tensor shows a size."""
 
     hidden: int | None
     target_hidden: int | None
@@ -70,29 +70,29 @@ class Sizes:
 
 def sizes_of(subject: Subject) -> Sizes:
     votes: dict[str, Counter[int]] = {}
-    known = _axes(subject)
+    top_level = _axes(subject)
     for name, tensor in subject.view.state.items():
-        axes = known.get(name) or _LAYER_AXES.get(re.sub(r"^layers\.[^.]*\.", "", name), ())
+        axes = top_level.get(name) or _LAYER_AXES.get(re.sub(r"^layers\.[^.]*\.", "", name), ())
         if len(axes) == tensor.ndim:
             for size, value in zip(axes, tensor.shape, strict=True):
                 votes.setdefault(size, Counter())[value] += 1
-    usual = subject.view.method.aux_layers()
-    aux = subject.view.get("num_aux_hidden_states", usual)
-    aux = aux if aux <= 16 else usual
+    default_aux = subject.view.method.aux_layers()
+    aux = subject.view.get("num_aux_hidden_states", default_aux)
+    aux = aux if aux <= 16 else default_aux
     target_hidden = votes.setdefault("target_hidden", Counter())
     target_hidden[int(subject.target.text.hidden_size)] += 1
-    for wide, count in votes.get("aux_hidden", Counter()).items():
-        if wide % aux == 0:
-            target_hidden[wide // aux] += count
+    for aux_width, count in votes.get("aux_hidden", Counter()).items():
+        if aux_width % aux == 0:
+            target_hidden[aux_width // aux] += count
     agreed = {size: votes[size].most_common(1)[0][0] for size in votes}
     return Sizes(aux=aux, **{name: agreed.get(name) for name in _VOTED})
 
 
 def _layer_axes(subject: Subject) -> dict[str, tuple[str, ...]]:
-    """The tensors of a layer of this draft."""
-    there = {flag for flag, present in subject.view.layer_extras.items() if present}
-    extra = {name for flag in there for name in LAYER_EXTRAS[flag]}
-    return _LAYER_AXES | {name: axes for name, axes in _EXTRA_AXES.items() if name in extra}
+    """The axes of every tensor in a layer of this draft."""
+    flags = {flag for flag, present in subject.view.layer_extras.items() if present}
+    extra_names = {name for flag in flags for name in LAYER_EXTRAS[flag]}
+    return _LAYER_AXES | {name: axes for name, axes in _EXTRA_AXES.items() if name in extra_names}
 
 
 def _axes(subject: Subject) -> dict[str, tuple[str, ...]]:
@@ -100,8 +100,8 @@ def _axes(subject: Subject) -> dict[str, tuple[str, ...]]:
 
 
 def required_names(subject: Subject) -> list[str]:
-    """What every draft of its kind with so many layers has; a head and maps, if it needs them, are
-    looked at elsewhere."""
+    """Tensors that every draft of this kind and depth has; other checks cover the head and the
+    maps."""
     layers = range(max(subject.view.layer_numbers, default=0) + 1)
     names = [f"layers.{layer}.{part}" for layer in layers for part in _layer_axes(subject)]
     if subject.view.merges:
@@ -110,20 +110,20 @@ def required_names(subject: Subject) -> list[str]:
 
 
 def expected_shapes(subject: Subject, sizes: Sizes) -> dict[str, tuple[int | None, ...]]:
-    """The shape of every tensor that may be there; None stands for a size that nobody shows, or
-    that another check compares."""
-    hidden, wide = sizes.hidden, sizes.target_hidden and sizes.aux * sizes.target_hidden
-    merges, both = subject.view.merges, hidden and 2 * hidden
-    values = {**vars(sizes), "aux_hidden": wide, "merged": both}
+    """The shape of every tensor that may be present; None is a size that no tensor shows, or that
+    another check compares."""
+    hidden, aux_width = sizes.hidden, sizes.target_hidden and sizes.aux * sizes.target_hidden
+    merges, double_width = subject.view.merges, hidden and 2 * hidden
+    values = {**vars(sizes), "aux_hidden": aux_width, "merged": double_width}
     shapes = {name: tuple(map(values.get, axes)) for name, axes in _axes(subject).items()}
     for layer in subject.view.layer_numbers:
-        values["inputs"] = both if layer == 0 and not merges else hidden
+        values["inputs"] = double_width if layer == 0 and not merges else hidden
         for part, axes in _layer_axes(subject).items():
             shapes[f"layers.{layer}.{part}"] = tuple(map(values.get, axes))
     if merges:
         shapes.pop(_FIRST_NORM, None)
     else:
-        shapes["input_norm.weight"] = (wide,)
+        shapes["input_norm.weight"] = (aux_width,)
         shapes |= {f"fc_norm.{chunk}.weight": (sizes.target_hidden,) for chunk in range(sizes.aux)}
     return shapes
 

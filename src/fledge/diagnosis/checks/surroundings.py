@@ -1,5 +1,5 @@
-"""Checks of what lies around the draft: the layers it listens to, the tokenizer, the target's
-number format, and which engine can take the files as they are."""
+"""Checks of what surrounds the draft: the aux layers it reads, the tokenizer, the target's number
+format, and which engine can load the files as they are."""
 
 import json
 import re
@@ -44,19 +44,21 @@ def aux_layers(subject: Subject) -> Iterator[Finding]:
             f"the aux layers are outputs of {ids}, the target has layers 0..{depth - 1}",
             fix="the layers it was trained on; does the file count from the embedding?",
         )
-    given = {at.path: layers for at in AUX_PLACES if (layers := view.aux_at(at)) is not None}
-    if len({tuple(layers) for layers in given.values()}) > 1:
-        words = "; ".join(f"{path} means the outputs of {layers}" for path, layers in given.items())
-        yield error(words, fix="write the layers it was trained on in all places")
+    stored = {p.path: layers for p in AUX_PLACES if (layers := view.aux_at(p)) is not None}
+    if len({tuple(layers) for layers in stored.values()}) > 1:
+        conflict = "; ".join(
+            f"{path} means the outputs of {layers}" for path, layers in stored.items()
+        )
+        yield error(conflict, fix="write the layers it was trained on in all places")
 
 
 def _last_state(subject: Subject) -> Iterator[Finding]:
-    """EAGLE-1: nobody else writes which state it reads, for engines know only one."""
+    """EAGLE-1: only fledge writes which state a draft reads, because engines support only one."""
     view = subject.view
     if view.stored_aux is not None and view.aux_layer_ids != subject.default_aux:
         yield error(
-            f"the aux layers are {view.stored_aux}: engines show an EAGLE-1 draft the target's "
-            f"last hidden state, {subject.default_aux} in our counting",
+            f"the aux layers are {view.stored_aux}: engines give an EAGLE-1 draft the target's "
+            f"last hidden state, {subject.default_aux} in our numbering",
             fix="train with target.aux_layer_ids=null",
         )
 
@@ -74,17 +76,17 @@ def aux_order(subject: Subject) -> Iterator[Finding]:
 
 
 def _sort_aux(files: DraftFiles) -> None:
-    """The same draft with its chunks in ascending order."""
+    """Sort the aux layers in ascending order, and what reads their chunks with them."""
     state, ids = files.view.state, files.view.aux_layer_ids
     assert ids is not None
-    order = sorted(range(len(ids)), key=lambda place: ids[place])
-    for own in {"fc.weight", "mask_hidden", "input_norm.weight"} & state.keys():
-        chunks = state[own].chunk(len(ids), dim=-1)
-        files.put_tensor(own, torch.cat([chunks[place] for place in order], dim=-1))
-    norms = [f"fc_norm.{place}.weight" for place in range(len(ids))]
+    order = sorted(range(len(ids)), key=lambda i: ids[i])
+    for tensor_name in {"fc.weight", "mask_hidden", "input_norm.weight"} & state.keys():
+        chunks = state[tensor_name].chunk(len(ids), dim=-1)
+        files.put_tensor(tensor_name, torch.cat([chunks[i] for i in order], dim=-1))
+    norms = [f"fc_norm.{i}.weight" for i in range(len(ids))]
     if all(name in state for name in norms):
-        for name, place in zip(norms, order, strict=True):
-            files.put_tensor(name, state[norms[place]])
+        for name, i in zip(norms, order, strict=True):
+            files.put_tensor(name, state[norms[i]])
     files.put_aux(sorted(ids))
 
 
@@ -93,7 +95,7 @@ def capture_point(subject: Subject) -> Iterator[Finding]:
     ids, last = subject.aux_layer_ids, subject.target.depth - 1
     if ids is not None and last in ids and not subject.view.merges:
         yield warning(
-            f"layer {last} is the target's last: transformers shows its state after the final "
+            f"layer {last} is the target's last: transformers returns its state after the final "
             "norm, engines before it",
             fix="train on the state before the norm (capture-measured compares them)",
         )
@@ -101,24 +103,28 @@ def capture_point(subject: Subject) -> Iterator[Finding]:
 
 @check("tokenizer", "static", "a tokenizer beside the draft that is not the target's")
 def tokenizer(subject: Subject) -> Iterator[Finding]:
-    theirs = subject.target.tokenizer
-    if theirs is None or not (subject.directory / "tokenizer.json").is_file():
+    target_tokenizer = subject.target.tokenizer
+    if target_tokenizer is None or not (subject.directory / "tokenizer.json").is_file():
         return
     try:
-        own = AutoTokenizer.from_pretrained(subject.directory, trust_remote_code=False).get_vocab()
+        draft_vocab = AutoTokenizer.from_pretrained(
+            subject.directory, trust_remote_code=False
+        ).get_vocab()
     except (OSError, ValueError, KeyError) as failed:
         yield warning(f"the tokenizer beside the draft cannot be read ({first_line(failed)})")
         return
-    vocabulary = theirs.get_vocab()
-    if differing := sum(own.get(token) != number for token, number in vocabulary.items()):
+    target_vocab = target_tokenizer.get_vocab()
+    if differing := sum(
+        draft_vocab.get(token) != token_id for token, token_id in target_vocab.items()
+    ):
         yield error(
-            f"{differing:,} of the target's {len(vocabulary):,} tokens have another id, or none, "
+            f"{differing:,} of the target's {len(target_vocab):,} tokens have another id, or none, "
             "in the tokenizer beside the draft",
             fix="name the target it was trained for",
         )
 
 
-@check("target-quantised", "static", "a quantised target, whose states differ from the original's")
+@check("target-quantised", "static", "a quantized target, whose states differ from the original's")
 def target_quantised(subject: Subject) -> Iterator[Finding]:
     method = quantisation_method(subject.target.config)
     if method is None:
@@ -127,19 +133,19 @@ def target_quantised(subject: Subject) -> Iterator[Finding]:
     declared = declared if isinstance(declared, dict) else declared.to_dict()  # type: ignore[union-attr]
     if _ROTATED.search(json.dumps(declared, default=str)):
         yield error(
-            f"the target is quantised ({method}) in a rotated basis: its states are not those that "
-            "a draft of the original learnt",
+            f"the target is quantized ({method}) in a rotated basis: its states are not those that "
+            "a draft of the original learned",
             fix="train on the states of the weights that are served",
         )
     else:
         yield warning(
-            f"the target is quantised ({method}): a draft that learnt from another precision loses "
-            "acceptance",
+            f"the target is quantized ({method}): a draft that learned from another precision "
+            "loses acceptance",
             fix="train on the states of the weights that are served, and measure",
         )
 
 
-@check("serving", "static", "what each engine needs to be told, and what it cannot take")
+@check("serving", "static", "the settings that each engine needs, and what it cannot load")
 def serving(subject: Subject) -> Iterator[Finding]:
     method = subject.view.method
     speculative = f'vLLM: method "{method.algorithms["vllm"]}"'
@@ -158,34 +164,34 @@ def serving(subject: Subject) -> Iterator[Finding]:
 
 
 def _limits(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """(engine, what it makes of these files, what to do)."""
+    """(engine, its limitation with these files, what to do about it)."""
     view = subject.view
-    first = "" if view.layout.name == "fledge" else "fledge import, then "
-    again = {engine: f"{first}fledge export --engine {engine}" for engine in _SERVING}
-    refused = {engine: list(_refused(subject, engine)) for engine in again}
+    prefix = "" if view.layout.name == "fledge" else "fledge import, then "
+    commands = {engine: f"{prefix}fledge export --engine {engine}" for engine in _SERVING}
+    refused = {engine: list(_refused(subject, engine)) for engine in commands}
     for engine, limits in refused.items():
         yield from ((engine, evidence, fix) for evidence, fix in limits)
-    if not refused["sglang"]:  # else no spelling would help
+    if not refused["sglang"]:  # else no other layout would help
         if view.layout.nested:
             kind = "speculators' format" if view.layout.nested == NESTED_KEY else "a wrapped config"
-            yield "sglang", f"{kind}: vLLM reads it, SGLang does not", again["sglang"]
+            yield "sglang", f"{kind}: vLLM reads it, SGLang does not", commands["sglang"]
         elif not view.merges and not any(".midlayer." in f".{name}" for name in view.tensors):
             evidence = "layer 0 is not called midlayer: SGLang 0.5.9 skips it silently"
-            yield "sglang", evidence, again["sglang"]
+            yield "sglang", evidence, commands["sglang"]
     for engine, evidence in _aux_convention(subject):
-        yield engine, evidence, again[engine]
+        yield engine, evidence, commands[engine]
 
 
 def _refused(subject: Subject, name: EngineName) -> Iterator[tuple[str, str]]:
-    """What the newest tested version of an engine does not serve, and what would."""
+    """What the newest tested version of an engine does not serve, and what works instead."""
     if subject.aux_layer_ids is None:
         return
     try:
         state = dict(subject.view.state)
-        if subject.view.fc_bias is None:  # zeros are none: `fc-bias` speaks of them
+        if subject.view.fc_bias is None:  # all zeros count as none: see `fc-bias`
             state.pop("fc.bias", None)
         draft = PlainDraft(own_config(subject), state)
-    except BadInput:  # sizes that do not fit have been reported
+    except BadInput:  # other checks report sizes that do not fit
         return
     engine, target = ENGINES[name], TargetFacts(layers=subject.target.depth)
     features = draft_features(draft, target, trained_embeddings=False)
@@ -194,7 +200,7 @@ def _refused(subject: Subject, name: EngineName) -> Iterator[tuple[str, str]]:
 
 
 def _aux_convention(subject: Subject) -> Iterator[tuple[EngineName, str]]:
-    """The same list of layers means other layers to the other engine."""
+    """Where an engine would understand the stored layer ids as other layers, and how."""
     ids, default = subject.view.aux_layer_ids, subject.default_aux
     written = {place.name for place in AUX_PLACES if subject.view.aux_at(place) is not None}
     if ids is None:

@@ -1,6 +1,6 @@
 """Checks of the tensors: none missing, none unknown, values that training produces.
 
-Engines skip what they do not know and leave random what they do not find, mostly without a word.
+Engines skip tensors that they do not know and leave missing ones random, mostly without a warning.
 """
 
 import math
@@ -16,76 +16,78 @@ from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, w
 from fledge.diagnosis.checks.sizes import expected_shapes, fits, required_names, sizes_of
 from fledge.diagnosis.foreign import DraftFiles, own_name
 
-# What other files hold that EAGLE-1 does not compute with.
+# Tensors that EAGLE-1 does not use, and what they suggest.
 _WHY_EXTRA = {
     "layers.0.input_layernorm.weight": "EAGLE-1's first layer reads fc's output as it is: was the "
     "draft trained with a norm there?",
-    "norm.weight": "EAGLE-1 norms no output: it foretells states behind the target's final norm",
-    "d2t": "EAGLE-1 speaks the target's whole vocabulary: a smaller one needs EAGLE-3",
-    "t2d": "EAGLE-1 speaks the target's whole vocabulary: a smaller one needs EAGLE-3",
+    "norm.weight": "EAGLE-1 has no output norm: it predicts states after the target's final norm",
+    "d2t": "EAGLE-1 uses the target's whole vocabulary: a smaller one needs EAGLE-3",
+    "t2d": "EAGLE-1 uses the target's whole vocabulary: a smaller one needs EAGLE-3",
 }
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@check("algorithm", "static", "an EAGLE-1 draft that is called EAGLE-3, or the reverse; no draft",
+@check("algorithm", "static", "an EAGLE-1 draft declared as EAGLE-3, or the reverse; not a draft",
        repairs=True)  # fmt: skip
 def algorithm(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     if not any(name.startswith(("layers.", "fc")) for name in view.state):
-        some = ", ".join(sorted(subject.files.tensors)[:3])
-        yield error(f"no tensor of a draft among {len(view.state)} ({some} ...)", last=True)
+        examples = ", ".join(sorted(subject.files.tensors)[:3])
+        yield error(f"no tensor of a draft among {len(view.state)} ({examples} ...)", last=True)
         return
     if not view.misnamed:
         return
     if view.merges:
-        what = "fc merges one embedding and one hidden state, which is EAGLE-1/2; called EAGLE-3"
+        what = "fc merges one embedding and one hidden state (EAGLE-1/2), declared as EAGLE-3"
     else:
-        what = "layer 0 reads an embedding and a state side by side, as in EAGLE-3; called EAGLE-1"
-    whole = not missing_names(subject) and not unknown_names(subject) and not view.layout.nested
+        what = "layer 0 reads embedding and state side by side (EAGLE-3), declared as EAGLE-1"
+    complete = not missing_names(subject) and not unknown_names(subject) and not view.layout.nested
     vllm, sglang = (view.method.algorithms[engine] for engine in ("vllm", "sglang"))
     yield error(
-        f"{what}, and served so, it accepts nothing",
+        f"{what}: served like that, it accepts nothing",
         fix=f'vLLM: method "{vllm}"; SGLang: --speculative-algorithm {sglang}',
-        repair=partial(_call_it, merges=view.merges) if whole else None,
-        last=not whole,
+        repair=partial(_declare_kind, merges=view.merges) if complete else None,
+        last=not complete,
     )
 
 
-def _call_it(files: DraftFiles, *, merges: bool) -> None:
-    """Name the class of the draft that the tensors are."""
+def _declare_kind(files: DraftFiles, *, merges: bool) -> None:
+    """Write the class of the kind of draft that the tensors belong to."""
     files.put("architectures", ["LlamaForCausalLMEagle" if merges else "LlamaForCausalLMEagle3"])
     if not merges:
         files.put("eagle_version", None)
 
 
 def missing_names(subject: Subject) -> list[str]:
-    """What its kind of draft has and the file has not, of the layers that are there."""
+    """Tensors that this kind of draft requires and the file lacks, in the layers it has."""
     return [name for name in required_names(subject) if name not in subject.view.state]
 
 
 def unknown_names(subject: Subject) -> list[str]:
-    """What is in the file, by its names there, and in no draft of its kind."""
+    """Tensors, by their names in the file, that no draft of this kind has."""
     view = subject.view
-    known = {*expected_shapes(subject, sizes_of(subject))}
-    known |= set() if view.merges else {"mask_hidden"}
-    return [view.names[own] for own in view.state if own not in known]
+    expected = {*expected_shapes(subject, sizes_of(subject))}
+    expected |= set() if view.merges else {"mask_hidden"}
+    return [view.names[our_name] for our_name in view.state if our_name not in expected]
 
 
 @check("names", "static", "wrapper prefixes, or one layer under two names", repairs=True)
 def names(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     if view.clashes:
-        first = {name: view.names[own_name(name)] for name in view.clashes}
-        same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in first.items())
+        kept = {name: view.names[own_name(name)] for name in view.clashes}
+        same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in kept.items())
         yield error(
-            f"{counted(len(first), 'tensor is', 'tensors are')} there twice, such as "
-            f"{view.clashes[0]} and {first[view.clashes[0]]}",
+            f"{counted(len(kept), 'tensor is', 'tensors are')} stored twice, such as "
+            f"{view.clashes[0]} and {kept[view.clashes[0]]}",
             fix="keep one name: midlayer.* or layers.0.*",
             repair=partial(drop_tensors, doomed=view.clashes) if same else None,
         )
         return
     prefix = view.layout.prefix
-    wrapped = [name for own, name in view.names.items() if name not in _spellings(own, prefix)]
+    wrapped = [
+        name for our_name, name in view.names.items() if name not in _spellings(our_name, prefix)
+    ]
     if wrapped:
         yield error(
             f"{counted(len(wrapped), 'name carries', 'names carry')} a wrapper that no engine "
@@ -101,15 +103,15 @@ def names(subject: Subject) -> Iterator[Finding]:
         yield subject.only_for("vllm", error(evidence, fix, _unwrap))
 
 
-def _spellings(own: str, prefix: str) -> tuple[str, ...]:
-    """What a tensor may be called in a file whose backbone has this prefix."""
-    if prefix and own not in ("lm_head.weight", "d2t", "t2d", "mask_hidden"):
-        return (prefix + own,)
-    return own, _midlayer(own), own.replace("input_layernorm", "hidden_norm")
+def _spellings(our_name: str, prefix: str) -> tuple[str, ...]:
+    """The names that a tensor may have in a file whose backbone has this prefix."""
+    if prefix and our_name not in ("lm_head.weight", "d2t", "t2d", "mask_hidden"):
+        return (prefix + our_name,)
+    return our_name, _midlayer(our_name), our_name.replace("input_layernorm", "hidden_norm")
 
 
-def _midlayer(own: str) -> str:
-    return own.replace("layers.0.", "midlayer.", 1)
+def _midlayer(our_name: str) -> str:
+    return our_name.replace("layers.0.", "midlayer.", 1)
 
 
 def drop_tensors(files: DraftFiles, doomed: Iterable[str]) -> None:
@@ -118,29 +120,29 @@ def drop_tensors(files: DraftFiles, doomed: Iterable[str]) -> None:
 
 
 def _unwrap(files: DraftFiles) -> None:
-    """Plain names; layer 0 keeps the name that the file gives it."""
+    """Strip wrappers from all names; layer 0 stays `midlayer` if the file calls it that."""
     files.tensors = {
-        _midlayer(own) if ".midlayer." in f".{name}" else own: files.tensors[name]
-        for own, name in files.view.names.items()
+        _midlayer(our_name) if ".midlayer." in f".{name}" else our_name: files.tensors[name]
+        for our_name, name in files.view.names.items()
     }
 
 
 @check("missing", "static", "tensors that an engine would leave random")
 def missing(subject: Subject) -> Iterator[Finding]:
-    """Of the layers that are there; layers that are not belong to `num-hidden-layers`."""
-    view, lost = subject.view, missing_names(subject)
-    shared = view.merges  # it has neither embeddings nor a head of its own
+    """Only in layers that are present: `num-hidden-layers` reports absent ones."""
+    view, absent = subject.view, missing_names(subject)
+    shared = view.merges  # it has no embeddings or head of its own
     if not shared and "lm_head.weight" not in view.state:
         if (subject.draft_vocab_size or subject.vocab_size) < subject.vocab_size:
-            lost.append("lm_head.weight")
+            absent.append("lm_head.weight")
         else:
             yield note("no lm_head: engines share the target's")
     if not shared and "embed_tokens.weight" not in view.state:
         yield note("no embed_tokens: engines share the target's")
-    if lost:
+    if absent:
         yield error(
-            f"{counted(len(lost), 'tensor is', 'tensors are')} missing: {_some(lost)}; engines "
-            "load the rest without a word and leave these random",
+            f"{counted(len(absent), 'tensor is', 'tensors are')} missing: {_first_few(absent)}; "
+            "engines silently load the rest and leave these random",
             fix="export again from the trainer's own checkpoint",
         )
 
@@ -150,18 +152,18 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     if view.junk:
         yield warning(
-            f"{counted(len(view.junk), 'tensor is', 'tensors are')} not the draft's: "
-            f"{_some(view.junk)}; vLLM refuses them",
+            f"{counted(len(view.junk), 'tensor is', 'tensors are')} not part of the draft: "
+            f"{_first_few(view.junk)}; vLLM refuses them",
             fix="leave them out",
             repair=partial(drop_tensors, doomed=view.junk),
         )
     if extra := unknown_names(subject):
         kind = "EAGLE-1" if view.merges else "EAGLE-3"
-        usual = "is it another kind of draft, or one with biases?"
+        generic_fix = "is it another kind of draft, or one with biases?"
         yield error(
-            f"{counted(len(extra), 'tensor')} that no {kind} draft has: {_some(extra)}; vLLM "
+            f"{counted(len(extra), 'tensor')} that no {kind} draft has: {_first_few(extra)}; vLLM "
             "refuses them, SGLang skips them",
-            fix=_WHY_EXTRA.get(own_name(extra[0]), usual),
+            fix=_WHY_EXTRA.get(own_name(extra[0]), generic_fix),
         )
     if view.merges and (head := view.names.get("lm_head.weight")):
         evidence = f"{head}: an EAGLE-1 draft has no head, SGLang skips it, vLLM refuses the file"
@@ -174,11 +176,11 @@ def shape(subject: Subject) -> Iterator[Finding]:
     expected = expected_shapes(subject, sizes_of(subject))
     wrong, unreadable = [], False
     for name, tensor in subject.view.state.items():
-        wanted = expected.get(name)
-        if wanted is not None and not fits(tuple(tensor.shape), wanted):
-            sizes = ", ".join("?" if size is None else str(size) for size in wanted)
+        expected_shape = expected.get(name)
+        if expected_shape is not None and not fits(tuple(tensor.shape), expected_shape):
+            sizes = ", ".join("?" if size is None else str(size) for size in expected_shape)
             wrong.append(f"{name} is {list(tensor.shape)}, expected [{sizes}]")
-        axes = len(wanted) if wanted is not None else tensor.ndim
+        axes = len(expected_shape) if expected_shape is not None else tensor.ndim
         unreadable |= tensor.numel() == 0 or tensor.ndim != axes
     if wrong or unreadable:
         evidence = "; ".join(wrong[:4]) or "a tensor without values"
@@ -220,17 +222,17 @@ def not_finite(subject: Subject) -> Iterator[Finding]:
 
 @check("constant", "static", "weights that are one value throughout")
 def constant(subject: Subject) -> Iterator[Finding]:
-    """A norm that is 1 throughout has hardly been trained, which is not a fault. A bias of zeros is
-    how an fc without one is written for SGLang."""
+    """Norms of ones are not a fault, only hardly trained. A zero fc.bias is how an fc without a
+    bias is written for SGLang."""
     for name, tensor in _floats(subject):
         value = float(tensor.flatten()[0])
-        usual = 0.0 if name == "fc.bias" else 1.0
-        harmless = tensor.numel() == 1 or (tensor.ndim == 1 and value == usual)
+        default = 0.0 if name == "fc.bias" else 1.0
+        harmless = tensor.numel() == 1 or (tensor.ndim == 1 and value == default)
         if math.isfinite(value) and not harmless and bool((tensor == value).all()):
             yield error(f"{name} is {value:g} throughout", fix="it was never loaded or never saved")
 
 
-@check("random-weights", "static", "matrices that look freshly initialised")
+@check("random-weights", "static", "matrices that look freshly initialized")
 def random_weights(subject: Subject) -> Iterator[Finding]:
     tables = ("embed_tokens.weight", "lm_head.weight")
     fresh = [
@@ -241,25 +243,25 @@ def random_weights(subject: Subject) -> Iterator[Finding]:
     ]
     if fresh:
         yield warning(
-            f"{counted(len(fresh), 'matrix looks', 'matrices look')} randomly initialised: "
-            f"{_some(fresh)}",
-            fix="were they trained, or did an exporter build them anew?",
+            f"{counted(len(fresh), 'matrix looks', 'matrices look')} randomly initialized: "
+            f"{_first_few(fresh)}",
+            fix="were they trained, or did an exporter recreate them?",
         )
 
 
 def fresh_std(tensor_NM: Tensor, subject: Subject) -> float | None:
-    """The standard deviation of a matrix that looks like an initialisation; None if trained.
+    """The standard deviation of a matrix that looks freshly initialized; None if trained.
 
-    Two tests: the deviation is one that initialisers use (0.02, the config's own, or torch's
-    uniform 1 / sqrt(3 * inputs)) within 2 %, and the largest eigenvalue of the covariance does not
-    stand out of the Marchenko-Pastur law of independent numbers. Training leaves both behind.
+    Two tests: the deviation is one that initializers use (0.02, the config's own, or torch's
+    uniform 1 / sqrt(3 * inputs)) within 2 %, and the largest eigenvalue of the covariance is within
+    the Marchenko-Pastur law for independent numbers. Trained weights do not pass both.
     """
     tall_NM = tensor_NM if len(tensor_NM) >= tensor_NM.shape[1] else tensor_NM.t()
-    rows = tall_NM[:4096, :1536].float()  # a block of independent numbers is one too
+    rows = tall_NM[:4096, :1536].float()  # any block of an i.i.d. matrix is i.i.d. too
     count, width = rows.shape
     std = float(rows.std())
-    usual = [0.02, subject.view.get("initializer_range", 0.02), (3 * tensor_NM.shape[1]) ** -0.5]
-    if width < 8 or not any(abs(std / value - 1) < 0.02 for value in usual if value):
+    typical = [0.02, subject.view.get("initializer_range", 0.02), (3 * tensor_NM.shape[1]) ** -0.5]
+    if width < 8 or not any(abs(std / value - 1) < 0.02 for value in typical if value):
         return None
     largest = float(torch.linalg.eigvalsh(rows.t() @ rows / count)[-1])
     edge = std**2 * (1 + math.sqrt(width / count)) ** 2
@@ -272,5 +274,5 @@ def _floats(subject: Subject) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _some(items: list[str]) -> str:
+def _first_few(items: list[str]) -> str:
     return ", ".join(items[:4]) + (f" and {len(items) - 4} more" if items[4:] else "")

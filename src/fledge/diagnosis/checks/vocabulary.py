@@ -1,7 +1,7 @@
 """Checks of the draft vocabulary: sizes, and the map between the draft's ids and the target's.
 
-The map decides what a drafted id means. Engines read `d2t` only, as offsets (target id = draft id
-+ d2t[draft id]); without it, or with absolute ids in it, every drafted token is another one.
+The map determines what a drafted id means. Engines read only `d2t`, as offsets (target id = draft
+id + d2t[draft id]); without it, or with absolute ids in it, drafted ids map to the wrong tokens.
 """
 
 from collections.abc import Iterator
@@ -24,19 +24,19 @@ def vocab_size(subject: Subject) -> Iterator[Finding]:
     if wrong:
         seen = ", ".join(f"{name} has {rows:,} rows" for name, rows in wrong.items())
         fix = "name the target it was trained for"
-        yield error(f"{seen}; the target knows {full:,} tokens", fix)
+        yield error(f"{seen}; the target has {full:,} tokens", fix)
     elif (declared := subject.view.get("vocab_size")) != full:
         evidence = f"vocab_size is {declared}, the target's {full:,}: engines size embeddings by it"
         yield wrong_key("vocab_size", full, evidence)
 
 
-@check("draft-vocab-size", "static", "draft_vocab_size that is not the head's rows", repairs=True)
+@check("draft-vocab-size", "static", "draft_vocab_size other than the head's rows", repairs=True)
 def draft_vocab_size(subject: Subject) -> Iterator[Finding]:
     head = subject.view.state.get("lm_head.weight")
     declared = subject.view.get("draft_vocab_size")
     if subject.view.merges:
         if declared not in (None, full := subject.vocab_size):
-            evidence = f"draft_vocab_size is {declared}, EAGLE-1 speaks all {full:,} tokens"
+            evidence = f"draft_vocab_size is {declared}, EAGLE-1 uses all {full:,} tokens"
             yield wrong_key("draft_vocab_size", full, evidence)
         return
     if head is None or head.ndim != 2 or (declared is None and len(head) == subject.vocab_size):
@@ -48,7 +48,7 @@ def draft_vocab_size(subject: Subject) -> Iterator[Finding]:
 
 @check("d2t-missing", "static", "no map although the draft vocabulary is smaller", repairs=True)
 def d2t_missing(subject: Subject) -> Iterator[Finding]:
-    width = _compressed(subject)
+    width = _reduced_width(subject)
     if width is None or "d2t" in subject.view.state:
         return
     mask = subject.view.state.get("t2d")
@@ -63,15 +63,15 @@ def d2t_missing(subject: Subject) -> Iterator[Finding]:
 @check("d2t-type", "static", "maps that are not int64 / bool", repairs=True)
 def d2t_type(subject: Subject) -> Iterator[Finding]:
     for name, wanted in (("d2t", torch.int64), ("t2d", torch.bool)):
-        held = subject.view.state.get(name)
-        if held is None or held.dtype == wanted:
+        tensor = subject.view.state.get(name)
+        if tensor is None or tensor.dtype == wanted:
             continue
-        cast = held.to(wanted)
-        sure = torch.equal(cast.double(), held.double())
+        cast = tensor.to(wanted)
+        sure = torch.equal(cast.double(), tensor.double())
         yield (error if name == "d2t" else warning)(
-            f"{name} is {str(held.dtype).removeprefix('torch.')}, engines read "
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, engines read "
             f"{str(wanted).removeprefix('torch.')}",
-            fix="convert it" if sure else "its values are no whole numbers: take the trainer's map",
+            fix="convert it" if sure else "its values are not integers: take the trainer's map",
             repair=partial(DraftFiles.put_tensor, own=name, value=cast) if sure else None,
         )
 
@@ -105,7 +105,7 @@ def d2t_range(subject: Subject) -> Iterator[Finding]:
     mask = subject.view.state.get("t2d")
     sure = False
     if mask is not None and mask.shape == (full,) and int(mask.bool().sum()) == len(ids):
-        # whatever is still sound must agree with the ascending map that t2d implies
+        # the ids that are still valid must agree with the ascending map that t2d implies
         agree = ids == mask.bool().nonzero()[:, 0]
         sure = bool(2 * int(agree.sum()) >= len(ids))
     evidence = (
@@ -141,7 +141,7 @@ def t2d_mismatch(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@check("end-token", "static", "an end token that the draft cannot say")
+@check("end-token", "static", "an end token that the draft cannot propose")
 def end_token(subject: Subject) -> Iterator[Finding]:
     ids, tokenizer = sound_ids(subject), subject.target.tokenizer
     if ids is None or tokenizer is None or tokenizer.eos_token_id is None:
@@ -158,20 +158,20 @@ def end_token(subject: Subject) -> Iterator[Finding]:
 
 
 def _wrong_map(evidence: str, fix: str, sure: bool) -> Finding:
-    """Without a map that can be trusted; `sure`: t2d implies the right one."""
+    """An error about an unusable map; `sure` means that t2d implies the right one."""
     if sure:
         return error(evidence, fix, _map_from_t2d)
     return error(evidence, "take the map that the draft was trained with")
 
 
-def _compressed(subject: Subject) -> int | None:
+def _reduced_width(subject: Subject) -> int | None:
     width = subject.draft_vocab_size or subject.vocab_size
     return width if width < subject.vocab_size else None
 
 
 def _integral_d2t(subject: Subject) -> Tensor | None:
-    """d2t as int64, when the draft vocabulary is a part of the target's and it has one."""
-    d2t, width = subject.view.state.get("d2t"), _compressed(subject)
+    """d2t as int64; None unless the draft vocabulary is reduced and has a map."""
+    d2t, width = subject.view.state.get("d2t"), _reduced_width(subject)
     if d2t is None or width is None or d2t.ndim != 1 or len(d2t) < 2:
         return None
     return d2t.long()
@@ -186,8 +186,11 @@ def _is_map(ids: Tensor, full: int) -> bool:
 
 
 def _is_absolute(d2t: Tensor, subject: Subject) -> bool:
-    """Read as ids it is a map, and read as offsets it is none, or another than t2d's, or has no
-    two neighbours among thousands of tokens."""
+    """Whether d2t holds target ids instead of offsets.
+
+    Read as ids it must be a valid map. Read as offsets it must be invalid, contradict t2d, or map
+    no two of more than a thousand tokens to adjacent ids.
+    """
     full, mask = subject.vocab_size, subject.view.state.get("t2d")
     if not _is_map(d2t, full):
         return False
@@ -200,7 +203,7 @@ def _is_absolute(d2t: Tensor, subject: Subject) -> bool:
 
 
 def sound_ids(subject: Subject) -> Tensor | None:
-    """[W] target ids of the draft's tokens when the map is a map; None otherwise."""
+    """[W] target ids of the draft's tokens; None unless the map is valid."""
     d2t = _integral_d2t(subject)
     if d2t is None or _is_absolute(d2t, subject) or not _is_map(_ids(d2t), subject.vocab_size):
         return None
@@ -208,7 +211,7 @@ def sound_ids(subject: Subject) -> Tensor | None:
 
 
 def set_map(files: DraftFiles, ids: Tensor) -> None:
-    """d2t, and t2d where the file has one, from [W] target ids in draft order."""
+    """Write d2t, and t2d if the file has one, from [W] target ids in draft order."""
     files.put_tensor("d2t", ids - torch.arange(len(ids)))
     if (mask := files.view.state.get("t2d")) is not None:
         files.put_tensor("t2d", tokens_marked(ids, len(mask)))
