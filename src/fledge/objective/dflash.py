@@ -2,7 +2,7 @@
 
 Weights decay with depth (`gamma`) or follow D-PACE (arXiv 2605.18810): with q_k the probability
 that the draft gives to the text's token at depth k, and s_k = (1 + q_k) / 2, the weight of depth k
-is the sum over m >= k of s_0 s_1 ... s_m: roughly the number of tokens that are lost if it is wrong.
+is the sum over m >= k of s_0 s_1 ... s_m: roughly how many tokens are lost if it is wrong.
 """
 
 from collections.abc import Sequence
