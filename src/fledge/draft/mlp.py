@@ -57,7 +57,7 @@ class _GatedMlp(torch.autograd.Function):
         if once:
             kept, ctx.kept = ctx.kept, []
             if not kept and not ctx.recompute:
-                raise RuntimeError("backward: only one backward pass is possible with once=True")
+                raise RuntimeError("backward: a second pass is not possible with once=True")
         normed = None if norm_E is None else Renormed(x_NE, norm_E, ctx.eps)
         read_NE, dtype = x_NE if normed is None else normed.out, x_NE.dtype
         gate_NI, up_NI = kept or (F.linear(read_NE, w.to(dtype)) for w in (gate_IE, up_IE))

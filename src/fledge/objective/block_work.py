@@ -60,7 +60,7 @@ class BlockWork(Work):
         }
 
     def training(self, n: Blocks) -> float:
-        """Forward and backward. Neither the input of fc nor the weight of the head has a gradient."""
+        """Forward and backward. Neither the input of fc nor the head's weight has a gradient."""
         parts = self.forward(n)
         frozen = 2 * (parts["fc"] + parts["head"])
         return frozen + 3 * (parts["layers"] + parts["small heads"])

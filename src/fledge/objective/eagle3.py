@@ -104,7 +104,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for batches of `tokens` tokens, which start about as many rollouts or fewer."""
+        """The quantum for batches of `tokens` tokens, which start at most as many rollouts."""
         return max(64, tokens // sizes)
 
     @property
