@@ -75,7 +75,7 @@ def _join(
     EPS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the projection, and the contribution of these rows to the norms' gradients."""
+    """The gradient of the projection, and what these rows contribute to the norms' gradients."""
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, BLOCK_C)

@@ -5,7 +5,7 @@ before the block's first token, and the keys of their own block: all of them, or
 up to their own. With a `window`, keys that are `window` or more places before the query are hidden.
 Context tokens have no queries. Rotary positions are applied before attention.
 
-`block_visible` is the rule as a dense matrix, `reference_blocks` is the definition based on it. On a
+`block_visible` is the rule as a dense matrix, `reference_blocks` the definition based on it. On a
 CPU the context part is computed by `blocked.py`; on a GPU `triton_block.py` computes both parts.
 
 Shapes: N blocks of J queries, T key axis, R query heads that share a key head.

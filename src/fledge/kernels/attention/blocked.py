@@ -1,8 +1,8 @@
 """Rollout attention in memory linear in T: blocks of queries against only the keys they can see.
 
 One softmax runs over the prefix and the chain together, so its gradient needs only the row's total
-log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated separately
-with the same two numbers, and no [rows, keys] tensor outlives a block.
+log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated
+separately with the same two numbers, and no [rows, keys] tensor outlives a block.
 
 The definition is `reference_attention` in `reference.py`. On a GPU the kernels behind `triton.py`
 replace this file wherever `kernel_runs`.

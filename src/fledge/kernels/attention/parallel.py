@@ -2,11 +2,11 @@
 
 Visibility is as in `reference.py`: depth-0 keys up to the anchor, and the row's own rollout up to
 its own depth. Queries are the flat axis Q of `parallel_plan.py`: depth-0 rows first, then the chain
-rows, whose own keys and values are the chain. One pass computes the prefix of all rows; the chain is
-added per depth, with the same arithmetic as EAGLE-3's chain. On a GPU one kernel does both
+rows, whose own keys and values are the chain. One pass computes the prefix of all rows; the chain
+is added per depth, with the same arithmetic as EAGLE-3's chain. On a GPU one kernel does both
 (`triton_parallel.py`).
 
-`parallel_visible` is the rule as a dense matrix, `reference_parallel` is the definition based on it.
+`parallel_visible` is the rule as a dense matrix, `reference_parallel` the definition based on it.
 
 Shapes: Q queries, of which the last M are chain rows; T key axis.
 """
@@ -78,7 +78,7 @@ def reference_parallel(
 
 
 def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, list[slice]]]:
-    """For each depth d: its queries on the Q axis, and the chain rows of its rollouts at depths 1..d.
+    """For each depth d: its queries on the Q axis, and its rollouts' chain rows at depths 1..d.
 
     Rollouts are in the same order at every depth, so those that reach depth d come first at each
     shallower depth.
