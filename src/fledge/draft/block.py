@@ -306,9 +306,9 @@ class BlockDraftModel(DraftModel):
             q, *keys_values = (x.view(len(rows), rows.size, *x.shape[1:]) for x in block)
             return q, *context, *keys_values
 
-        q, k, v, *own = make(*projected)
+        q, k, v, *block_kv = make(*projected)
         out = block_attention(
-            q, (k, v), (own[0], own[1]), rows, sight, kind=attention,
+            q, (k, v), (block_kv[0], block_kv[1]), rows, sight, kind=attention,
             again=Again(projected, make) if layer.used_once else None,
         ).flatten(0, 1)  # fmt: skip
         if wanted_P is not None:

@@ -87,7 +87,7 @@ def depths_key(config: Any) -> str:
 
 
 def trained_depths(config: Any) -> int | None:
-    """How many tokens a draft was trained to propose; None if an older config does not tell."""
+    """How many tokens a draft was trained to propose; None for older configs."""
     depths: int | None = getattr(config, depths_key(config), None)
     return depths
 

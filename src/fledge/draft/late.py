@@ -48,5 +48,5 @@ class _LateLinear(torch.autograd.Function):
 
 def late_linear(x_NI: Tensor, masters: Sequence[Tensor]) -> Tensor:
     """[N, O]: x times the masters (concatenated if there are several), in the dtype of x."""
-    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]  # torch's own
+    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]
     return out_NO

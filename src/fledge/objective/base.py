@@ -85,7 +85,7 @@ class Objective(Protocol[ReadyT]):
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> ReadyT:
         """Read a micro-batch: `rows` are on the host, not shifted; the target's `answer` about them
-        is on the device and may still be being computed, so nothing here may wait for it.
+        is on the device. Its computation may still be in progress, so nothing here may wait for it.
 
         `seed` determines all sampling. It is the same for all micro-batches and ranks of a step, so
         that neither resuming nor splitting a step differently changes what is sampled.

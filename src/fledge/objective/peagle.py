@@ -142,7 +142,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
 
 
 def _resolve_mask_token(draft_model: LlamaEagle3DraftModel, mask_token_id: int | None) -> None:
-    """Set the config's id for depths >= 1 to the one given here, or check that it has one."""
+    """Set the id for depths >= 1 in the config; if none is given, the config must have one."""
     config = draft_model.config
     if not config.parallel_drafting:
         raise ValueError("parallel_drafting: the draft was built without it; set it in its config")

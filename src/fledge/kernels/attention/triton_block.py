@@ -260,9 +260,9 @@ class _FusedBlocks(torch.autograd.Function):
         job = BlockJob(ctx.rows, ctx.sight, *tensors)
         dout = grads[0].contiguous().flatten(0, 1)
         dq, delta = job.query_grad(out, dout, lse)
-        context = job.context_grad(dout, lse, delta)
-        own = job.own_grad(dout, lse, delta)
-        return None, None, None, dq.view(tensors[0].shape), *context, *own
+        context_grads = job.context_grad(dout, lse, delta)
+        own_grads = job.own_grad(dout, lse, delta)
+        return None, None, None, dq.view(tensors[0].shape), *context_grads, *own_grads
 
 
 class BlockJob(Job):
@@ -280,9 +280,9 @@ class BlockJob(Job):
     ) -> None:
         flat = blocks.flat(sight.window)
         super().__init__(q_NJHC.flatten(0, 1), k_TGC, v_TGC, flat, Chain([], []))
-        own = Chain.of([keys_NJGC.flatten(0, 1), values_NJGC.flatten(0, 1)])
+        own_pair = Chain.of([keys_NJGC.flatten(0, 1), values_NJGC.flatten(0, 1)])
         self.blocks, self.sight, self.own_shape = blocks, sight, keys_NJGC.shape
-        (self.own_k,), (self.own_v,) = own.keys, own.values
+        (self.own_k,), (self.own_v,) = own_pair.keys, own_pair.values
         self.own_strides = [step for x in (self.own_k, self.own_v) for step in x.stride()[:2]]
         self.starts_at = (blocks.slot_N, blocks.first_N)
         self.sees = {"SIZE": blocks.size, "WINDOW": sight.window or 0, "CAUSAL": sight.causal}
