@@ -105,8 +105,8 @@ class BlockWork(Work):
         return int(self.draft.device.type == "cpu")
 
     def _kept_by_small_heads(self, n: Blocks, width: int) -> float:
-        """Gradients of the Markov head's two factors, in the step's precision; the inputs of the
-        confidence head, in float32."""
+        """Gradients of the Markov head's two factors, and in float32 the inputs of the confidence
+        head."""
         config, kept = self.config, 0.0
         if self.draft.markov_head is not None:
             rank = config.markov_rank
