@@ -12,10 +12,10 @@ from fledge.kernels.attention import blocked
 @pytest.fixture(autouse=True)
 def fresh():
     triton_gate._missing.cache_clear()
-    triton_gate._say_once.cache_clear()
+    triton_gate._warn_once.cache_clear()
     yield
     triton_gate._missing.cache_clear()
-    triton_gate._say_once.cache_clear()
+    triton_gate._warn_once.cache_clear()
 
 
 ON_GPU = SimpleNamespace(is_cuda=True)

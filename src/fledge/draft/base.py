@@ -1,6 +1,6 @@
-"""What every draft has, however it was trained: a vocabulary, an embedding, a head, files.
+"""What all drafts have in common: a vocabulary, an embedding, a head, files.
 
-A method's own draft model (`eagle3.py`) adds what it computes. Its `config` is a Llama-style
+A method's own draft model (such as `eagle3.py`) adds the computation. Its `config` is a Llama-style
 transformers config with at least `vocab_size`, `draft_vocab_size`, `hidden_size`,
 `target_hidden_size`, `num_hidden_layers` and `num_aux_hidden_states`.
 """
@@ -20,10 +20,10 @@ from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 
 
 class DraftModel(nn.Module):
-    """The base of all drafts: `embed_tokens` [V, E] and `lm_head` [W, E] are the subclass's."""
+    """The base of all drafts. Subclasses define `embed_tokens` [V, E] and `lm_head` [W, E]."""
 
-    architecture: ClassVar[str]  # what config.json calls it
-    typical_weight: ClassVar[str] = "lm_head.weight"  # a weight of every file: in whose dtype it is
+    architecture: ClassVar[str]  # its name in config.json
+    typical_weight: ClassVar[str] = "lm_head.weight"  # in every file; its dtype is the draft's
     config: Any
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
@@ -32,7 +32,7 @@ class DraftModel(nn.Module):
     t2d: Tensor  # [V] bool; all False until a vocabulary mapping is set
 
     def _register_vocabulary(self, config: Any) -> None:
-        """Room for the vocabulary mapping; a draft that knows every token has none."""
+        """Register buffers for the vocabulary mapping, unless the draft has the full vocabulary."""
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
@@ -48,19 +48,19 @@ class DraftModel(nn.Module):
     # --- files ----------------------------------------------------------------------------------
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write its files into a directory that the caller completes; `tensors` are its own, put
-        together, where this process holds a share of them only."""
+        """Write the draft's files into a directory that the caller completes. `tensors` are its
+        gathered tensors, for processes that hold only a share of each."""
         tensors = self.state_dict() if tensors is None else tensors
         write_draft_files(directory, self.config, tensors, self.architecture)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write config.json and model.safetensors; an old directory is replaced as a whole."""
+        """Write config.json and model.safetensors; an existing directory is replaced atomically."""
         with atomic_directory(Path(directory)) as temporary:
             self.write(temporary)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None) -> Self:
-        """Read a draft; every tensor must be there and none may be left over."""
+        """Read a draft; no tensor may be missing, and there may be no others."""
         config, tensors = read_draft(Path(directory))
         return cls.from_tensors(config, tensors, where=Path(directory), dtype=dtype)
 
@@ -73,25 +73,25 @@ class DraftModel(nn.Module):
         where: Path,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """A draft with these weights, in their dtype unless another is wanted."""
+        """A draft with these weights, in their dtype unless `dtype` is given."""
         try:
-            with torch.device("meta"):  # before memory is spent on what the config promises
-                promised = cls(config).state_dict()
+            with torch.device("meta"):  # check before allocating what the config specifies
+                expected = cls(config).state_dict()
         except ValueError as error:
             if isinstance(error, BadInput):
                 raise
             raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
-        check_tensors(where, want=promised, have=tensors)
+        check_tensors(where, want=expected, have=tensors)
         model = cls(config)
         model.to(dtype or tensors[cls.typical_weight].dtype)
         model.load_state_dict(tensors)
         return model
 
-    # --- the vocabulary, and what is taken over from the target ---------------------------------
+    # --- the vocabulary, and weights taken from the target --------------------------------------
 
     @property
     def selected_token_ids(self) -> Tensor | None:
-        """[W] target ids in draft order; None until a mapping is set (never for a full one)."""
+        """[W] target ids in draft order; None until a mapping is set (a full one needs none)."""
         if self.config.draft_vocab_size == self.config.vocab_size:
             return torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
         if not bool(self.t2d.any()):
@@ -102,8 +102,8 @@ class DraftModel(nn.Module):
     def set_vocab_mapping(
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
-        """Set which target tokens the draft can say, and in which order (engines: ascending). The
-        mask [V] follows from the ids.
+        """Set the target tokens of the draft vocabulary, in their order (engines need ascending
+        ids). The mask [V] may be omitted: it follows from the ids.
 
         A draft keeps the map it was trained with: a different one is refused.
         """
@@ -135,38 +135,41 @@ class DraftModel(nn.Module):
         self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
 
     def start_as_target(self, model: nn.Module) -> None:
-        """Start the layers as the target's last ones."""
+        """Initialize the layers from the target's last ones."""
         raise ValueError(f"layers_from_target: not for a {type(self).__name__}")
 
     def borrow_from(self, target: Eagle3TargetBackend) -> None:
-        """Take what belongs to the target and is in none of the draft's files; called whenever a
-        draft is made or read."""
+        """Take the weights that belong to the target and are not in the draft's files. Called
+        whenever a draft is created or read."""
 
     def freeze_embeddings(self) -> None:
-        """Train everything but the input embeddings: they stay the target's."""
+        """Train everything except the input embeddings, which stay the target's."""
         self.embed_tokens.weight.requires_grad_(False)
 
     @torch.no_grad()
     def copy_head_from_target(self, head: HasWeight) -> None:
-        """Start the head from the target's rows of the draft vocabulary (`head.weight` [V, D])."""
+        """Initialize the head from the rows of the target's (`head.weight` [V, D]) for the draft
+        vocabulary."""
         ids = self.selected_token_ids
         if ids is None:
             raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
         self._copy_rows("head", self.lm_head.weight, head.weight[ids.to(head.weight.device)])
 
     @staticmethod
-    def _copy_rows(what: str, own: Tensor, theirs: Tensor) -> None:
-        if own.shape != theirs.shape:
+    def _copy_rows(what: str, weight: Tensor, target_weight: Tensor) -> None:
+        if weight.shape != target_weight.shape:
             raise ValueError(
-                f"{what}: the target's is {tuple(theirs.shape)}, the draft's {tuple(own.shape)}"
+                f"{what}: the target's is {tuple(target_weight.shape)}, "
+                f"the draft's {tuple(weight.shape)}"
             )
-        own.copy_(theirs)
+        weight.copy_(target_weight)
 
     # --- running layers -------------------------------------------------------------------------
 
     def reach_weights(self) -> Tensor:
-        """Zero, whose gradient reaches every trained weight, with zeros: where ranks sum gradients,
-        all of them must have the same ones. Added to a loss it changes nothing else."""
+        """A zero scalar that gives every trained weight a gradient of zeros. Ranks that sum
+        gradients must all have gradients for the same weights; adding this to a loss ensures that,
+        and changes nothing else."""
         trained = [weight for weight in self.parameters() if weight.requires_grad]
         zero: Tensor = _ReachWeights.apply(*trained)  # type: ignore[no-untyped-call]
         return zero
@@ -174,8 +177,8 @@ class DraftModel(nn.Module):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Keep only the layers' inputs for the backward pass, in training: less memory, one more
-        forward. Checkpoints are not reentrant; options of others are refused."""
+        """In training, keep only the layers' inputs for the backward pass: less memory, one more
+        forward pass. Checkpoints are not reentrant; other options are refused."""
         if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
             raise ValueError(
                 f"gradient_checkpointing_kwargs: only use_reentrant=False, got "
@@ -188,11 +191,11 @@ class DraftModel(nn.Module):
 
     @property
     def checkpoints_layers(self) -> bool:
-        """Whether layers keep nothing for the backward pass but their inputs."""
+        """Whether layers keep only their inputs for the backward pass."""
         return self.gradient_checkpointing and self.training
 
     def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; under gradient checkpointing its activations are recomputed instead."""
+        """Run a layer; under gradient checkpointing its activations are recomputed, not kept."""
         if not self.checkpoints_layers:
             return layer_fn(*args, **kwargs)
         return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -206,5 +209,5 @@ class _ReachWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        # zeros that take no memory
+        # expanded zeros, which take no memory
         return tuple(weight.new_zeros(()).expand_as(weight) for weight in ctx.saved_tensors)

@@ -3,10 +3,10 @@
     context = hidden_norm(fc(the target's features)), once for all layers
     block   = [newest token, MASK, MASK, ...] -> layers -> norm -> the target's own head
 
-In every layer queries come from the block alone, keys and values from the context and the block.
-The context is never queried and not normed again, so its keys and values are computed once for
+In every layer, queries come from the block only, keys and values from the context and the block.
+The context has no queries and is not normed again, so its keys and values are computed once for
 each token and layer, in training and in serving. Embedding and head are the target's own tensors:
-shared, never trained, and in none of the draft's files.
+shared, never trained, and not in the draft's files.
 
 Shapes: N blocks of J slots, T key axis.
 """
@@ -36,20 +36,20 @@ from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.block_plan import BlockRows
 from fledge.target.base import Eagle3TargetBackend, HasWeight
 
-KEPT_MLP_GIB = 4.5  # of MLPs' activations; the backward pass computes the others again
+KEPT_MLP_GIB = 4.5  # MLP activations kept; the backward pass recomputes the others
 
 
 class BlockDraftModel(DraftModel):
-    """fc, hidden_norm, Qwen3-style layers, norm; perhaps a Markov head and a confidence head.
+    """fc, hidden_norm, Qwen3-style layers, norm; optionally a Markov head and a confidence head.
 
     `config` is a Llama-style transformers config plus `block_size` (slots of a block),
-    `mask_token_id`, `sample_from_anchor` (slot 0 foretells the first token; else slot 1 does),
+    `mask_token_id`, `sample_from_anchor` (slot 0 predicts the first token; otherwise slot 1 does),
     `causal` (inside a block), `sliding_window` and `sliding_layers`, `markov_rank`,
     `confidence_head`, `confidence_threshold` and `confidence_temperatures`.
     """
 
     architecture = "FledgeBlockDraftModel"
-    typical_weight = "fc.weight"  # the head is the target's, and in no file
+    typical_weight = "fc.weight"  # the head is the target's and not in the file
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -65,33 +65,33 @@ class BlockDraftModel(DraftModel):
         self._register_vocabulary(config)
         self.rotary = Rotary(config)
         self._init_weights()
-        with torch.device("meta"):  # until the target's are there
-            self._share("embed_tokens", nn.Embedding(config.vocab_size, size))
-            self._share("lm_head", linear(size, config.draft_vocab_size))
+        with torch.device("meta"):  # until the target's are set
+            self._attach_shared("embed_tokens", nn.Embedding(config.vocab_size, size))
+            self._attach_shared("lm_head", linear(size, config.draft_vocab_size))
 
     def _init_weights(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
-        if self.markov_head is not None:  # a fresh draft says what its states say
+        if self.markov_head is not None:  # a new Markov head adds nothing to the logits
             nn.init.zeros_(self.markov_head.markov_w2.weight)
         if self.confidence_head is not None:
             nn.init.zeros_(self.confidence_head.proj.bias)
 
-    # --- what belongs to the target -------------------------------------------------------------
+    # --- embedding and head, which belong to the target -----------------------------------------
 
-    def _share(self, name: str, table: nn.Module) -> None:
-        """Keep a module that is no part of this one: not trained, not saved, not cast."""
+    def _attach_shared(self, name: str, table: nn.Module) -> None:
+        """Set an attribute without registering it as a submodule: not trained, saved or cast."""
         table.requires_grad_(False)
         object.__setattr__(self, name, table)
 
     @property
     def whole(self) -> bool:
-        """Whether the target's embedding and head are there."""
+        """Whether the target's embedding and head are set."""
         return not any(t.weight.is_meta for t in (self.embed_tokens, self.lm_head))
 
     def check_whole(self) -> None:
-        """Refuse to compute without them."""
+        """Raise ValueError if the target's embedding and head are not set."""
         if not self.whole:
             raise ValueError(
                 "embed_tokens: this draft works with its target's embedding and head: "
@@ -103,7 +103,7 @@ class BlockDraftModel(DraftModel):
         self.copy_head_from_target(_Table(target.info().head.weight_VD))
 
     def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
-        self._lend("embedding", self.embed_tokens, embedding.weight)
+        self._use_target_weight("embedding", self.embed_tokens, embedding.weight)
 
     def copy_head_from_target(self, head: HasWeight) -> None:
         ids = self.selected_token_ids
@@ -112,24 +112,26 @@ class BlockDraftModel(DraftModel):
         weight = head.weight
         if len(ids) < len(weight):
             weight = weight[ids.to(weight.device)]
-        self._lend("head", self.lm_head, weight)
+        self._use_target_weight("head", self.lm_head, weight)
 
-    def _lend(self, what: str, own: nn.Embedding | nn.Linear, theirs: Tensor) -> None:
-        """The target's memory itself, where it lies on the draft's device."""
-        if own.weight.shape != theirs.shape:
+    def _use_target_weight(
+        self, what: str, table: nn.Embedding | nn.Linear, weight: Tensor
+    ) -> None:
+        """Use the target's weight; it is not copied if it is on the draft's device already."""
+        if table.weight.shape != weight.shape:
             raise ValueError(
-                f"{what}: the target's is {tuple(theirs.shape)}, the draft's "
-                f"{tuple(own.weight.shape)}"
+                f"{what}: the target's is {tuple(weight.shape)}, the draft's "
+                f"{tuple(table.weight.shape)}"
             )
-        own.weight = nn.Parameter(theirs.detach().to(self.device), requires_grad=False)
+        table.weight = nn.Parameter(weight.detach().to(self.device), requires_grad=False)
 
     def freeze_embeddings(self) -> None:
-        """They are never trained."""
+        """Do nothing: the embeddings are never trained."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for table in (self.embed_tokens, self.lm_head):
-            if not table.weight.is_meta:  # moves with the draft, keeps the target's precision
+            if not table.weight.is_meta:  # move it with the draft, but keep the target's dtype
                 table.to(self.device)
         return self
 
@@ -150,32 +152,32 @@ class BlockDraftModel(DraftModel):
     # --- files ----------------------------------------------------------------------------------
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        held = self.state_dict() if tensors is None else tensors
-        tensors = {name: value.detach().contiguous() for name, value in held.items()}
+        state = self.state_dict() if tensors is None else tensors
+        tensors = {name: value.detach().contiguous() for name, value in state.items()}
         values = config_json(self.config, self.dtype, self.architecture)
         write_json(directory / CONFIG_NAME, values)
         save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
-    # --- what a block is ------------------------------------------------------------------------
+    # --- the layout of a block ------------------------------------------------------------------
 
     @property
     def first_place(self) -> int:
-        """The slot that foretells the token behind the newest one."""
+        """The slot that predicts the token after the newest one."""
         return 0 if self.config.sample_from_anchor else 1
 
     @property
     def drafts(self) -> int:
-        """Tokens that a block proposes."""
+        """The number of tokens that a block proposes."""
         return int(self.config.block_size) - self.first_place
 
     def sights(self) -> list[Sight]:
-        """What each layer sees: sliding ones are causal inside the block, whatever the others."""
+        """Which keys each layer sees. Sliding layers are always causal inside the block."""
         config = self.config
         full, sliding = Sight(config.causal), Sight(causal=True, window=config.sliding_window)
         return [sliding if i in config.sliding_layers else full for i in range(len(self.layers))]
 
     def block_tokens(self, newest_N: Tensor) -> Tensor:
-        """[N, J]: the newest token and placeholders."""
+        """[N, J]: the newest token, followed by placeholders."""
         rest = newest_N.new_full((len(newest_N), self.config.block_size - 1), self._mask_id)
         return torch.cat([newest_N[:, None], rest], dim=1)
 
@@ -186,20 +188,20 @@ class BlockDraftModel(DraftModel):
         return int(self.config.mask_token_id)
 
     def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., E] in `dtype`."""
+        """[..., E] the embeddings of tokens in `dtype`."""
         self.check_whole()
         return F.embedding(token, self.embed_tokens.weight).to(dtype)
 
     # --- computing ------------------------------------------------------------------------------
 
     def layer_weights(self, dtype: torch.dtype) -> list[LayerWeights]:
-        """What many passes compute with, layer by layer."""
+        """Weights for any number of passes, per layer."""
         return [layer.weights(dtype) for layer in self._layers]
 
-    def _weights_of_a_step(self, dtype: torch.dtype, rows: int) -> list[LayerWeights]:
-        """What one pass over so many rows computes with."""
+    def _step_weights(self, dtype: torch.dtype, rows: int) -> list[LayerWeights]:
+        """Weights for a single pass over `rows` rows, per layer."""
         count = len(self.layers)
-        if self.checkpoints_layers:  # keeps nothing of a layer anyway
+        if self.checkpoints_layers:  # no activations are kept anyway
             return self.layer_weights(dtype)
         kept = kept_mlps(self.config, rows, dtype, layers=count, kept_gib=KEPT_MLP_GIB)
         return [
@@ -215,13 +217,13 @@ class BlockDraftModel(DraftModel):
         return self.norm.weight.to(dtype)
 
     def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[..., K * D] the target's features -> [..., E] the context of all layers."""
+        """[..., K * D] the target's features -> [..., E] the context that all layers read."""
         dtype = dtype or self.dtype
         state = F.linear(aux.to(dtype), self.fc.weight.to(dtype))
         return rms_norm(state, self.hidden_norm.weight.to(dtype), self.config.rms_norm_eps)
 
     def context_keys(self, layer: LayerWeights, context_NE: Tensor, turn: Turn) -> KeysValues:
-        """[N, G, C] keys and values that a layer makes of context tokens."""
+        """[N, G, C] keys and values that a layer computes from context tokens."""
         _, keys, values = self._split(layer, layer.project_keys(context_NE), turn)
         return keys, values
 
@@ -232,8 +234,8 @@ class BlockDraftModel(DraftModel):
         return self._split(layer, layer.project_normed(state_NE), turn)
 
     def _project_tokens(self, layer: LayerWeights, newest_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the first layer projects from slots that hold nothing but their token: placeholders
-        are all alike, and one of them is enough."""
+        """The first layer's projections. Its slots hold only their token, so the placeholders are
+        all equal and one of them is projected for all."""
         token_M = torch.cat([newest_N, newest_N.new_full((1,), self._mask_id)])
         qkv_MX = layer.project_normed(self.embed(token_M, dtype))
         rest = int(self.config.block_size) - 1
@@ -255,11 +257,11 @@ class BlockDraftModel(DraftModel):
         position_T: Tensor,
         rows: BlockRows,
         *,
-        wanted_P: Tensor | None = None,  # which slots, all blocks end to end; None: all of them
+        wanted_P: Tensor | None = None,  # indices of slots, all blocks end to end; None: all slots
         compute_dtype: torch.dtype | None = None,
         attention: AttentionKind = "fast",
     ) -> Tensor:
-        """Head inputs, after the final norm: [N, J, E] of all slots, or [P, E] of those wanted."""
+        """Head inputs, after the final norm: [N, J, E] of all slots, or [P, E] of `wanted_P`."""
         dtype = compute_dtype or self.dtype
         context_TE = self.project_hidden_states(aux_TD, dtype)
         turn_T = self.rotary(position_T, dtype)
@@ -267,7 +269,7 @@ class BlockDraftModel(DraftModel):
         position_NJ = position_N[:, None] + torch.arange(rows.size, device=position_N.device)
         turn = self.rotary(position_NJ.flatten(), dtype)
         state = self.embed(self.block_tokens(newest_N), dtype).flatten(0, 1)
-        weights, sights = self._weights_of_a_step(dtype, len(state)), self.sights()
+        weights, sights = self._step_weights(dtype, len(state)), self.sights()
         common = (context_TE, turn_T, turn, rows, attention)
         for number, (layer, sight) in enumerate(zip(weights, sights, strict=True)):
             state = self._run_draft_layer(
@@ -289,8 +291,8 @@ class BlockDraftModel(DraftModel):
         rows: BlockRows,
         attention: AttentionKind,
         *,
-        newest_N: Tensor | None,  # of the first layer
-        wanted_P: Tensor | None,  # of the last layer: nobody looks at its other slots
+        newest_N: Tensor | None,  # first layer only
+        wanted_P: Tensor | None,  # last layer only: its other slots are not used
     ) -> Tensor:
         if newest_N is None:
             qkv_NX = layer.project_normed(state)
@@ -300,13 +302,13 @@ class BlockDraftModel(DraftModel):
 
         def make(kv_TX: Tensor, qkv_NX: Tensor) -> tuple[Tensor, ...]:
             _, *context = self._split(layer, kv_TX, turn_T)
-            own = self._split(layer, qkv_NX, turn)
-            q, *keys = (x.view(len(rows), rows.size, *x.shape[1:]) for x in own)
-            return q, *context, *keys
+            block = self._split(layer, qkv_NX, turn)
+            q, *keys_values = (x.view(len(rows), rows.size, *x.shape[1:]) for x in block)
+            return q, *context, *keys_values
 
-        q, k, v, *own = make(*projected)
+        q, k, v, *block_kv = make(*projected)
         out = block_attention(
-            q, (k, v), (own[0], own[1]), rows, sight, kind=attention,
+            q, (k, v), (block_kv[0], block_kv[1]), rows, sight, kind=attention,
             again=Again(projected, make) if layer.used_once else None,
         ).flatten(0, 1)  # fmt: skip
         if wanted_P is not None:
@@ -328,7 +330,7 @@ class _Pick(torch.autograd.Function):
 
 
 def _pick(x_N: Tensor, index_P: Tensor) -> Tensor:
-    """Rows of x, none twice: so their gradients are copied, where `index_select` would add."""
+    """Distinct rows of x. Because none occurs twice, gradients are copied instead of added."""
     picked: Tensor = _Pick.apply(x_N, index_P)  # type: ignore[no-untyped-call]
     return picked
 
@@ -338,8 +340,8 @@ class _Table:
     weight: Tensor
 
 
-# What the absence of a key means.
-_ABSENT: dict[str, Any] = {
+# Defaults for keys that a config does not have.
+_DEFAULTS: dict[str, Any] = {
     "sample_from_anchor": False,
     "causal": False,
     "sliding_window": None,
@@ -347,17 +349,17 @@ _ABSENT: dict[str, Any] = {
     "markov_rank": 0,
     "confidence_head": False,
     "confidence_threshold": 0.0,
-    "confidence_temperatures": (),  # one for each depth that was calibrated
+    "confidence_temperatures": (),  # one per calibrated depth
 }
 
 
 def check_block_config(config: Any) -> None:
-    """Fill in what is absent, refuse what a block draft cannot be."""
-    config.qk_norm = True  # of all of them
+    """Fill in defaults; raise ValueError for settings that a block draft cannot have."""
+    config.qk_norm = True  # all block drafts have it
     check_draft_config(config)
-    for name, absent in _ABSENT.items():
+    for name, default in _DEFAULTS.items():
         if getattr(config, name, None) is None:
-            setattr(config, name, absent)
+            setattr(config, name, default)
     for name in ("sliding_layers", "confidence_temperatures"):
         setattr(config, name, list(getattr(config, name)))
     least = 1 if config.sample_from_anchor else 2
@@ -381,15 +383,15 @@ def check_block_config(config: Any) -> None:
 
 @torch.no_grad()
 def grown(draft: BlockDraftModel, config: Any) -> BlockDraftModel | None:
-    """A block draft of another method with all the weights that both have: a DSpark draft that
-    starts from a DFlash one has fresh heads, of which the Markov head says nothing yet. None: their
-    shapes are of two drafts."""
+    """A new block draft with `config` and all weights that it has in common with `draft`. For
+    example, a DSpark draft can start from a DFlash draft: its heads are new, and the Markov head
+    adds nothing to the logits yet. Returns None if the weights do not fit."""
     new = BlockDraftModel(config).to(device=draft.device, dtype=draft.dtype)
-    state, own = draft.state_dict(), new.state_dict()
-    shared = {name: state[name] for name in own if name in state}
+    state, new_state = draft.state_dict(), new.state_dict()
+    shared = {name: state[name] for name in new_state if name in state}
     heads = ("markov_head.", "confidence_head.")
-    missing = [name for name in own if name not in state and not name.startswith(heads)]
-    if missing or any(own[name].shape != shared[name].shape for name in shared):
+    missing = [name for name in new_state if name not in state and not name.startswith(heads)]
+    if missing or any(new_state[name].shape != shared[name].shape for name in shared):
         return None
-    new.load_state_dict(own | shared)
+    new.load_state_dict(new_state | shared)
     return new

@@ -1,9 +1,9 @@
-"""Small heads on a block draft: each is a piece of its own, with its own tensors.
+"""Optional small heads of a block draft, each with its own tensors.
 
-A *token head* adds something to the logits of a slot that depends on the token before it, so that
-tokens of one block are drafted left to right although their states come out of one pass. It is a
+A *token head* adds a term to the logits of a slot that depends on the token before it, so that the
+tokens of a block are drafted left to right although their states are computed in one pass. It is a
 product of two factors, `features` of the previous token [N, R] and `out_WR`; the loss and decoding
-need nothing else of it. The *confidence head* foretells how likely a drafted token is to stand.
+use only these. The *confidence head* predicts how likely a drafted token is to be accepted.
 
 Shapes: N slots of blocks, R rank.
 """
@@ -24,7 +24,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
     def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., R] of the tokens before; target ids."""
+        """[..., R] features of the previous tokens, which are given as target ids."""
         return F.embedding(previous_N, self.markov_w1.weight).to(dtype)
 
     @property
@@ -40,9 +40,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + (config.markov_rank or 0), 1)
 
     def forward(self, state_NE: Tensor, features_NR: Tensor | None) -> Tensor:
-        """[...] log-odds, at least in fp32."""
+        """[...] log-odds in fp32, or wider if the state is."""
         wide = torch.promote_types(state_NE.dtype, torch.float32)
         parts = [state_NE] if features_NR is None else [state_NE, features_NR]
-        read = torch.cat([part.to(wide) for part in parts], dim=-1)
+        inputs = torch.cat([part.to(wide) for part in parts], dim=-1)
         weight, bias = self.proj.weight.to(wide), self.proj.bias.to(wide)
-        return F.linear(read, weight, bias).squeeze(-1)
+        return F.linear(inputs, weight, bias).squeeze(-1)

@@ -1,4 +1,4 @@
-"""What a draft's config must hold: checked in its file, against its tensors, when one is built."""
+"""Checks of a draft's config: in its file, against its tensors, and when a draft is built."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from fledge.core.expected import Flag, ListOf, Maybe, Number, Table, Text, Whole
 from fledge.draft.rotary import STATIC_ROPE_TYPES, rope_parameters
 
 _SIZE = Whole(1, 2**24)
-_MOST_CHANNELS = 2**24  # of all heads
+_MAX_CHANNELS = 2**24  # of all heads
 _TOKEN = Maybe(Whole(0, _SIZE.high))
 _POSITIVE = Number(1e-30, 1e30)
 _ROTARY = Table(
@@ -25,7 +25,7 @@ _ROTARY = Table(
         ),
     }
 )  # fmt: skip
-# The file: every key that decides how large a draft is or what it computes.
+# The schema of config.json: every key that determines a draft's size or computation.
 CONFIG_FILE = Table(
     optional={
         "vocab_size": _SIZE,
@@ -64,8 +64,8 @@ CONFIG_FILE = Table(
     },
 )  # fmt: skip
 
-# Keys beyond transformers' own Llama config, with what their absence means.
-_FLAGS = {
+# Keys beyond those of transformers' Llama config, with their defaults.
+_DEFAULTS = {
     "num_aux_hidden_states": 3,
     "fc_norm": False,
     "norm_output": False,
@@ -79,29 +79,30 @@ _FLAGS = {
 
 
 def depths_key(config: Any) -> str:
-    """Which key says how many tokens a draft was trained to propose: each method's own word."""
+    """The key for the number of tokens that a draft was trained to propose: it depends on the
+    method."""
     if any(getattr(config, name, None) is not None for name in ("eagle_version", "block_size")):
         return "draft_tokens"
     return "num_depths" if config.parallel_drafting else "ttt_steps"
 
 
 def trained_depths(config: Any) -> int | None:
-    """How many tokens a draft was trained to propose, if its config says (older ones do not)."""
+    """How many tokens a draft was trained to propose; None for older configs."""
     depths: int | None = getattr(config, depths_key(config), None)
     return depths
 
 
 def check_draft_config(config: Any) -> None:
-    """Fill in what is absent, refuse what a draft cannot be."""
+    """Fill in defaults; raise ValueError for settings that a draft cannot have."""
     derived = {
         "target_hidden_size": config.hidden_size,
         "draft_vocab_size": config.vocab_size,
         "head_dim": config.hidden_size // config.num_attention_heads,
         "num_key_value_heads": config.num_attention_heads,
     }
-    for name, absent in (_FLAGS | derived).items():
+    for name, default in (_DEFAULTS | derived).items():
         if getattr(config, name, None) is None:
-            setattr(config, name, absent)
+            setattr(config, name, default)
     if not 0 < config.draft_vocab_size <= config.vocab_size:
         raise ValueError(
             f"draft_vocab_size: must be in 1..{config.vocab_size}, got {config.draft_vocab_size}"
@@ -120,9 +121,9 @@ def check_draft_config(config: Any) -> None:
             f"num_attention_heads: {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}"
         )
-    if config.num_attention_heads * config.head_dim > _MOST_CHANNELS:
+    if config.num_attention_heads * config.head_dim > _MAX_CHANNELS:
         raise ValueError(
-            f"head_dim: {config.num_attention_heads} heads of {config.head_dim} are many"
+            f"head_dim: {config.num_attention_heads} heads of {config.head_dim} are too many"
         )
     if config.hidden_act != "silu":
         raise ValueError(
@@ -141,21 +142,21 @@ def check_draft_config(config: Any) -> None:
 
 
 def check_config_fits(config: Any, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> None:
-    """Refuse sizes that the shapes in the weights' header do not bear out, before a number of the
-    config decides about memory. Which tensors there must be depends on the draft's class, and is
-    compared on one without memory (`check_tensors`)."""
+    """Refuse sizes that contradict the shapes in the weights' header, before any memory is
+    allocated for them. The full set of tensors depends on the draft's class, and is compared with a
+    draft on the meta device (`check_tensors`)."""
     width = config.hidden_size
-    read = config.num_aux_hidden_states * config.target_hidden_size
+    fc_inputs = config.num_aux_hidden_states * config.target_hidden_size
     if getattr(config, "eagle_version", None) is not None:
-        read = 2 * width  # a token and a state
-    wanted = {
+        fc_inputs = 2 * width  # a token and a state
+    expected = {
         "embed_tokens.weight": (config.vocab_size, width),
         "lm_head.weight": (config.draft_vocab_size, width),
-        "fc.weight": (width, read),
+        "fc.weight": (width, fc_inputs),
     }
     faults = [
         f"{name} {shapes[name]} not {shape}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
     ]
     if faults:

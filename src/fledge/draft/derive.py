@@ -1,7 +1,7 @@
-"""A draft's config from its target's, and the proof that both turn positions the same way.
+"""Derive a draft's config from its target's, and verify that both rotate positions the same way.
 
-Positions that the draft cannot represent are refused here, with the reason: a draft trained on
-other positions than the engine serves looks healthy and accepts nothing.
+Positions that the draft cannot represent are refused here, with the reason: a draft trained with
+positions other than those in serving looks healthy in training, but none of its tokens is accepted.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from fledge.core.errors import BadInput
 from fledge.draft.config import check_draft_config
 from fledge.draft.rotary import STATIC_ROPE_TYPES, Rotary, rope_parameters
 
-# Rotary settings that a Llama-style draft carries over as they stand.
+# Rotary settings that a Llama-style draft takes over unchanged.
 _ROPE_KEYS = {
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor",
     "high_freq_factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "truncate",
 }  # fmt: skip
 
-# Whose rotary a draft takes when layer types differ: the global layers', for it attends to
-# everything too; Gemma 4's global layers turn a quarter of wider heads in a way that no draft of an
-# engine has, so there it is the local layers'. Other architectures need nothing said: the config
-# speaks for itself.
+# The layer type whose rotary settings a draft takes if they differ between types: the global
+# layers, because the draft attends to everything too. Gemma 4's global layers rotate a quarter of
+# wider heads in a way that no engine supports in drafts, so there it is the local layers. Other
+# architectures need no entry: their config is unambiguous.
 ROPE_LAYERS = {
     "Gemma3ForCausalLM": "full_attention",
     "Gemma3ForConditionalGeneration": "full_attention",
@@ -51,12 +51,12 @@ def derive_draft_config(
     """The config of a draft that fits this target: same width, heads, norm and rotary positions.
 
     `architecture` is the target's class name, for configs that do not name it (a model in memory).
-    `settings` are what a method adds (`Method.draft_settings`).
+    `settings` are those of the method (`Method.draft_settings`).
     """
     text = getattr(target_config, "text_config", None) or target_config
-    named = architecture or (getattr(target_config, "architectures", None) or [None])[0]
-    name = named or type(target_config).__name__
-    rope_layers = ROPE_LAYERS.get(named or "")
+    class_name = architecture or (getattr(target_config, "architectures", None) or [None])[0]
+    name = class_name or type(target_config).__name__
+    rope_layers = ROPE_LAYERS.get(class_name or "")
     rope = _draft_rope(text, rope_layers, name)
     layer = _layer_config(text, rope_layers)
     _check_fields(text, name)
@@ -64,18 +64,18 @@ def derive_draft_config(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=intermediate_size
-        or _or(layer, "intermediate_size", 4 * text.hidden_size),
+        or _get(layer, "intermediate_size", 4 * text.hidden_size),
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=_or(layer, "num_key_value_heads", layer.num_attention_heads),
-        head_dim=_or(layer, "head_dim", text.hidden_size // layer.num_attention_heads),
-        rms_norm_eps=_or(text, "rms_norm_eps", 1e-6),
+        num_key_value_heads=_get(layer, "num_key_value_heads", layer.num_attention_heads),
+        head_dim=_get(layer, "head_dim", text.hidden_size // layer.num_attention_heads),
+        rms_norm_eps=_get(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=text.max_position_embeddings,
         rope_theta=rope["rope_theta"],
         rope_scaling=rope,
-        bos_token_id=_or(text, "bos_token_id", None),
-        eos_token_id=_or(text, "eos_token_id", None),
-        pad_token_id=_or(text, "pad_token_id", None),
+        bos_token_id=_get(text, "bos_token_id", None),
+        eos_token_id=_get(text, "eos_token_id", None),
+        pad_token_id=_get(text, "pad_token_id", None),
         tie_word_embeddings=False,
         draft_vocab_size=draft_vocab_size or text.vocab_size,
         target_hidden_size=text.hidden_size,
@@ -91,7 +91,7 @@ def derive_draft_config(
 
 
 def _layer_config(text: Any, kind: str | None) -> Any:
-    """The config of one layer of this kind where they differ in more than rotary (Gemma 4)."""
+    """The config of a layer of this kind, if kinds differ in more than rotary (Gemma 4)."""
     layers, kinds = getattr(text, "per_layer_config", None), getattr(text, "layer_types", None)
     if not layers or kind is None or kinds is None or kind not in kinds:
         return text
@@ -109,13 +109,14 @@ def _check_fields(text: Any, name: str) -> None:
         )
 
 
-def _or(config: Any, name: str, absent: Any) -> Any:
+def _get(config: Any, name: str, default: Any) -> Any:
+    """An attribute of a config; `default` if it is missing or None."""
     value = getattr(config, name, None)
-    return absent if value is None else value
+    return default if value is None else value
 
 
 def _draft_rope(text: Any, rope_layers: str | None, name: str) -> dict[str, Any]:
-    """The target's rotary settings, if a Llama-style draft can turn positions the same way."""
+    """The target's rotary settings, if a Llama-style draft can rotate positions the same way."""
 
     def refuse(why: str) -> BadInput:
         return BadInput(f"no draft can be derived: {why}", where=name, fix="use another target")
@@ -127,7 +128,7 @@ def _draft_rope(text: Any, rope_layers: str | None, name: str) -> dict[str, Any]
         raise refuse("it has no rotary positions (absolute or learned ones)")
     local_theta = getattr(text, "rope_local_base_freq", None)  # transformers 4's Gemma-3
     if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
-        rope = dict(_chosen_layers(parameters, rope_layers, refuse))
+        rope = dict(_layer_type_rope(parameters, rope_layers, refuse))
     elif local_theta is not None and rope_layers is None:
         raise refuse("its layers rotate differently and the registry does not say whose to take")
     else:
@@ -148,8 +149,8 @@ def _draft_rope(text: Any, rope_layers: str | None, name: str) -> dict[str, Any]
     return rope
 
 
-def _chosen_layers(parameters: Mapping[str, Any], rope_layers: str | None, refuse: Any) -> Any:
-    """One layer type's settings, when they differ by layer type."""
+def _layer_type_rope(parameters: Mapping[str, Any], rope_layers: str | None, refuse: Any) -> Any:
+    """The settings of one layer type, from settings by layer type."""
     if rope_layers is not None and rope_layers in parameters:
         return parameters[rope_layers]
     first, *others = parameters.values()
@@ -161,28 +162,29 @@ def _chosen_layers(parameters: Mapping[str, Any], rope_layers: str | None, refus
     return first
 
 
-# --- the proof ---------------------------------------------------------------------------------
+# --- verification ------------------------------------------------------------------------------
 
 
 def verify_rotary(
     draft_config: Any, target: nn.Module, *, max_position: int | None = None
 ) -> float:
-    """Compare the draft's cos and sin with the target's own rotary module; returns the largest gap.
+    """Compare the draft's cos and sin with those of the target's rotary module; returns the largest
+    difference.
 
-    Positions run from 0 to the longest the target was made for (or `max_position`). The bound
-    grows with the angle, because fp32 angles round: at angle a, by about a * 2**-24.
+    Positions run from 0 to the target's maximum (or `max_position`). The tolerance grows with the
+    angle, because fp32 angles are rounded: at angle a, by about a * 2**-24.
     """
     name, rotary = _rotary_module(target)
     last = (max_position or draft_config.max_position_embeddings) - 1
     steps = torch.linspace(0, last, 257).round().long()
     position_T = torch.unique(torch.cat([torch.arange(min(last + 1, 64)), steps]))
-    own = Rotary(draft_config)
-    theirs = _target_cos_sin(rotary, position_T, ROPE_LAYERS.get(type(target).__name__))
-    angle = position_T[:, None].double() * torch.cat([own.inv_freq, own.inv_freq]).double()
+    draft = Rotary(draft_config)
+    cos_sin = _target_cos_sin(rotary, position_T, ROPE_LAYERS.get(type(target).__name__))
+    angle = position_T[:, None].double() * torch.cat([draft.inv_freq, draft.inv_freq]).double()
     allowed = 1e-5 + angle * 2**-22
     gap = 0.0
-    for mine, their in zip(own(position_T, torch.float32), theirs, strict=True):
-        difference = _difference(mine.double(), their.double())
+    for draft_x, target_x in zip(draft(position_T, torch.float32), cos_sin, strict=True):
+        difference = _difference(draft_x.double(), target_x.double())
         if difference is None or bool((difference > allowed).any()):
             raise BadInput(
                 f"the draft's rotary positions differ from the target's {name} "
@@ -194,15 +196,16 @@ def verify_rotary(
     return gap
 
 
-def _difference(mine: Tensor, theirs: Tensor) -> Tensor | None:
-    """Per angle; some targets lay the two copies of an angle side by side instead of in halves."""
-    half = mine.shape[-1] // 2
-    if theirs.shape[-1] == half:  # one copy only (gpt-oss)
-        theirs = torch.cat([theirs, theirs], dim=-1)
-    if theirs.shape != mine.shape:
+def _difference(draft_x: Tensor, target_x: Tensor) -> Tensor | None:
+    """The absolute difference per angle; None if the shapes differ. Some targets interleave the two
+    copies of an angle instead of storing them in halves."""
+    half = draft_x.shape[-1] // 2
+    if target_x.shape[-1] == half:  # one copy only (gpt-oss)
+        target_x = torch.cat([target_x, target_x], dim=-1)
+    if target_x.shape != draft_x.shape:
         return None
-    interleaved = torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=-1)
-    halves, pairs = (mine - theirs).abs(), (mine - interleaved).abs()
+    interleaved = torch.cat([target_x[:, ::2], target_x[:, 1::2]], dim=-1)
+    halves, pairs = (draft_x - target_x).abs(), (draft_x - interleaved).abs()
     return halves if halves.max() <= pairs.max() else pairs
 
 
@@ -227,7 +230,7 @@ def _target_cos_sin(
     x = torch.zeros(1, dtype=torch.float32, device=buffer.device)
     args: tuple[Any, ...] = (x, position_T[None].to(buffer.device))
     kinds = getattr(rotary, "rope_type", None)
-    if isinstance(kinds, dict):  # one set of frequencies a layer type
+    if isinstance(kinds, dict):  # one set of frequencies per layer type
         args += (rope_layers or next(iter(kinds)),)
     cos, sin = rotary(*args)
     return cos[0].cpu(), sin[0].cpu()

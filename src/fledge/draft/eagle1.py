@@ -1,10 +1,10 @@
-"""`LlamaEagle1DraftModel`: the draft of EAGLE-1 and EAGLE-2 foretells the target's own states.
+"""`LlamaEagle1DraftModel`: the draft of EAGLE-1 and EAGLE-2 predicts the target's own states.
 
     state = fc([embedding of token t + 1; the target's last hidden state at t]) -> Llama layers
 
-is an estimate of the target's last hidden state at t + 1, so the target's own head reads it, and it
-is fed back in place of the true one to draft further. Nothing is normed on the way in or out: the
-target's state has been through its final norm already.
+is an estimate of the target's last hidden state at t + 1. So the target's own head can read it, and
+it is fed back in place of the true state to draft further. Neither inputs nor outputs are normed:
+the target's state has already been through its final norm.
 """
 
 from dataclasses import replace
@@ -20,10 +20,10 @@ from fledge.draft.unroll import UnrolledDraftModel
 
 
 class LlamaEagle1DraftModel(UnrolledDraftModel):
-    """fc over token and state, and Llama layers; embeddings and head are the target's, not trained.
+    """fc over token and state, then Llama layers; embeddings and head are the target's, untrained.
 
-    `config` is a Llama-style transformers config plus `eagle_version` (1 or 2: same weights, the
-    second drafts trees) and `fc_bias` (some foreign drafts have one; ours do not).
+    `config` is a Llama-style transformers config plus `eagle_version` (1 or 2: same weights, but
+    EAGLE-2 drafts trees) and `fc_bias` (some drafts of other trainers have one; fledge's do not).
     """
 
     architecture = "LlamaForCausalLMEagle"
@@ -39,14 +39,14 @@ class LlamaEagle1DraftModel(UnrolledDraftModel):
         deeper = [DeepDraftLayer(config) for _ in range(config.num_hidden_layers - 1)]
         self.layers = nn.ModuleList([MergedDraftLayer(config), *deeper])
         self.lm_head = linear(size, config.draft_vocab_size)
-        for shared in (self.embed_tokens, self.lm_head):  # engines take the target's
+        for shared in (self.embed_tokens, self.lm_head):  # engines use the target's
             shared.weight.requires_grad_(False)
         self._register_vocabulary(config)
         self.rotary = Rotary(config)
         self._init_weights()
 
     def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[..., D] the target's last hidden states, as they are: E = D."""
+        """[..., D] the target's last hidden states, unchanged: E = D."""
         return aux.to(dtype or self.fc.weight.dtype)
 
     def norm_weight(self, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ class LlamaEagle1DraftModel(UnrolledDraftModel):
 
 
 def _check_eagle1(config: Any) -> None:
-    """What only this draft asks of its config."""
+    """Check the requirements that are specific to EAGLE-1."""
     if not hasattr(config, "fc_bias"):
         config.fc_bias = False
     for name, wanted in {

@@ -1,6 +1,6 @@
 """`LlamaEagle3DraftModel`: the draft network of EAGLE-3, EAGLE-3.1 and P-EAGLE.
 
-Its training-time rollout is `unroll.py`'s; P-EAGLE's is in `parallel.py`.
+Its rollout in training is in `unroll.py`, P-EAGLE's in `parallel.py`.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
 
     `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
     `num_aux_hidden_states`, `fc_norm`, `norm_output`, and for P-EAGLE `parallel_drafting` and
-    `mask_token_id` (all optional, see `check_draft_config`; P-EAGLE's rollout is in `parallel.py`).
+    `mask_token_id` (all optional, see `check_draft_config`).
     """
 
     architecture = "LlamaForCausalLMEagle3"
@@ -46,7 +46,7 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = linear(size, config.draft_vocab_size)
         self._register_vocabulary(config)
-        if config.parallel_drafting:  # stands in for the aux states at depths >= 1, before fc
+        if config.parallel_drafting:  # replaces the aux states at depths >= 1, before fc
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
         self.rotary = Rotary(config)
         self._init_weights()
@@ -59,7 +59,7 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
         return F.linear(self.fc_inputs(aux.to(dtype)), self.fc.weight.to(dtype))
 
     def fc_inputs(self, aux: Tensor) -> Tensor:
-        """[..., 3 * D] aux states as fc takes them: normed chunk by chunk if `fc_norm`."""
+        """[..., 3 * D] aux states as fc reads them: each layer's normed separately if `fc_norm`."""
         if not self.config.fc_norm:
             return aux
         chunks = aux.chunk(self.config.num_aux_hidden_states, dim=-1)
@@ -75,7 +75,8 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
         start_as_target(self, model)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[..., E] as carried from depth to depth -> [..., W]; normed here unless carried so."""
+        """[..., E] as carried from depth to depth -> [..., W]. Normed here unless `norm_output`,
+        with which the carried states are already normed."""
         if not self.config.norm_output:
             hidden = self.norm(hidden)
         return F.linear(hidden, self.lm_head.weight)
@@ -83,17 +84,17 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
     def norm_weight(self, dtype: torch.dtype) -> Tensor:
         return self.norm.weight.to(dtype)
 
-    # --- P-EAGLE by hand: training goes through `parallel.py` --------------------------------
+    # --- P-EAGLE step by step; training uses `parallel.py` -----------------------------------
 
     def masked_projected_hidden(self) -> Tensor:
-        """[1, E]: the placeholder through fc_norm and fc, as real aux states go."""
+        """[1, E]: the placeholder after fc_norm and fc, projected as real aux states are."""
         self.check_parallel()
         return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
 
     def build_peagle_block_mask(
         self, anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
     ) -> BlockMask:
-        """The mask of one row's elements, in the order in which they are given."""
+        """The attention mask of one row's elements, in the given order."""
         return peagle_block_mask(anchor_pos, depth, lengths, total_seq_len)
 
     def forward_peagle(
@@ -103,7 +104,7 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
         position_ids: Tensor,  # [1, N]: anchor + depth
         block_mask: BlockMask,
     ) -> Tensor:
-        """[1, N, E] what `compute_logits` takes (after the norm if `norm_output`)."""
+        """[1, N, E] states for `compute_logits` (after the norm if `norm_output`)."""
         hidden = sampled_projected_hidden
         embeds = self.embed_tokens(sampled_input_ids).to(hidden.dtype)
         for index, layer in enumerate(self.layers):
@@ -115,6 +116,6 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
         return hidden
 
     def check_parallel(self) -> None:
-        """Refuse parallel drafting where there is no placeholder for it."""
+        """Raise ValueError if the draft was built without parallel drafting."""
         if not self.config.parallel_drafting:
             raise ValueError("parallel_drafting: the draft was built without it")

@@ -1,6 +1,6 @@
-"""A draft on disk: config.json and model.safetensors in the plain layout, whole or absent.
+"""A draft on disk: config.json and model.safetensors in the plain layout, written atomically.
 
-Engine-specific layouts are made from this one by `export`.
+`export` converts this layout to those of engines.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from fledge.draft.rotary import rope_parameters, rotary_frequencies
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
-_WHOLE = "is it a draft, and whole?"
-_LABELS = ("num_labels", "id2label", "label2id")  # a classifier's: transformers would make a list
+_FIX = "is it a draft, and complete?"
+_LABELS = ("num_labels", "id2label", "label2id")  # of classifiers: transformers would build a list
 
 
 def config_json(config: Any, dtype: torch.dtype, architecture: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def config_json(config: Any, dtype: torch.dtype, architecture: str) -> dict[str,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if rope["rope_type"] != "default":
-        values["rope_scaling"] = rope  # where transformers 4 and the engines pinned to it look
+        values["rope_scaling"] = rope  # for transformers 4 and the engines pinned to it
     return values
 
 
@@ -55,88 +55,89 @@ def write_draft_files(
 
 
 def write_with(draft: Path, directory: Path, changed: Mapping[str, Any]) -> None:
-    """The same draft in another, new directory, with some keys of its config changed."""
+    """Copy a draft to a new directory, with some keys of its config changed."""
     values = read_config(draft)
-    with atomic_directory(directory) as place:
-        shutil.copyfile(draft / WEIGHTS_NAME, place / WEIGHTS_NAME)
-        write_json(place / CONFIG_NAME, {**values, **changed})
+    with atomic_directory(directory) as temporary:
+        shutil.copyfile(draft / WEIGHTS_NAME, temporary / WEIGHTS_NAME)
+        write_json(temporary / CONFIG_NAME, {**values, **changed})
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a draft, as it stands."""
+    """The contents of a draft's config.json, unchanged."""
     path = directory / CONFIG_NAME
     if not path.is_file():
-        raise _absent(path)
-    values: dict[str, Any] = read_json(path, CONFIG_FILE, what="the config", fix=_WHOLE)
+        raise _missing_file(path)
+    values: dict[str, Any] = read_json(path, CONFIG_FILE, what="the config", fix=_FIX)
     return values
 
 
 def read_draft_config(directory: Path) -> Any:
-    """The config of a draft, checked."""
+    """The checked config of a draft."""
     values = read_config(directory)
-    with _one_line(directory / CONFIG_NAME):
+    with _reporting_broken(directory / CONFIG_NAME):
         config = LlamaConfig(**{key: values[key] for key in values if key not in _LABELS})
         check_draft_config(config)
     return config
 
 
 def read_draft(directory: Path) -> tuple[Any, dict[str, Tensor]]:
-    """The checked config, and the tensors; `check_tensors` compares them."""
+    """The checked config and the tensors of a draft; `check_tensors` compares the two."""
     config = read_draft_config(directory)
     path = directory / WEIGHTS_NAME
     if not path.is_file():
-        raise _absent(path)
+        raise _missing_file(path)
     check_config_fits(config, tensor_shapes(path, what="the draft"), where=str(path))
-    with _one_line(directory / CONFIG_NAME):
+    with _reporting_broken(directory / CONFIG_NAME):
         if not bool(rotary_frequencies(config)[0].isfinite().all()):
-            raise ValueError("its rotary settings turn by angles that are not finite")
+            raise ValueError("its rotary settings give angles that are not finite")
     return config, load_tensors(path, what="the draft")
 
 
-def _absent(path: Path) -> BadInput:
+def _missing_file(path: Path) -> BadInput:
     return BadInput(
         f"no {path.name} here", where=str(path.parent), fix="give the directory of a draft"
     )
 
 
 @contextlib.contextmanager
-def _one_line(path: Path) -> Iterator[None]:
+def _reporting_broken(path: Path) -> Iterator[None]:
+    """Turn errors of broken files into a one-line BadInput about `path`."""
     try:
         yield
     except broken_files() as error:
-        raise BadInput(f"broken ({first_line(error)})", where=str(path), fix=_WHOLE) from error
+        raise BadInput(f"broken ({first_line(error)})", where=str(path), fix=_FIX) from error
 
 
 def check_tensors(
     directory: Path, *, want: Mapping[str, Tensor], have: Mapping[str, Tensor]
 ) -> None:
-    """Refuse files that would leave a tensor random or unread, or whose numbers cannot be used."""
-    both = sorted(set(want) & set(have))
+    """Refuse files with missing or unknown tensors, wrong shapes, or values that are not finite."""
+    common = sorted(set(want) & set(have))
     faults = {
         "missing": sorted(set(want) - set(have)),
         "unknown": sorted(set(have) - set(want)),
         "of another shape than config.json says": [
             f"{name} {tuple(have[name].shape)} not {tuple(want[name].shape)}"
-            for name in both
+            for name in common
             if want[name].shape != have[name].shape
         ],
     }
-    complaints = [f"{fault}: {_some(names)}" for fault, names in faults.items() if names]
+    complaints = [f"{fault}: {_first_few(names)}" for fault, names in faults.items() if names]
     if complaints:
         raise BadInput(
             f"tensors {', '.join(complaints)}",
             where=str(directory / WEIGHTS_NAME),
             fix="is it a draft in the plain layout? `fledge import` reads others",
         )
-    if broken := [name for name in both if not _finite(have[name])]:
+    if broken := [name for name in common if not _finite(have[name])]:
         raise BadInput(
-            f"the draft's weights hold NaN or infinity: tensor {_some(broken)}",
+            f"the draft's weights hold NaN or infinity: tensor {_first_few(broken)}",
             where=str(directory / WEIGHTS_NAME),
             fix="the file is damaged: take another checkpoint",
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 

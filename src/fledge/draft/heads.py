@@ -1,4 +1,4 @@
-"""From a layer's projection to what it attends with: heads apart, normed, turned."""
+"""From a layer's projection to queries, keys and values: split into heads, normed, rotated."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ Turn = tuple[Tensor, Tensor]  # cos and sin, [N, rotated channels] each
 
 
 def split_heads(
-    x_NX: Tensor,  # H query heads, G of keys, G of values, C channels each
+    x_NX: Tensor,  # H query heads, G key heads, G value heads, C channels each
     q_norm_C: Tensor,
     k_norm_C: Tensor,
     turn: Turn,
@@ -19,8 +19,8 @@ def split_heads(
     eps: float,
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [N, H, C] and keys [N, G, C], normed by head and turned, and values [N, G, C]. H may
-    be 0: what is only looked at has no queries."""
+    """Queries [N, H, C] and keys [N, G, C], normed per head and rotated, and values [N, G, C]. For
+    context without queries, H is 0."""
     channels = len(k_norm_C)
     if kernel_runs(x_NX, what="heads") and turn[0].shape[-1] == channels:
         from fledge.kernels.heads import fused_heads

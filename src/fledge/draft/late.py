@@ -1,7 +1,7 @@
-"""Products with weights that are cast where they are used, and not kept in between.
+"""Products with weights that are cast where they are used; the casts are not kept.
 
-A step in bf16 on fp32 masters would keep a copy of every weight from its forward to its backward
-pass. These products keep the masters, which are there anyway, and cast them once more instead. The
+A bf16 step with fp32 master weights would keep a bf16 copy of every weight between its forward and
+backward pass. These products keep only the masters, which exist anyway, and cast them again. The
 gradients are those of `F.linear(x, torch.cat([w.to(x.dtype) for w in masters]))`.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 def stacked(masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Weights [O, I] on top of one another; each is read once."""
+    """Weights [O, I], concatenated along O and cast in a single pass over each."""
     if len(masters) == 1:
         return masters[0].to(dtype)
     rows = [len(weight) for weight in masters]
@@ -25,7 +25,7 @@ def stacked(masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def master_grads(dout_NO: Tensor, x_NI: Tensor, masters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Each master's, computed in the dtype of x and then as precise as the master."""
+    """The gradient of each master, computed in the dtype of x, then cast to that of the master."""
     dweight_OI = dout_NO.t() @ x_NI
     parts = torch.split(dweight_OI, [len(weight) for weight in masters])
     return tuple(part.to(weight.dtype) for part, weight in zip(parts, masters, strict=True))
@@ -47,6 +47,6 @@ class _LateLinear(torch.autograd.Function):
 
 
 def late_linear(x_NI: Tensor, masters: Sequence[Tensor]) -> Tensor:
-    """[N, O]: x times the masters, one or several on top of one another, in the dtype of x."""
-    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]  # torch's own
+    """[N, O]: x times the masters (concatenated if there are several), in the dtype of x."""
+    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]
     return out_NO

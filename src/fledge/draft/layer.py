@@ -1,15 +1,15 @@
-"""One decoder layer of the draft: its parameters, and the arithmetic as plain functions.
+"""One decoder layer of the draft: its parameters, and its arithmetic as plain functions.
 
 EAGLE-3's layer 0 is fused: q, k and v read [input_layernorm(embedding); hidden_norm(hidden)], twice
-as wide. EAGLE-1 merges the two before its layer 0, fc([embedding; hidden]), which then has no norm
-of its input. A product with a concatenation is the sum of two products, and the embedding half
+as wide. EAGLE-1 merges the two before its layer 0, with fc([embedding; hidden]), and does not norm
+the result. A product with a concatenation is the sum of two products, and the embedding half
 depends only on the token: it is computed once per token and read by offset at every depth. Deeper
 layers are ordinary pre-norm Llama layers.
 
-The modules hold parameters under the names that engines read. `LayerWeights` is what a step
-computes with: cast once per step, so that fp32 masters can train in bf16, or, for a single pass,
-where they are used (`late.py`). `forward_peagle` is the layer written out for one flat sequence of
-P-EAGLE elements under a flex-attention mask.
+The modules hold parameters under the names that engines read. `LayerWeights` are the weights that a
+step computes with: cast once per step, so that fp32 masters can be trained in bf16, or, for a
+single pass, cast where they are used (`late.py`). `forward_peagle` is the layer for one flat
+sequence of P-EAGLE elements under a flex-attention mask.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class DraftAttention(nn.Module):
         self.v_proj = linear(in_features, kv_size, bias=bias)
         self.o_proj = linear(q_size, config.hidden_size, bias=bias)
         self.normed = config.qk_norm
-        if self.normed:  # Qwen3's: over the channels of a head
+        if self.normed:  # as in Qwen3: over the channels of a head
             self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.channels = config.head_dim
@@ -54,7 +54,7 @@ class DraftAttention(nn.Module):
         position_ids: Tensor,  # [B, N] or [1, N]: anchor + depth
         block_mask: BlockMask,
     ) -> Tensor:
-        """All elements at once; the mask alone decides who sees whom."""
+        """Attend with all elements at once; the mask alone decides which keys each one sees."""
         batch, count, _ = combined_states.shape
         position_ids = position_ids.expand(batch, count).reshape(-1)
         cos, sin = self.rotary(position_ids, combined_states.dtype)
@@ -98,7 +98,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fused = fused
-        # some other trainers add the normed state where EAGLE-3 adds the state itself
+        # some other trainers use the normed state as the residual, EAGLE-3 the state itself
         self.norm_residual = fused and bool(config.norm_before_residual)
         self.self_attn = DraftAttention(config, in_features=2 * size if fused else size)
         self.mlp = DraftMLP(config)
@@ -117,9 +117,10 @@ class DraftLayer(nn.Module):
     def weights(
         self, dtype: torch.dtype, *, recompute_mlp: bool = False, used_once: bool = False
     ) -> "LayerWeights":
-        """`used_once`: for one pass that is differentiated, and wants to keep little for that."""
+        """The weights for computing in `dtype`. `used_once` is for a single pass that is
+        differentiated and should keep little memory for its backward pass."""
         attn, mlp = self.self_attn, self.mlp
-        late = used_once and not mlp.biased  # cast when they are used
+        late = used_once and not mlp.biased  # cast where they are used
         mlp_dtype = mlp.gate_proj.weight.dtype if late else dtype
         late_attention = used_once and not (attn.biased or self.fused)
         first = self.input_layernorm.weight.to(dtype) if self.normed else None
@@ -142,7 +143,7 @@ class DraftLayer(nn.Module):
         )
 
     def _projections(self, dtype: torch.dtype) -> dict[str, Any]:
-        """q, k and v as one matrix, and o: cast for all passes of a step."""
+        """q, k and v as one matrix, and o, cast once for all passes of a step."""
         attn, size = self.self_attn, self.mlp.gate_proj.in_features
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
         qkv = torch.cat([proj.weight.to(dtype) for proj in projections])
@@ -159,7 +160,7 @@ class DraftLayer(nn.Module):
         }
 
     def _late_projections(self) -> dict[str, Any]:
-        """The masters themselves: cast when they are used, and not kept in between."""
+        """The master weights themselves: cast where they are used; the casts are not kept."""
         attn = self.self_attn
         masters = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         names = ("token_weight", "token_bias", "state_qkv", "state_bias", "o_bias")
@@ -167,7 +168,7 @@ class DraftLayer(nn.Module):
 
 
 def _mlp_biases(mlp: DraftMLP, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Of gate, up and down."""
+    """The biases of gate, up and down."""
     if not mlp.biased:
         return None
     gate, up, down = (p.bias.to(dtype) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
@@ -194,14 +195,14 @@ class FusedDraftLayer(DraftLayer):
 
 
 class MergedDraftLayer(DraftLayer):
-    """EAGLE-1's layer 0: what it reads was merged by fc and is not normed."""
+    """EAGLE-1's layer 0: its input was merged by fc and is not normed."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, normed=False)
 
 
 class DeepDraftLayer(DraftLayer):
-    """Any layer above: an ordinary pre-norm Llama layer."""
+    """Any deeper layer: an ordinary pre-norm Llama layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -216,19 +217,19 @@ class DeepDraftLayer(DraftLayer):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The layer's weights in the dtype of the step; the fused ones split into their two halves."""
+    """A layer's weights in the dtype of the step; fused weights are split into their two halves."""
 
-    # layer 0: what makes the token's part of its input from the embedding; a bias of q, k, v too
+    # layer 0: computes the token's part of the input from the embedding, with the bias of q, k, v
     token_norm: Tensor | None
     token_weight: Tensor | None
     token_bias: Tensor | None
     state_norm: Tensor | None
-    state_qkv: Tensor | None  # None: `late_qkv` is there instead
-    state_bias: Tensor | None  # of q, k, v where there is no token's part
+    state_qkv: Tensor | None  # None: `late_qkv` is used instead
+    state_bias: Tensor | None  # of q, k, v if there is no token's part
     q_norm: Tensor | None
     k_norm: Tensor | None
     q_size: int
-    norm_residual: bool  # the residual is the normed state
+    norm_residual: bool  # use the normed state as the residual
     o: Tensor
     o_bias: Tensor | None
     mlp_norm: Tensor
@@ -237,20 +238,20 @@ class LayerWeights:
     down: Tensor
     mlp_biases: tuple[Tensor, Tensor, Tensor] | None
     eps: float
-    recompute_mlp: bool = False  # the MLP's activations are recomputed: long batches need memory
-    used_once: bool = False  # and so is what norms say; what is kept serves one backward pass
-    late_qkv: tuple[Tensor, Tensor, Tensor] | None = None  # masters of q, k, v; then `o` is one too
-    merge_EE: Tensor | None = None  # EAGLE-1's layer 0: fc's half for the state
+    recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
+    used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
+    late_qkv: tuple[Tensor, Tensor, Tensor] | None = None  # masters of q, k, v; `o` is one as well
+    merge_EE: Tensor | None = None  # EAGLE-1's layer 0: the half of fc that reads the state
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
-        """For every token once: the embedding half of q, k, v side by side, or of fc."""
+        """The embedding half of q, k, v side by side, or of fc; computed once per token."""
         if self.token_weight is None:
             return None
         normed_TE = rms_norm(embedding_TE, self.token_norm, self.eps)
         return F.linear(normed_TE, self.token_weight, self.token_bias)
 
     def enter(self, state_NE: Tensor, token_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The state that the layer works on, and what of the token is left for `project`."""
+        """The state that the layer reads, and the token's part that `project` still has to add."""
         if self.merge_EE is None or token_N is None:
             return state_NE, token_N
         return torch.addmm(token_N, state_NE, self.merge_EE.t()), None
@@ -267,7 +268,7 @@ class LayerWeights:
         return norm_linear(state_NE, self.state_norm, self.late_qkv, self.eps)
 
     def project_keys(self, context_NE: Tensor) -> Tensor:
-        """k and v outputs of what is not normed, and only looked at."""
+        """k and v outputs of context that is not normed and has no queries."""
         if self.late_qkv is not None:
             return late_linear(context_NE, self.late_qkv[1:])
         return self.project(context_NE, None, slice(self.q_size, None))
@@ -282,7 +283,7 @@ class LayerWeights:
         return torch.addmm(token_N[:, columns], normed_NE, weight.t())
 
     def queries(self, q_NHC: Tensor) -> Tensor:
-        """Queries as they are turned: normed by head, where the draft does that."""
+        """Queries before rotation: normed per head if the draft has q and k norms."""
         return rms_norm(q_NHC, self.q_norm, self.eps)
 
     def keys(self, k_NGC: Tensor) -> Tensor:
@@ -309,6 +310,6 @@ class LayerWeights:
         x_NE = rms_norm(state_NE, self.mlp_norm, self.eps)
         if self.mlp_biases is None:
             return gated_mlp(x_NE, *weights, recompute=self.recompute_mlp)
-        gate, up, down = self.mlp_biases  # rare: left to autograd
+        gate, up, down = self.mlp_biases  # rare, so left to autograd
         gated_NI = F.silu(F.linear(x_NE, self.gate, gate)) * F.linear(x_NE, self.up, up)
         return F.linear(gated_NI, self.down, down)

@@ -1,8 +1,8 @@
-"""Which token id P-EAGLE uses at depths without a real token.
+"""The token id that P-EAGLE uses at depths without a real token.
 
 The tokenizer must never emit it: otherwise the draft would take a real token for a placeholder.
-Looked for in this order: ids without a token (padded embedding rows), reserved names, special
-tokens that nothing uses, bytes that no UTF-8 text contains. An explicit id must obey the same rule.
+Candidates, in this order: ids without a token (padded embedding rows), reserved names, unused
+special tokens, bytes that no UTF-8 text contains. An explicit id must obey the same rule.
 """
 
 import re
@@ -17,13 +17,13 @@ _RESERVED = re.compile(
     re.IGNORECASE,
 )
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
-# Byte-level vocabularies write these bytes as the Latin-1 characters, byte-fallback ones as <0xF5>.
+# Byte-level vocabularies write these bytes as Latin-1 characters, byte-fallback ones as <0xF5>.
 _IMPOSSIBLE_BYTES = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 
 def choose_mask_token_id(tokenizer: Any, vocab_size: int, *, seen_ids: Collection[int] = ()) -> int:
-    """The lowest id of the best kind. `vocab_size`: rows of the target's embedding table;
-    `seen_ids`: what occurs in the data, never chosen."""
+    """The lowest id of the best kind of candidate. `vocab_size` is the number of rows of the
+    target's embedding table; `seen_ids` occur in the data and are never chosen."""
     emitted = _Emitted(tokenizer, vocab_size, seen_ids)
     for token_id in emitted.candidates():
         if emitted.because(token_id) is None:
@@ -38,7 +38,7 @@ def choose_mask_token_id(tokenizer: Any, vocab_size: int, *, seen_ids: Collectio
 def check_mask_token_id(
     mask_token_id: int, tokenizer: Any, vocab_size: int, *, seen_ids: Collection[int] = ()
 ) -> int:
-    """The id itself; one that the draft would also meet as a real token is refused."""
+    """Returns the id; raises BadInput if it can also occur as a real token."""
     reason = _Emitted(tokenizer, vocab_size, seen_ids).because(mask_token_id)
     if reason is not None:
         raise BadInput(
@@ -51,7 +51,7 @@ def check_mask_token_id(
 
 @dataclass
 class _Emitted:
-    """What a tokenizer may emit, and why."""
+    """Which ids a tokenizer may emit, and why."""
 
     tokenizer: Any
     vocab_size: int
@@ -70,7 +70,7 @@ class _Emitted:
         self.impossible = set(self._impossible(vocabulary))
 
     def candidates(self) -> Iterator[int]:
-        """Best kind first."""
+        """Ids that may be suitable, best kind first."""
         yield from (i for i in range(self.vocab_size) if i not in self.token_of)
         yield from (i for i, token in sorted(self.token_of.items()) if _RESERVED.fullmatch(token))
         yield from sorted(self.special)
@@ -90,7 +90,7 @@ class _Emitted:
         if token in self.template:
             return f"the chat template writes {token!r}"
         if token_id in self.special or _RESERVED.fullmatch(token):
-            return None  # only a text that spells it out would hold it
+            return None  # it occurs only in a text that spells it out
         return None if token_id in self.impossible else f"{token!r} is an ordinary token"
 
     def _impossible(self, vocabulary: dict[str, int]) -> Iterator[int]:
@@ -98,7 +98,7 @@ class _Emitted:
             if (fallback := vocabulary.get(f"<0x{byte:02X}>")) is not None:
                 yield fallback
             letter = vocabulary.get(chr(byte))
-            # in a vocabulary of letters this is the letter itself, and emitted for it
+            # in a vocabulary of characters this is the letter itself, which the tokenizer emits
             if letter is not None and letter not in self.tokenizer.encode(
                 chr(byte), add_special_tokens=False
             ):

@@ -15,13 +15,13 @@ Norm = tuple[Tensor, float]  # weight [E] and eps
 class _GatedMlp(torch.autograd.Function):
     """down(silu(gate(x)) * up(x)), keeping only the two products: half of what autograd would keep.
 
-    They are the widest activations of a step, once per depth. With `recompute` not even they are
-    kept: the backward pass multiplies once more. With a norm, x is normed first, and what that says
-    is computed once more, too. Weights wider than x are cast where they are used, each time: a cast
-    costs less than keeping its result from one pass to the other.
+    They are the widest activations of a step, and there is one pair per depth. With `recompute` not
+    even they are kept, and the backward pass computes them again. With a norm, x is normed first,
+    and the backward pass recomputes the norm as well. Weights wider than x are cast where they are
+    used, each time: that costs less than keeping the cast weights between the passes.
 
-    Where only one backward pass will come (`once`), what was kept becomes the gradients, each gone
-    as soon as it is used: at that moment a step has the least memory.
+    With `once` there is only one backward pass. It reuses the memory of kept tensors for gradients
+    and frees each as soon as possible: this is when a step has the least memory to spare.
     """
 
     @staticmethod
@@ -40,7 +40,7 @@ class _GatedMlp(torch.autograd.Function):
         read_NE = rms_norm(x_NE, norm_E, eps)
         gate_NI, up_NI = F.linear(read_NE, gate_IE.to(dtype)), F.linear(read_NE, up_IE.to(dtype))
         kept = () if recompute else (gate_NI, up_NI)
-        # what torch saves it holds to the end of a backward pass; this is let go of on the way
+        # torch holds saved tensors until the backward pass ends; these can be freed during it
         ctx.kept = list(kept) if once else None
         ctx.save_for_backward(x_NE, norm_E, gate_IE, up_IE, down_EI, *(() if once else kept))
         if kernel_runs(gate_NI, what="SwiGLU"):
@@ -57,7 +57,7 @@ class _GatedMlp(torch.autograd.Function):
         if once:
             kept, ctx.kept = ctx.kept, []
             if not kept and not ctx.recompute:
-                raise RuntimeError("backward: a second pass, where the draft was run for one")
+                raise RuntimeError("backward: a second pass is not possible with once=True")
         normed = None if norm_E is None else Renormed(x_NE, norm_E, ctx.eps)
         read_NE, dtype = x_NE if normed is None else normed.out, x_NE.dtype
         gate_NI, up_NI = kept or (F.linear(read_NE, w.to(dtype)) for w in (gate_IE, up_IE))
@@ -67,17 +67,17 @@ class _GatedMlp(torch.autograd.Function):
         )
         del gate_NI, up_NI, kept, dgated_NI
         ddown_EI = _weight_grad(dout_NE, gated_NI, down_EI.dtype)
-        del gated_NI  # as wide as the others: memory for what follows
+        del gated_NI  # free it for what follows: it is as wide as the others
         dgate_IE = _weight_grad(dgate_NI, read_NE, gate_IE.dtype)
         dup_IE = _weight_grad(dup_NI, read_NE, up_IE.dtype)
         dx_NE = torch.addmm(dgate_NI @ gate_IE.to(dtype), dup_NI, up_IE.to(dtype))
         del dgate_NI, dup_NI
-        behind = (dx_NE, None) if normed is None else normed.back(dx_NE)
-        return *behind, dgate_IE, dup_IE, ddown_EI, None, None, None
+        dinput = (dx_NE, None) if normed is None else normed.back(dx_NE)
+        return *dinput, dgate_IE, dup_IE, ddown_EI, None, None, None
 
 
 def _weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
-    """[O, I] in the weight's precision. A GPU sums in float32 and need not round in between."""
+    """[O, I] in the weight's precision. On a GPU, float32 sums are not rounded in between."""
     narrow = x_NI.dtype in (torch.bfloat16, torch.float16)
     if x_NI.is_cuda and narrow and dtype == torch.float32:
         return torch.mm(dout_NO.t(), x_NI, out_dtype=dtype)
@@ -87,8 +87,8 @@ def _weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
 def _gate_backward(
     gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor, *, use_up: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up once more, and the gradients of gate and up. dgated's memory is used up, and
-    where that is allowed, on a GPU, that of gate and up."""
+    """silu(gate) * up, recomputed, and the gradients of gate and up. dgated is overwritten; with
+    `use_up`, on a GPU, so are gate and up."""
     if kernel_runs(gate_NI, what="SwiGLU"):
         from fledge.kernels.swiglu import gate_backward
 
@@ -110,10 +110,10 @@ def gated_mlp(
     recompute: bool = False,
     once: bool = False,
 ) -> Tensor:
-    """SwiGLU of x, or of what a norm makes of it; `once`: differentiated no more than that."""
+    """SwiGLU of x, or of norm(x). `once`: there will be at most one backward pass."""
     kind = x_NE.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # the backward pass is written out, and runs where autocast casts nothing
+        # cast here, because the hand-written backward pass runs outside of autocast
         dtype = torch.get_autocast_dtype(kind)
         x_NE, gate_IE, up_IE, down_EI = (x.to(dtype) for x in (x_NE, gate_IE, up_IE, down_EI))
     norm_E, eps = norm or (None, 0.0)
@@ -124,17 +124,18 @@ def gated_mlp(
 
 
 def forget_mlp(config: Any, rows: int, dtype: torch.dtype, *, kept_gib: float) -> bool:
-    """Whether MLPs over so many rows (of all layers) would keep more than that for the backward
-    pass, and should compute twice instead: a twentieth of a step's time for a third of its memory.
-    """
+    """Whether MLPs over `rows` rows (of all layers) would keep more than `kept_gib` for the
+    backward pass and should be recomputed instead: that costs a twentieth of a step's time and
+    saves a third of its memory."""
     return _mlp_bytes(config, rows, dtype) > kept_gib * 2**30
 
 
 def kept_mlps(config: Any, rows: int, dtype: torch.dtype, *, layers: int, kept_gib: float) -> int:
-    """Of how many of these layers MLPs over so many rows (of each) keep no more than that. The last
-    ones are meant: the backward pass lets go of theirs before it fills memory with gradients."""
-    one = _mlp_bytes(config, rows, dtype)
-    return layers if one == 0 else min(layers, int(kept_gib * 2**30 // one))
+    """The number of layers whose MLPs, over `rows` rows each, together keep at most `kept_gib`.
+    These should be the last layers: the backward pass frees their memory before gradients fill it.
+    """
+    per_layer = _mlp_bytes(config, rows, dtype)
+    return layers if per_layer == 0 else min(layers, int(kept_gib * 2**30 // per_layer))
 
 
 def _mlp_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""RMS norms, and products with what they say that keep only what they read."""
+"""RMS norms, and products with normed inputs that keep only the input of the norm."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from fledge.draft.late import master_grads, stacked
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Statistics in fp32 whatever the dtype; without a weight there is no norm."""
+    """RMS norm with statistics in fp32, whatever the dtype; x itself if `weight` is None."""
     if weight is None:
         return x
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class Renormed:
-    """A norm that a backward pass computes again, with the way back through it."""
+    """A norm that is recomputed in a backward pass, and its gradient."""
 
     def __init__(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> None:
         with torch.enable_grad():
@@ -42,13 +42,13 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NE, norm_E, *masters = ctx.saved_tensors
         normed = Renormed(x_NE, norm_E, ctx.eps)
-        behind: tuple[Tensor | None, ...] = (None, None)
+        dinput: tuple[Tensor | None, ...] = (None, None)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            behind = normed.back(grads[0] @ stacked(masters, x_NE.dtype))
-        return *behind, None, *master_grads(grads[0], normed.out, masters)
+            dinput = normed.back(grads[0] @ stacked(masters, x_NE.dtype))
+        return *dinput, None, *master_grads(grads[0], normed.out, masters)
 
 
 def norm_linear(x_NE: Tensor, norm_E: Tensor, masters: Sequence[Tensor], eps: float) -> Tensor:
-    """`late_linear` of norm(x), which is computed once more instead of keeping what it said."""
+    """`late_linear` of norm(x). The norm is recomputed in the backward pass instead of kept."""
     out: Tensor = _NormLinear.apply(x_NE, norm_E, eps, *masters)  # type: ignore[no-untyped-call]
     return out

@@ -1,12 +1,12 @@
 """P-EAGLE's rollout: all depths in one pass, from a learned placeholder.
 
-Two ways lead through the same weights. The draft's `forward_peagle` is the plain one: elements
-flattened by the caller, one flex-attention mask. `unroll_parallel` is what training uses: it works
-on a plan (`rollout.parallel_plan`), through the attention primitive that EAGLE-3 shares, and
-computes nothing that no loss needs. Tests hold them equal.
+There are two implementations with the same weights. The draft's `forward_peagle` is the plain one:
+elements flattened by the caller, one flex-attention mask. Training uses `unroll_parallel`, which
+runs on a plan (`rollout.parallel_plan`), shares EAGLE-3's attention primitive, and computes only
+what a loss needs. Tests verify that the two agree.
 
-Shapes: Q flat axis of a segment, M its chain rows (depths >= 1). Of several ranks on the same rows
-(`rollout.context`) each has its own slots O; on one rank they are the key axis.
+Shapes: Q flat axis of a segment, M its chain rows (depths >= 1). With several ranks on the same
+rows (`rollout.context`), each has its own slots O; on one rank they are the key axis.
 """
 
 import torch
@@ -35,17 +35,18 @@ def unroll_parallel(
     compute_dtype: torch.dtype | None = None,
     attention: AttentionKind = "fast",
 ) -> Tensor:
-    """Head inputs (after the final norm) of all depths' rows end to end, as the plan orders.
+    """Head inputs (after the final norm), rows of all depths end to end in the plan's order.
 
-    With several segments each one's activations are dropped and recomputed in the backward
-    pass, one segment at a time; keys and values of depth 0 are all that is handed on.
+    With several segments, the activations of each are dropped and recomputed in the backward pass,
+    one segment at a time; only keys and values of depth 0 are passed on between segments.
     """
     draft.check_parallel()
     if draft.config.mask_token_id is None:
         raise ValueError("mask_token_id: the draft's config has none")
     dtype = compute_dtype or draft.fc.weight.dtype
     step = _ParallelStep(draft, plan, dtype, attention)
-    mask_id = input_ids_O.new_full((1,), draft.config.mask_token_id)  # a fill: nothing to copy
+    # filled on the device: no copy from the host
+    mask_id = input_ids_O.new_full((1,), draft.config.mask_token_id)
     embedding = F.embedding(torch.cat([input_ids_O, mask_id]), draft.embed_tokens.weight)
     token = step.layers[0].token_part(embedding.to(dtype))
     assert token is not None
@@ -54,17 +55,17 @@ def unroll_parallel(
     outputs: list[Tensor] = []
     earlier: list[tuple[KeysValues, ...]] = [() for _ in step.layers]
     for segment in plan.segments:
-        output, own = step.segment(segment, state, token, earlier)
+        output, keys_values = step.segment(segment, state, token, earlier)
         outputs.append(output)
-        earlier = [(*before, pair) for before, pair in zip(earlier, own, strict=True)]
+        earlier = [(*before, pair) for before, pair in zip(earlier, keys_values, strict=True)]
     return plan.in_order(torch.cat(outputs))
 
 
 class _ParallelStep:
     """One pass over a plan: the weights in the step's dtype, and how a segment runs through them.
 
-    At layer 0 all chain rows read the same two vectors, so they are one row there until rotation
-    tells them apart: a "folded" tensor ends in that one row, and `_unfold` repeats it M times.
+    At layer 0 all chain rows read the same two vectors, so they are equal until rotation and need
+    only one row: a "folded" tensor ends in that row, and `_unfold` repeats it M times.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class _ParallelStep:
         self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
         self.channels = model.config.head_dim
         rows = len(model.layers) * max(len(segment.every) for segment in plan.segments)
-        # the gradients of several layers and of the embedding leave less room than EAGLE-3 has
-        forget = not model.checkpoints_layers and forget_mlp(
+        # the gradients of several layers and of the embedding leave less memory than EAGLE-3 has
+        recompute = not model.checkpoints_layers and forget_mlp(
             model.config, rows, dtype, kept_gib=1.5
         )
-        self.layers = model.layer_weights(dtype, recompute_mlp=forget)
+        self.layers = model.layer_weights(dtype, recompute_mlp=recompute)
         self.norm = model.norm_weight(dtype)
 
     def segment(
@@ -107,14 +108,14 @@ class _ParallelStep:
         slots = slice(segment.begin, segment.end)
         position_Q = torch.cat([self.plan.position_L[slots], segment.chain_position_M])
         turn = self.model.rotary(position_Q, self.dtype)
-        own = []
+        keys_values = []
         for index, layer in enumerate(self.layers):
             state, keys, values = self.model._run_draft_layer(
                 self._layer, layer, index, segment, state, token, turn, earlier[index]
             )
-            own.append((keys, values))
+            keys_values.append((keys, values))
             token = None
-        return rms_norm(state, self.norm, self.model.config.rms_norm_eps), own
+        return rms_norm(state, self.norm, self.model.config.rms_norm_eps), keys_values
 
     def _layer(
         self,
@@ -126,25 +127,25 @@ class _ParallelStep:
         turn: tuple[Tensor, Tensor],
         earlier: tuple[KeysValues, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that ask, after the layer; keys and values that the slots leave behind."""
+        """States of the rows with queries, after the layer; depth-0 keys and values of slots."""
         slots = segment.end - segment.begin
         normed = layer.normed(state)
         kv = self._unfold(layer.project(normed, token, slice(layer.q_size, None)), segment, slots)
         keys, values = self._heads(kv).chunk(2, dim=1)
         keys = rotate(layer.keys(keys), *turn)
-        rows, asking = segment.every, slots
-        if index == len(self.layers) - 1:  # nobody reads the others' output
-            rows, asking = segment.asking, len(segment.anchor_N)
-            state, normed = _asking(state, segment), _asking(normed, segment)
-            turn = (_asking(turn[0], segment), _asking(turn[1], segment))
-            token = None if token is None else _asking(token, segment)
-        q = self._unfold(layer.project(normed, token, slice(0, layer.q_size)), segment, asking)
-        state = self._unfold(state, segment, asking)
-        left = prefix = gathered((keys[:slots], values[:slots]), segment.gathering)
+        rows, depth_zero = segment.every, slots
+        if index == len(self.layers) - 1:  # the output of the other rows is not used
+            rows, depth_zero = segment.asking, len(segment.anchor_N)
+            state, normed = _with_queries(state, segment), _with_queries(normed, segment)
+            turn = (_with_queries(turn[0], segment), _with_queries(turn[1], segment))
+            token = None if token is None else _with_queries(token, segment)
+        q = self._unfold(layer.project(normed, token, slice(0, layer.q_size)), segment, depth_zero)
+        state = self._unfold(state, segment, depth_zero)
+        keys_values = prefix = gathered((keys[:slots], values[:slots]), segment.gathering)
         if len(self.plan.segments) > 1:
-            if segment.gathering is None:  # a copy of their own: the chain rows' need not live on
-                left = (left[0].clone(), left[1].clone())
-            keys_so_far, values_so_far = zip(*earlier, left, strict=True)
+            if segment.gathering is None:  # a copy, so that those of the chain rows can be freed
+                keys_values = (keys_values[0].clone(), keys_values[1].clone())
+            keys_so_far, values_so_far = zip(*earlier, keys_values, strict=True)
             prefix = (torch.cat(keys_so_far), torch.cat(values_so_far))
         out = parallel_attention(
             rotate(layer.queries(self._heads(q)), *turn),
@@ -155,10 +156,10 @@ class _ParallelStep:
             starts_K=segment.starts_K,
             kind=self.kind,
         )
-        return layer.finish(state, out), *left
+        return layer.finish(state, out), *keys_values
 
     def _unfold(self, x: Tensor, segment: Segment, depth_zero: int) -> Tensor:
-        """[depth-0 rows + 1, ...] -> [depth-0 rows + M, ...]; above layer 0 there is no fold."""
+        """[depth-0 rows + 1, ...] -> [depth-0 rows + M, ...]; above layer 0 nothing is folded."""
         chain = sum(segment.counts)
         if len(x) == depth_zero + chain:
             return x
@@ -168,7 +169,7 @@ class _ParallelStep:
         return x.reshape(len(x), x.shape[1] // self.channels, self.channels)
 
 
-def _asking(x: Tensor, segment: Segment) -> Tensor:
-    """Of a segment's rows, folded or not: the slots that ask in the last layer, and the chain."""
+def _with_queries(x: Tensor, segment: Segment) -> Tensor:
+    """The rows of a segment (folded or not) with queries in the last layer: anchors and chain."""
     slots = segment.end - segment.begin
     return torch.cat([x[:slots].index_select(0, segment.anchor_N), x[slots:]])

@@ -1,7 +1,7 @@
-"""Rotary positions of the draft: the target's own frequencies, as Llama applies them.
+"""Rotary positions of the draft: the target's own frequencies, applied as in Llama.
 
-Which kinds of scaling a draft may carry, and how its config names them, is decided in `derive.py`;
-here a config becomes frequencies, and frequencies become cos / sin.
+`derive.py` decides which kinds of scaling a draft may have and how its config names them; here a
+config becomes frequencies, and frequencies become cos / sin.
 """
 
 import copy
@@ -13,15 +13,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fledge.kernels.gate import kernel_runs
 
-# Position only, whatever the length of the sequence. `dynamic` and `longrope` depend on the length,
-# so a packed row and a served request would rotate differently from the padded row.
+# These depend only on the position. `dynamic` and `longrope` depend on the sequence length as well,
+# so a packed row and a served request would be rotated differently from the padded row.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """The config's rotary settings as one flat dict, in transformers 5's spelling."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parameters = dict(given)
+    """The config's rotary settings as one flat dict, with the keys of transformers 5."""
+    settings = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    parameters = dict(settings)
     if "rope_type" not in parameters:
         parameters["rope_type"] = parameters.pop("type", "default")
     if "rope_theta" not in parameters:
@@ -39,8 +41,8 @@ def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
     if kind not in STATIC_ROPE_TYPES:
         raise ValueError(f"rope_type: {kind!r} is not one of {', '.join(STATIC_ROPE_TYPES)}")
     if kind != "default":
-        spelt = _in_both_spellings(config, parameters)
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](spelt, torch.device("cpu"))
+        compatible = _in_both_spellings(config, parameters)
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](compatible, torch.device("cpu"))
         return inv_freq.float(), float(scale)
     channels = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
@@ -48,20 +50,20 @@ def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
 
 
 def _in_both_spellings(config: Any, parameters: dict[str, Any]) -> Any:
-    """A copy that transformers 5 and 4 read alike, whichever wrote the config."""
-    spelt = copy.copy(config)
-    spelt.rope_parameters = parameters
-    if not hasattr(spelt, "standardize_rope_params"):  # transformers 4
-        spelt.rope_scaling, spelt.rope_theta = parameters, parameters["rope_theta"]
-        spelt.partial_rotary_factor = parameters.get("partial_rotary_factor", 1.0)
-    return spelt
+    """A copy that transformers 4 and 5 read in the same way, whichever wrote the config."""
+    compatible = copy.copy(config)
+    compatible.rope_parameters = parameters
+    if not hasattr(compatible, "standardize_rope_params"):  # transformers 4
+        compatible.rope_scaling, compatible.rope_theta = parameters, parameters["rope_theta"]
+        compatible.partial_rotary_factor = parameters.get("partial_rotary_factor", 1.0)
+    return compatible
 
 
 class Rotary:
     """cos and sin for positions. Not a module: casting the draft to bf16 must not touch it."""
 
     def __init__(self, config: Any) -> None:
-        with torch.device("cpu"):  # also where the draft is built only for its shapes (on "meta")
+        with torch.device("cpu"):  # even if the draft is built only for its shapes (on "meta")
             self.inv_freq, self.scale = rotary_frequencies(config)
 
     def __call__(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,13 +76,13 @@ class Rotary:
 
 
 def rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
-    """Turn channel i against channel i + half; channels beyond the rotated ones pass through."""
+    """Rotate channel i with channel i + half; channels beyond the rotated ones pass through."""
     if kernel_runs(x_NHC, what="rotary positions"):
         from fledge.kernels.rotary import fused_rotate
 
         return fused_rotate(x_NHC, cos_NC, sin_NC)
     channels = cos_NC.shape[-1]
-    turned, kept = x_NHC[..., :channels], x_NHC[..., channels:]
-    low, high = turned.chunk(2, dim=-1)
-    out = turned * cos_NC[:, None] + torch.cat([-high, low], dim=-1) * sin_NC[:, None]
-    return out if kept.shape[-1] == 0 else torch.cat([out, kept], dim=-1)
+    rotary, rest = x_NHC[..., :channels], x_NHC[..., channels:]
+    low, high = rotary.chunk(2, dim=-1)
+    out = rotary * cos_NC[:, None] + torch.cat([-high, low], dim=-1) * sin_NC[:, None]
+    return out if rest.shape[-1] == 0 else torch.cat([out, rest], dim=-1)

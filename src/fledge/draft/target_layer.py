@@ -1,11 +1,12 @@
-"""A draft that starts as the end of its target.
+"""Initialize a draft from the last layers of its target.
 
-A fresh EAGLE-3 draft knows the target's embeddings and head, and nothing in between. The target's
-own last layers do nearly what it has to learn: they turn the states that it hears into states that
-the head reads. So its layers can start as copies of them, its norm as the target's, and fc as the
-one that hands the last of the heard states on. With the embedding's half of the first layer set to
-nothing, such a draft says what the target says (if it hears the states before those layers).
-Biases of the target's projections are left out where the draft has none.
+A new EAGLE-3 draft has the target's embeddings and head, and random weights in between. The
+target's own last layers do nearly what it has to learn: they turn the aux states that it reads into
+states that the head reads. So its layers can start as copies of them, its norm as a copy of the
+target's, and fc as a projection that passes on the last aux state. With the embedding's half of the
+first layer set to zero, such a draft predicts exactly what the target does, provided that it reads
+the states before those layers. Biases of the target's projections are left out if the draft has
+none.
 """
 
 from collections.abc import Iterator
@@ -28,15 +29,16 @@ _FIX = f"{WHERE}=false"
 
 @torch.no_grad()
 def start_as_target(draft: "LlamaEagle3DraftModel", model: nn.Module) -> None:
-    """Copy the target's last layers, as many as the draft has, and what stands around them."""
-    theirs = find_layers(model)[-len(draft.layers) :]
-    if len(theirs) < len(draft.layers):
-        what = f"the draft has {len(draft.layers)} layers, the target {len(theirs)}"
+    """Copy the target's last layers, as many as the draft has, and its final norm; set fc to pass
+    on the last aux state."""
+    target_layers = find_layers(model)[-len(draft.layers) :]
+    if len(target_layers) < len(draft.layers):
+        what = f"the draft has {len(draft.layers)} layers, the target {len(target_layers)}"
         raise BadInput(what, where=WHERE, fix=_FIX)
-    for own, layer in zip(draft.layers, theirs, strict=True):
-        assert isinstance(own, DraftLayer)
-        for name, into in _slots(own):
-            _copy(name, into, _weight(layer, name))
+    for layer, target_layer in zip(draft.layers, target_layers, strict=True):
+        assert isinstance(layer, DraftLayer)
+        for name, destination in _destinations(layer):
+            _copy(name, destination, _weight(target_layer, name))
     norm = describe_final_norm(model)
     if norm is None:
         raise BadInput("the target has no norm in front of its head", where=WHERE, fix=_FIX)
@@ -49,9 +51,9 @@ def start_as_target(draft: "LlamaEagle3DraftModel", model: nn.Module) -> None:
     draft.fc.weight[:, -size:].fill_diagonal_(1.0)
 
 
-def _slots(layer: DraftLayer) -> Iterator[tuple[str, Tensor]]:
-    """Where a layer of the draft takes each of the target's tensors: those of q, k and v go to the
-    half that reads the state, where there are two."""
+def _destinations(layer: DraftLayer) -> Iterator[tuple[str, Tensor]]:
+    """The names of the target's tensors, and where each goes in a layer of the draft. In a fused
+    layer, q, k and v go to the half that reads the state."""
     size = layer.mlp.gate_proj.in_features
     for name in ("q_proj", "k_proj", "v_proj"):
         yield f"self_attn.{name}", getattr(layer.self_attn, name).weight[:, -size:]
@@ -61,13 +63,13 @@ def _slots(layer: DraftLayer) -> Iterator[tuple[str, Tensor]]:
     yield "self_attn.o_proj", layer.self_attn.o_proj.weight
     for name in ("gate_proj", "up_proj", "down_proj"):
         yield f"mlp.{name}", getattr(layer.mlp, name).weight
-    before = layer.hidden_norm if layer.fused else layer.input_layernorm
-    yield "input_layernorm", before.weight
+    input_norm = layer.hidden_norm if layer.fused else layer.input_layernorm
+    yield "input_layernorm", input_norm.weight
     yield "post_attention_layernorm", layer.post_attention_layernorm.weight
 
 
 def _weight(layer: nn.Module, name: str) -> Tensor:
-    """A tensor of one of the target's layers, under the name that Llama gives it."""
+    """A tensor of one of the target's layers, by its name in Llama."""
     try:
         module = layer.get_submodule(name)
     except AttributeError:
@@ -83,14 +85,14 @@ def _weight(layer: nn.Module, name: str) -> Tensor:
 
 
 def _scales(norm: nn.Module) -> Tensor:
-    """What an RMS norm multiplies by, however it stores that (some add one): what it makes of ones,
-    whose root mean square is one."""
+    """The scales of an RMS norm, however it stores them (some add one). They are its output for a
+    vector of ones, whose root mean square is one."""
     scales: Tensor = norm(torch.ones_like(next(norm.parameters())))
     return scales
 
 
-def _copy(name: str, own: Tensor, theirs: Tensor) -> None:
-    if own.shape != theirs.shape:
-        what = f"{name}: the target's is {tuple(theirs.shape)}, the draft's {tuple(own.shape)}"
+def _copy(name: str, weight: Tensor, source: Tensor) -> None:
+    if weight.shape != source.shape:
+        what = f"{name}: the target's is {tuple(source.shape)}, the draft's {tuple(weight.shape)}"
         raise BadInput(what, where=WHERE, fix=_FIX)
-    own.copy_(theirs)
+    weight.copy_(source)

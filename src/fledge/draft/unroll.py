@@ -1,10 +1,10 @@
-"""What drafts that carry a state from depth to depth share: EAGLE-1's and EAGLE-3's rollout.
+"""The rollout of drafts that carry a state from depth to depth: EAGLE-1 and EAGLE-3.
 
-`unroll` is the whole forward of training and replay: features of the target in, one state per
-(anchor, depth) element out. `objective` scores the states.
+`unroll` is the complete forward pass of training and replay: the target's features in, one state
+per (anchor, depth) element out. `objective` scores the states.
 
-Shapes: N rows of a depth (see `rollout.plan`). Of several ranks on the same rows
-(`rollout.context`) each has the states of its own slots O and reads the tokens of slots L; on one
+Shapes: N rows of a depth (see `rollout.plan`). With several ranks on the same rows
+(`rollout.context`), each has the states of its own slots O and reads the tokens of slots L; on one
 rank both are the key axis T.
 """
 
@@ -28,7 +28,7 @@ from fledge.rollout.plan import QueryRows, RolloutPlan
 
 
 class UnrolledDraftModel(DraftModel):
-    """Llama layers that read (the target's feature or the draft's own last state, next token)."""
+    """Llama layers that read the next token and the target's feature or the draft's last state."""
 
     fc: nn.Linear
     layers: nn.ModuleList
@@ -36,16 +36,16 @@ class UnrolledDraftModel(DraftModel):
 
     @abstractmethod
     def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[..., A * D] aux states of the target -> [..., E], as the first layer takes them."""
+        """[..., A * D] aux states of the target -> [..., E], as the first layer reads them."""
 
     @abstractmethod
     def norm_weight(self, dtype: torch.dtype) -> Tensor | None:
-        """[E] of the norm in front of the head; None where there is none."""
+        """[E] weight of the norm before the head; None if there is no norm."""
 
     def layer_weights(
         self, dtype: torch.dtype, *, recompute_mlp: bool = False
     ) -> list[LayerWeights]:
-        """What a step computes with, layer by layer."""
+        """The weights that a step computes with, per layer."""
         layers = cast(Iterable[DraftLayer], self.layers)
         return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
 
@@ -63,7 +63,7 @@ class UnrolledDraftModel(DraftModel):
         compute_dtype: torch.dtype | None = None,
         attention: AttentionKind = "fast",
     ) -> list[Tensor]:
-        """Head inputs [N, E] (after the final norm) of every depth, rows as the plan orders them.
+        """Head inputs [N, E] (after the final norm) of every depth, with rows in the plan's order.
 
         Depth 0 reads the target's features at every slot; depth k >= 1 reads the draft's own state
         of depth k - 1 and the token k places further on, which is an index offset on the key axis.
@@ -88,7 +88,7 @@ class UnrolledDraftModel(DraftModel):
 
 
 class _Step:
-    """What one rollout carries from depth to depth: depth-0 keys, and the chains, per layer."""
+    """The state of one rollout: depth-0 keys and values, and the chains, for every layer."""
 
     def __init__(
         self,
@@ -100,18 +100,19 @@ class _Step:
         self.model, self.plan, self.kind = model, plan, attention
         self.channels = model.config.head_dim
         rows = len(model.layers) * sum(plan.counts)
-        forget = not model.checkpoints_layers and forget_mlp(
+        recompute = not model.checkpoints_layers and forget_mlp(
             model.config, rows, dtype, kept_gib=2.5
         )
-        self.layers = model.layer_weights(dtype, recompute_mlp=forget)
+        self.layers = model.layer_weights(dtype, recompute_mlp=recompute)
         self.cos_LC, self.sin_LC = model.rotary(plan.position_L, dtype)
         self.prefix: list[KeysValues] = []
         self.chains: list[list[KeysValues]] = [[] for _ in self.layers]
 
     def depth_zero(self, state_OE: Tensor, token_L: Tensor) -> Tensor:
-        """Every slot leaves keys and values; only the last layer's queries are the anchors' own."""
-        token: Tensor | None = self._own(token_L)
-        turn = (self._own(self.cos_LC), self._own(self.sin_LC))
+        """Run depth 0. All slots have keys and values in every layer; in the last layer, only
+        anchors have queries."""
+        token: Tensor | None = self._at_own_slots(token_L)
+        turn = (self._at_own_slots(self.cos_LC), self._at_own_slots(self.sin_LC))
         for index, layer in enumerate(self.layers):
             rows = self.plan.depths[0] if index == len(self.layers) - 1 else self.plan.every
             state_OE, keys, values = self.model._run_draft_layer(
@@ -122,12 +123,13 @@ class _Step:
         return state_OE
 
     def deeper(self, state_NE: Tensor, token_L: Tensor, depth: int, rows: QueryRows) -> Tensor:
+        """Run one depth >= 1 on the states of the depth before."""
         share = self.plan.share
         read_N = rows.slot_N if share is None else share.read_N[: len(rows)]
-        slot_N = read_N + depth  # documents are contiguous: k tokens on is k places on
+        slot_N = read_N + depth  # documents are contiguous: k tokens later is k places later
         token: Tensor | None = token_L.index_select(0, slot_N)
         for index, layer in enumerate(self.layers):
-            # the chain as it is now: a checkpointed layer runs again after it has grown
+            # a copy of the chain: a checkpointed layer is rerun after the chain has grown
             before = tuple(self.chains[index])
             state_NE, keys, values = self.model._run_draft_layer(
                 self._layer_deeper, layer, state_NE, token, rows, slot_N, self.prefix[index], before
@@ -136,8 +138,8 @@ class _Step:
             token = None
         return state_NE
 
-    def _own(self, values_L: Tensor) -> Tensor:
-        """[O, ...] of the slots whose tokens are read, those whose states are computed here."""
+    def _at_own_slots(self, values_L: Tensor) -> Tensor:
+        """[O, ...]: from the slots whose tokens this rank reads, those whose states it computes."""
         share = self.plan.share
         return values_L if share is None else values_L.index_select(0, share.own_O)
 
@@ -157,8 +159,8 @@ class _Step:
         normed_OE = layer.normed(state_OE)
         kv = layer.project(normed_OE, token_O, slice(layer.q_size, None))
         keys, values = self._heads(kv).chunk(2, dim=1)
-        own = (rotate(layer.keys(keys), *turn), values)
-        keys, values = gathered(own, None if share is None else share.gathering)
+        own_pair = (rotate(layer.keys(keys), *turn), values)
+        keys, values = gathered(own_pair, None if share is None else share.gathering)
         cos, sin = turn
         if rows is not self.plan.every:
             anchor_N = rows.slot_N if share is None else share.anchor_N
@@ -184,7 +186,7 @@ class _Step:
         state_NE, token_N = layer.enter(state_NE, token_N)
         qkv = layer.project(layer.normed(state_NE), token_N, slice(None))
         kv_size = (qkv.shape[1] - layer.q_size) // 2
-        parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # gradient: one cat
+        parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # its gradient is one cat
         q, keys, values = map(self._heads, parts)
         cos, sin = (x.index_select(0, slot_N) for x in (self.cos_LC, self.sin_LC))
         q, keys = rotate(layer.queries(q), cos, sin), rotate(layer.keys(keys), cos, sin)

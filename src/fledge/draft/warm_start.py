@@ -1,4 +1,4 @@
-"""A P-EAGLE draft that starts from an EAGLE-3 draft."""
+"""Start a P-EAGLE draft from an EAGLE-3 draft."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.layer import DeepDraftLayer
 from fledge.draft.rotary import rope_parameters
 
-# What both drafts must agree on for a tensor to mean the same in both.
+# Settings that must be equal for a tensor to have the same meaning in both drafts.
 _SHARED = (
     "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "intermediate_size",
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_aux_hidden_states", "fc_norm",
@@ -19,12 +19,11 @@ _SHARED = (
 
 @torch.no_grad()
 def peagle_from_eagle3(draft: LlamaEagle3DraftModel, config: Any) -> LlamaEagle3DraftModel:
-    """A draft of `config` (with `parallel_drafting`) that carries over all that `draft` has: fc,
-    its layers, norm, head, embeddings and vocabulary map. `mask_hidden` and layers beyond the old
-    ones are fresh.
+    """A draft with `config` (with `parallel_drafting`) that takes all weights of `draft`: fc, its
+    layers, norm, head, embeddings and vocabulary map. `mask_hidden` and additional layers are new.
 
-    A fresh layer starts with its two output projections at zero, so that at depth 0 the new draft
-    gives exactly the old one's output: a warm start loses nothing.
+    A new layer starts with its two output projections at zero, so at depth 0 the new draft gives
+    exactly the old one's output: a warm start loses nothing.
     """
     new = LlamaEagle3DraftModel(config)
     if not new.config.parallel_drafting:

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""AdamW's update of large tensors, one GPU kernel for each.
+"""AdamW's update of large tensors, with one kernel launch for each.
 
-The definition is torch.optim.AdamW. Its own kernel writes gradients back when it divides them by a
-scale; this one reads parameter, gradient and moments once, and writes all but the gradient.
+The definition is torch.optim.AdamW. Torch's own kernel writes gradients back after dividing them by
+a scale; this one reads parameter, gradient and moments once and writes all but the gradient.
 Importing this file imports Triton.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.kernels.gate import on_device_of
 
-_BLOCK = 1024  # numbers of a program
+_BLOCK = 1024  # elements per program
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _update(
         g = tl.load(grad + i, mask=live, other=0.0).to(tl.float32)
         m = tl.load(exp_avg + i, mask=live, other=0.0).to(tl.float32)
         v = tl.load(exp_avg_sq + i, mask=live, other=0.0).to(tl.float32)
-        g *= tl.div_rn(1.0, tl.load(grad_scale))  # divided by once, not for every number
+        g *= tl.div_rn(1.0, tl.load(grad_scale))  # one division, not one per element
         p -= tl.load(factors + 2) * p
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * g * g
@@ -52,17 +52,17 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    grad_scale: Tensor | None = None,  # what gradients are divided by
-    found_inf: Tensor | None = None,  # 1: nothing changes, nor do the steps
+    grad_scale: Tensor | None = None,  # gradients are divided by it
+    found_inf: Tensor | None = None,  # 1: skip the update, and do not count the step
 ) -> None:
-    """One step of contiguous tensors on one device, in place."""
+    """Update contiguous tensors on one device in place."""
     beta1, beta2 = betas
     torch._foreach_add_(list(steps), 1)
     factors_M3 = _factors(steps, lr, betas, weight_decay)
     scale = factors_M3.new_ones(()) if grad_scale is None else grad_scale
     skip = factors_M3.new_zeros(()) if found_inf is None else found_inf
-    each = zip(params, grads, exp_avgs, exp_avg_sqs, factors_M3.unbind(), strict=True)
-    for param, grad, exp_avg, exp_avg_sq, factors in each:
+    tensors = zip(params, grads, exp_avgs, exp_avg_sqs, factors_M3.unbind(), strict=True)
+    for param, grad, exp_avg, exp_avg_sq, factors in tensors:
         count = param.numel()
         with on_device_of(param):
             _update[(triton.cdiv(count, _BLOCK),)](
@@ -76,9 +76,9 @@ def adamw(
 def _factors(
     steps: Sequence[Tensor], lr: float | Tensor, betas: tuple[float, float], weight_decay: float
 ) -> Tensor:
-    """[M, 3] for each tensor: what the first moment is multiplied by, the second one's root, and
-    the share of the parameter that decays. On the device, for the rate may be there. In float64,
-    for 1 - beta^step loses all but a few digits where beta is almost 1."""
+    """[M, 3] for each tensor: the factors of the first moment and of the root of the second, and
+    the share of the parameter that decays. Computed on the device, because the learning rate may be
+    there, and in float64, because 1 - beta^step loses most of its digits if beta is almost 1."""
     step_M = torch.stack(list(steps)).double()
     size_M, widen_M = lr / (1 - betas[0] ** step_M), (1 - betas[1] ** step_M).rsqrt()
     decay_M = torch.zeros_like(step_M) + lr * weight_decay

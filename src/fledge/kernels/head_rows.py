@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Row losses of a chunk of draft logits and their gradients, on a GPU in one kernel.
+"""Row losses of a chunk of draft logits and their gradients, in one GPU kernel.
 
-Same results as the losses' torch lines (`Loss.rows`), which read and write [J, W] in fp32 some
-twenty times. Here one program owns a row: it reads the logits as they are for the sums, and reads
-them again, from the cache, to replace them by their gradient. The target's probabilities stay one
-row a slot, however many elements share the slot.
+Same results as the torch code of the losses (`Loss.rows`), which reads and writes [J, W] in fp32
+some twenty times. Here one program handles a row: it reads the logits in their own dtype for the
+sums, and reads them again, from the cache, to overwrite them with their gradient. The target's
+probabilities have one row per slot, however many elements share the slot.
 
 Importing this file imports Triton.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fledge.kernels.gate import on_device_of
 
-BLOCK = 4096  # columns at a time
+BLOCK = 4096  # columns per iteration
 
 
 @triton.jit
@@ -29,23 +29,23 @@ def score_rows(
     logits, probs, slot, top, coefficient, ce_weight, loss, correct, width,
     KIND: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """KIND is the `kernel` of a `Loss`, or "acceptance" to put alpha in place of the loss."""
+    """KIND is the `kernel` of a `Loss`, or "acceptance" to store alpha instead of the loss."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     probs += tl.load(slot + row) * width
     best = tl.load(top + row)
 
     peak = float("-inf")
-    at = 0
+    argmax = 0
     total = 0.0
     mass_lane = tl.zeros([BLOCK], tl.float32)
     cross_lane = tl.zeros([BLOCK], tl.float32)
-    own_lane = tl.zeros([BLOCK], tl.float32)
+    neg_entropy_lane = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         w = start + tl.arange(0, BLOCK)
         x = _load(logits, w, width, float("-inf"), BLOCK)
         highest, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-        at = tl.where(highest > peak, start + index, at)
+        argmax = tl.where(highest > peak, start + index, argmax)
         higher = tl.maximum(peak, highest)
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
         peak = higher
@@ -56,14 +56,14 @@ def score_rows(
         mass_lane += p
         cross_lane += p * tl.where(w < width, x, 0.0)
         if KIND == "kl":
-            own_lane += tl.where(p > 0, p * tl.log(tl.where(p > 0, p, 1.0)), 0.0)
+            neg_entropy_lane += tl.where(p > 0, p * tl.log(tl.where(p > 0, p, 1.0)), 0.0)
     lse = peak + tl.log(total)
     mass = tl.sum(mass_lane, 0)
     row_loss = lse * mass - tl.sum(cross_lane, 0)
     if KIND == "kl":
-        row_loss += tl.sum(own_lane, 0)
+        row_loss += tl.sum(neg_entropy_lane, 0)
 
-    # What acceptance needs: alpha = sum min(p, q), and the softmax's share of its gradient.
+    # For acceptance: alpha = sum min(p, q), and what the softmax subtracts from its gradient.
     inner = 0.0
     ce_share = 1.0
     accept_scale = 0.0
@@ -91,7 +91,7 @@ def score_rows(
             accept_scale = ce_share - 1
 
     tl.store(loss + row, row_loss)
-    tl.store(correct + row, at == best)
+    tl.store(correct + row, argmax == best)
     if WRITE:
         factor = tl.load(coefficient + row)
         for start in range(0, width, BLOCK):
@@ -112,16 +112,16 @@ def score_rows(
 def fused_rows(
     logits_JW: Tensor,
     probs_MW: Tensor,
-    slot_J: Tensor,  # which row of `probs_MW` is an element's target
+    slot_J: Tensor,  # the row of `probs_MW` that is an element's target
     top_J: Tensor,  # the target's top token
     *,
     kind: str,
     coefficient_J: Tensor | None = None,
     ce_weight_J: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Row losses [J] fp32 and whether the draft's top token is the target's.
+    """Row losses [J] in fp32, and whether the draft's top token is the target's.
 
-    With coefficients, the logits are replaced by coefficient * gradient of the row loss.
+    With coefficients, the logits are overwritten by coefficient * gradient of the row loss.
     """
     assert logits_JW.is_contiguous()
     count, width = logits_JW.shape

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Queries, keys and values of a layer from its projection, in one GPU kernel, and one back.
+"""Queries, keys and values of a layer from its projection: one GPU kernel forward, one backward.
 
-Same results as the torch lines of `heads.split_heads`, which copies each part, norms it, rounds it
-and turns it; here a head is read once, and fp32 until it is stored. Only the projection is kept for
-the backward pass. Importing this file imports Triton.
+Same results as the torch code of `heads.split_heads`, which copies, norms, rounds and rotates each
+part separately; here a head is read once, and stays fp32 until it is stored. Only the projection is
+kept for the backward pass. Importing this file imports Triton.
 
 Shapes: X = (H + 2 G) C, the H query heads first, then G keys, then G values.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fledge.kernels.gate import on_device_of
 
-ROWS = 32  # of a program
+ROWS = 32  # per program
 
 
 @triton.jit
 def _norm_factor(low, high, HALF: tl.constexpr, EPS: tl.constexpr):
-    """1 / the root of the mean square of each row."""
+    """1 / the root mean square of each row."""
     total = tl.sum(low * low, 1) + tl.sum(high * high, 1)
     return tl.rsqrt(total / (2 * HALF) + EPS)
 
@@ -62,9 +62,9 @@ def _split(
         low *= factor * tl.load(norm + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
         high *= factor * tl.load(norm + HALF + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
         cos_low, cos_high, sin_low, sin_high = _load_turn(cos, sin, row, c, live, HALF)
-        turned = low * cos_low - high * sin_low
+        rotated_low = low * cos_low - high * sin_low
         high = high * cos_high + low * sin_high
-        low = turned
+        low = rotated_low
     tl.store(out, low.to(v.dtype.element_ty), mask=live)
     tl.store(out + HALF, high.to(v.dtype.element_ty), mask=live)
 
@@ -75,7 +75,7 @@ def _join(
     EPS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the projection, and the share of these rows in the norms' gradients."""
+    """The gradient of the projection, and what these rows contribute to the norms' gradients."""
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, BLOCK_C)
@@ -91,9 +91,9 @@ def _join(
     high = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
     if head < HEADS + GROUPS:
         cos_low, cos_high, sin_low, sin_high = _load_turn(cos, sin, row, c, live, HALF)
-        turned = low * cos_low + high * sin_high
+        rotated_low = low * cos_low + high * sin_high
         high = high * cos_high - low * sin_low
-        low = turned
+        low = rotated_low
         before = x + (row * x_row + head * (2 * HALF))[:, None] + c[None, :]
         x_low = tl.load(before, mask=live, other=0.0).to(tl.float32)
         x_high = tl.load(before + HALF, mask=live, other=0.0).to(tl.float32)
@@ -167,7 +167,7 @@ def fused_heads(
     x_NX: Tensor, q_norm_C: Tensor, k_norm_C: Tensor, cos_NC: Tensor, sin_NC: Tensor,
     eps: float, groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`heads.split_heads`; no gradient for cos and sin."""
+    """`heads.split_heads` on a GPU; cos and sin get no gradient."""
     out: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
         x_NX.contiguous(), q_norm_C, k_norm_C, cos_NC.contiguous(), sin_NC.contiguous(), eps, groups
     )

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Rotary positions in one GPU kernel, and one back.
+"""Rotary positions: one GPU kernel for the forward pass, one for the backward pass.
 
-Same results as `rotary.rotate`, which launches half a dozen and rounds to bf16 in between; here
-everything is fp32 until it is stored. Importing this file imports Triton.
+Same results as `rotary.rotate`, which launches half a dozen kernels and rounds to bf16 in between;
+here everything is fp32 until it is stored. Importing this file imports Triton.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def _rotate_pairs(
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Turn (BACK: turn back) channel i against channel i + HALF of BLOCK (row, head) pairs."""
+    """Rotate (BACK: rotate back) channels i and i + HALF of BLOCK (row, head) pairs."""
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, head = pair // HEADS, pair % HEADS
     c = tl.arange(0, BLOCK_C)
@@ -43,12 +43,12 @@ def _rotate_pairs(
         new_high = high * cos_high + low * sin_high
     tl.store(target, new_low.to(out.dtype.element_ty), mask=live)
     tl.store(target + HALF, new_high.to(out.dtype.element_ty), mask=live)
-    for kept in tl.static_range(2 * HALF, CHANNELS, BLOCK_C):  # channels that are not turned
+    for kept in tl.static_range(2 * HALF, CHANNELS, BLOCK_C):  # channels that are not rotated
         rest = (pair < num_pairs)[:, None] & (kept + c < CHANNELS)[None, :]
         tl.store(target + kept, tl.load(source + kept, mask=rest), mask=rest)
 
 
-def _turn(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor, *, back: bool) -> Tensor:
+def _rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor, *, back: bool) -> Tensor:
     x_NHC = x_NHC if x_NHC.stride(-1) == 1 else x_NHC.contiguous()
     rows, heads, channels = x_NHC.shape
     half = cos_NC.shape[-1] // 2
@@ -68,14 +68,14 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
         ctx.save_for_backward(cos_NC, sin_NC)
-        return _turn(x_NHC, cos_NC, sin_NC, back=False)
+        return _rotate(x_NHC, cos_NC, sin_NC, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grads[0], *ctx.saved_tensors, back=True), None, None
+        return _rotate(grads[0], *ctx.saved_tensors, back=True), None, None
 
 
 def fused_rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
-    """`rotary.rotate`; no gradient for cos and sin."""
+    """`rotary.rotate` on a GPU; cos and sin get no gradient."""
     out: Tensor = _Rotate.apply(x_NHC, cos_NC.contiguous(), sin_NC.contiguous())
     return out

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The elementwise half of SwiGLU, one GPU kernel forward and one backward.
+"""The elementwise part of SwiGLU: one GPU kernel for the forward pass, one for the backward pass.
 
-Same results as the torch lines of `mlp._GatedMlp`, which read or write the widest activations of
+Same results as the torch code of `mlp._GatedMlp`, which reads or writes the widest activations of
 a step nineteen times; these kernels do so nine times. Importing this file imports Triton.
 """
 
@@ -15,8 +15,9 @@ from fledge.kernels.gate import on_device_of
 
 @triton.jit
 def _piece_of_row(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's numbers, and which of them are there. The row's width is known to the compiler:
-    only then does it see that lanes side by side are live together, and loads them as one."""
+    """Offsets of a program's elements, and which of them exist. The width is a compile-time
+    constant: only then can the compiler prove that adjacent lanes are live together, and vectorize
+    their loads."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     return tl.program_id(0).to(tl.int64) * WIDTH + column, column < WIDTH
 
@@ -44,7 +45,7 @@ def _gate_backward(gate, up, dgated, gated, dgate, dup, WIDTH: tl.constexpr, BLO
 
 
 def _block(width: int) -> int:
-    """The largest piece that divides a row, of those worth a program."""
+    """The block size: the largest of these that divides a row, if any does."""
     for size in (2048, 1024, 512):
         if width % size == 0:
             return size
@@ -67,8 +68,8 @@ def gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
 def gate_backward(
     gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor, *, use_up: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up once more, and the gradients of gate and up. dgated's memory is used up, and
-    on request that of gate and up: they are the widest tensors of a step."""
+    """silu(gate) * up, recomputed, and the gradients of gate and up. dgated is overwritten, and
+    with `use_up` gate and up as well: they are the widest tensors of a step."""
     gate_NI, up_NI, dgated_NI = (x.contiguous() for x in (gate_NI, up_NI, dgated_NI))
     gated_NI, dgate_NI = (
         (gate_NI, up_NI) if use_up else (torch.empty_like(gate_NI), torch.empty_like(gate_NI))

@@ -1,9 +1,9 @@
-"""What a training step needs of an objective: two calls, and sums that add up.
+"""The interface between a training step and an objective.
 
 `prepare` reads a micro-batch once, before anything is differentiated; `score` runs the draft on it.
-Between the two stands what the whole step must know: how much is charged over all micro-batches and
-ranks and, for a loss that weighs by it, the mean acceptance. `rollout.py` is the objective that
-EAGLE-3 and P-EAGLE share; anything else that has these members trains as well.
+Between the two calls the step computes what depends on all micro-batches and ranks: how many
+elements are charged and, for a loss that is weighted by it, the mean acceptance. `rollout.py` is
+the base of all objectives in this package; any class with these members can be trained.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,18 @@ from fledge.draft.base import DraftModel
 
 
 class Ready(Protocol):
-    """What an objective keeps of a micro-batch until it is scored: its own affair, but a count."""
+    """What an objective keeps of a micro-batch until it is scored; steps read only the count."""
 
     @property
     def charged_K(self) -> Tensor:  # noqa: N802  (its shape)
-        """int64 per depth: the elements that pay. The step divides by their sum over everybody."""
+        """Charged elements per depth, int64. The step divides by their sum over all micro-batches
+        and ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class RolloutOutput:
-    """A micro-batch's loss and its metrics, as sums and counts on the device (no sync was made)."""
+    """A micro-batch's loss and metrics, as sums and counts on the device (no synchronization)."""
 
     loss: Tensor  # differentiable scalar: this micro-batch's share of the step's loss
     # Per depth [K]: over charged elements
@@ -39,8 +40,8 @@ class RolloutOutput:
     correct: Tensor
     # Per depth [K]: over slots
     step_valid: Tensor  # supervised at all depths <= k
-    step_reached: Tensor  # of those, right at all depths < k
-    step_prefix_hits: Tensor  # of those, right at all depths <= k
+    step_reached: Tensor  # of those, correct at all depths < k
+    step_prefix_hits: Tensor  # of those, correct at all depths <= k
 
     @property
     def valid_tokens(self) -> Tensor:
@@ -54,7 +55,7 @@ class RolloutOutput:
 
     @property
     def conditional_accuracy(self) -> Tensor:
-        """[K]: right at depth k given right at all depths before."""
+        """[K]: accuracy at depth k among slots that were correct at all depths before."""
         return self.step_prefix_hits / self.step_reached.clamp_min(1)
 
 
@@ -62,10 +63,11 @@ ReadyT = TypeVar("ReadyT", bound=Ready)
 
 
 class Objective(Protocol[ReadyT]):
-    """A draft and what it is trained for.
+    """A draft and the objective it is trained for.
 
-    One that has `reads_target` and says False reads nothing of a target's answer but the aux
-    states; in training it may be given no more (`Eagle3TargetBackend.features`).
+    An objective may also have a property `reads_target`. Where that is False, the objective reads
+    only the aux states of a target's answer, and training may request no more than those
+    (`Eagle3TargetBackend.features`).
     """
 
     @property
@@ -73,30 +75,30 @@ class Objective(Protocol[ReadyT]):
 
     @property
     def depths(self) -> int:
-        """Depths of a rollout: the length K of every per-depth count."""
+        """Depths of a rollout: the length K of all per-depth counts."""
         ...
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The dtype of the step's matrices; None: the parameters'."""
+        """The dtype of the step's matrix products; None means that of the parameters."""
         ...
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> ReadyT:
-        """Read a micro-batch: `rows` on the host, not shifted; the target's `answer` about them on
-        the device, and perhaps still being computed, so nothing here may wait for it.
+        """Read a micro-batch: `rows` are on the host, not shifted; the target's `answer` about them
+        is on the device. Its computation may still be in progress, so nothing here may wait for it.
 
-        `seed` decides what is sampled, where something is. It is the same for all micro-batches and
-        ranks of a step, so that neither resuming nor cutting changes what is sampled.
+        `seed` determines all sampling. It is the same for all micro-batches and ranks of a step, so
+        that neither resuming nor splitting a step differently changes what is sampled.
         """
         ...
 
     def acceptance(self, ready: Sequence[ReadyT], world: World) -> Tensor | None:
-        """The mean acceptance over all micro-batches and ranks of a step, handed to `score` as it
-        is; None where the loss does not weigh by it. All ranks call it together."""
+        """The mean acceptance over all micro-batches and ranks of a step, to be passed to `score`;
+        None if the loss is not weighted by it. All ranks must call it together."""
         ...
 
     def score(
         self, ready: ReadyT, normalizer: Tensor, acceptance: Tensor | None = None
     ) -> RolloutOutput:
-        """The loss divided by `normalizer` ([K], the step's sum of `charged_K`), and metrics."""
+        """The loss, divided by `normalizer` ([K], the step's sum of `charged_K`), and metrics."""
         ...

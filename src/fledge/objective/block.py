@@ -1,8 +1,8 @@
-"""What the objectives of block drafters share: blocks that are drawn, run and scored.
+"""What the objectives of block drafts share: how blocks are sampled, run and scored.
 
-The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules. Depth k of a
-rollout is the k-th token that a block proposes. What one element counts falls with its depth, and
-the sum of what all elements of a step count is the divisor, over all micro-batches and ranks.
+The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules. Depth k of
+a rollout is the k-th token that a block proposes. The weight of an element falls with its depth;
+the loss is divided by the sum of the weights of all elements, over all micro-batches and ranks.
 """
 
 from abc import abstractmethod
@@ -20,15 +20,15 @@ from fledge.rollout.block_plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.slots import RowMasks
 
-EVALUATION_SEED = 0  # the same blocks at every evaluation: what changes is the draft
+EVALUATION_SEED = 0  # the same blocks at every evaluation, so that only the draft differs
 
 
 class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
     """A block draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    Where blocks start follows from `seed` (an argument of `prepare` and of the call). Without one,
-    a draft in training mode draws from torch's generator, and one in evaluation mode the same
-    blocks every time.
+    `seed` (an argument of `prepare` and of the call) determines where blocks start. Without one, a
+    draft in training mode draws a seed from torch's generator, and a draft in evaluation mode uses
+    the same blocks every time.
     """
 
     draft_model: BlockDraftModel
@@ -63,28 +63,28 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
             )
         self.anchors, self.gamma = anchors, gamma
         self.quantum = 0  # rounds the sizes of a step up (`rollout/even_blocks.py`)
-        # draft's id of every token of the target; 0 where it has none
+        # the draft id of every target token; 0 for tokens outside the draft vocabulary
         draft_id_V = torch.zeros(len(self.selected_token_mask), dtype=torch.int64)
         draft_id_V[selected_token_ids.cpu()] = torch.arange(len(selected_token_ids))
         self.draft_id_V: Tensor
         self.register_buffer("draft_id_V", draft_id_V.to(draft_model.device), persistent=False)
 
-    # --- what an objective says -----------------------------------------------------------------
+    # --- what an objective defines --------------------------------------------------------------
 
     @property
     @abstractmethod
     def _contiguous(self) -> bool:
-        """Whether a block pays only up to its first token that is not supervised."""
+        """Whether a block is charged only up to its first token that is not supervised."""
 
     @property
     @abstractmethod
     def _by_text(self) -> bool:
-        """Whether elements are scored by the text's token, which the draft must be able to say;
-        otherwise it must be able to say the target's top token."""
+        """Whether elements are scored against the text's token. Then an element is covered if that
+        token is in the draft vocabulary; otherwise, if the target's top token is."""
 
     @property
     def reads_target(self) -> bool:
-        """Whether the loss reads the target's distribution, or the text alone."""
+        """Whether the loss reads the target's distribution, and not only the text."""
         return not self._by_text
 
     # --- how a block draft is trained -----------------------------------------------------------
@@ -95,7 +95,7 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
 
     @property
     def _num_losses(self) -> int:
-        return 1  # one mean acceptance, over all elements
+        return 1  # one mean acceptance over all elements
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> BlockPlan:
         if seed is None:
@@ -114,19 +114,20 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
 
     @property
     def can_be_even(self) -> bool:
-        """Whether its steps may have round sizes (`quantum`)."""
+        """Whether the sizes of its steps may be rounded up (`quantum`)."""
         return True
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for batches of so many tokens. Blocks are drawn in proportion to these, so
-        that most batches have about as many: sizes half as far apart come back as well."""
+        """The quantum for batches of `tokens` tokens. The number of blocks is proportional to the
+        number of tokens, so most batches have about as many, and sizes recur even with a quantum
+        half as large."""
         blocks = min(tokens, tokens * self.anchors // ANCHOR_TOKENS)
         return max(8, blocks // (2 * sizes))
 
     def _covered(self, plan: BlockPlan, input_ids_BT: Tensor, supervision: Supervision) -> Tensor:
         if not self._by_text:
             return supervision.coverage()
-        return self.selected_token_mask[_behind(input_ids_BT, plan.target_M)]
+        return self.selected_token_mask[_next_tokens(input_ids_BT, plan.target_M)]
 
     def _states(
         self, plan: BlockPlan, aux_TD: Tensor, input_ids_T: Tensor, dtype: torch.dtype | None
@@ -144,11 +145,11 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
         return states_PE
 
     def _charged(self, covered_N: Tensor) -> Tensor:
-        """Only what the draft can say."""
+        """Only covered elements."""
         return covered_N
 
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
-        """exp(-k / gamma), divided by the sum of what all charged elements of the step count."""
+        """exp(-k / gamma), divided by the summed weights of all charged elements of the step."""
         wide = torch.promote_types(dtype, torch.float32)
         depth_K = torch.arange(self.depths, device=count_K.device, dtype=wide)
         weight_K = (-depth_K / self.gamma).exp()
@@ -156,17 +157,17 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
         return weight_K / total.where(total > 0, 1.0)
 
     def _labels(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
-        """[N] the text's tokens that the elements foretell, as the draft counts them."""
-        label_M = self.draft_id_V[_behind(ready.input_ids, ready.plan.target_M)]
+        """[N] the text's tokens that the elements predict, as draft ids."""
+        label_M = self.draft_id_V[_next_tokens(ready.input_ids, ready.plan.target_M)]
         return label_M.index_select(0, ready.plan.head.target_N)
 
-    def _previous(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
-        """[N] the text's tokens before those, as the target counts them."""
+    def _previous_tokens(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
+        """[N] the text's tokens before those that the elements predict, as target ids."""
         slot_N = ready.plan.target_M.index_select(0, ready.plan.head.target_N)
         return ready.input_ids.flatten().index_select(0, slot_N)
 
 
-def _behind(input_ids_BT: Tensor, slot_M: Tensor) -> Tensor:
-    """The token behind the one that each slot reads: documents are contiguous, one place on. The
-    last slot has none, and is never asked."""
+def _next_tokens(input_ids_BT: Tensor, slot_M: Tensor) -> Tensor:
+    """The token after the one that each slot reads: documents are contiguous, so it is in the next
+    place. The last slot has no next token, and is never among `slot_M`."""
     return input_ids_BT.flatten().roll(-1).index_select(0, slot_M)

@@ -1,4 +1,4 @@
-"""What a step of blocks computes and keeps: see `work.py`."""
+"""Operations and memory of a step with blocks: see `work.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,36 +13,38 @@ from fledge.rollout.block_plan import ANCHOR_TOKENS
 
 @dataclass(frozen=True)
 class Blocks:
-    """How much of everything there is in a batch of blocks."""
+    """The sizes of a batch of blocks."""
 
     tokens: float  # of the context
     blocks: float
     picked: float  # slots that go through all of the last layer
-    elements: float  # tokens that are foretold and scored
-    pairs: float  # of a query and a key that it sees, in one layer
+    elements: float  # tokens that are predicted and scored
+    pairs: float  # (query, visible key) pairs in one layer
 
 
 @dataclass(frozen=True)
 class BlockWork(Work):
-    """Blocks at some tokens: `block_size` rows each through all layers, beside the context, of
-    which each layer makes keys and values once. The head is frozen: no gradient of its weight."""
+    """Blocks start at some of the tokens. Each runs `block_size` rows through all layers; of the
+    context, each layer computes keys and values once. The head is frozen: its weight has no
+    gradient."""
 
-    draft: Any  # BlockDraftModel, whose layers torch gives no types
+    draft: Any  # BlockDraftModel; torch does not type its layers
     anchors: int
     by_target: bool  # the loss reads the target's distribution
 
-    # --- exact, given the counts -----------------------------------------------------------------
+    # --- exact, given the sizes ------------------------------------------------------------------
 
     def forward(self, n: Blocks) -> dict[str, float]:
         """Operations by part: fc, layers, the frozen head, and the small heads that are trained."""
         config, draft = self.config, self.draft
-        rows, size, width = n.blocks * config.block_size, config.hidden_size, self._heads
+        rows, size, width = n.blocks * config.block_size, config.hidden_size, self._q_size
         keys = 2 * config.num_key_value_heads * config.head_dim
         per_layer = matrices(draft.layers) / len(draft.layers)
-        one = 2 * per_layer * rows + 2 * size * keys * n.tokens + 4 * width * n.pairs
-        behind = matrices([draft.layers[-1].self_attn.o_proj, draft.layers[-1].mlp])
-        alike = rows - n.blocks - 1 if n.blocks else 0  # placeholders, which the first layer reads
-        first = size * (width + keys)
+        full_layer = 2 * per_layer * rows + 2 * size * keys * n.tokens + 4 * width * n.pairs
+        after_attention = matrices([draft.layers[-1].self_attn.o_proj, draft.layers[-1].mlp])
+        # placeholders are all equal: the first layer projects only one of them
+        repeated = rows - n.blocks - 1 if n.blocks else 0
+        qkv = size * (width + keys)
         small = 0.0
         if draft.markov_head is not None:
             small += config.draft_vocab_size * config.markov_rank
@@ -50,40 +52,42 @@ class BlockWork(Work):
             small += draft.confidence_head.proj.weight.numel()
         return {
             "fc": 2.0 * draft.fc.weight.numel() * n.tokens,
-            "layers": len(draft.layers) * one - 2 * behind * (rows - n.picked) - 2 * first * alike,
+            "layers": len(draft.layers) * full_layer
+            - 2 * after_attention * (rows - n.picked)
+            - 2 * qkv * repeated,
             "head": 2.0 * config.draft_vocab_size * size * n.elements,
             "small heads": 2 * small * n.elements,
         }
 
     def training(self, n: Blocks) -> float:
-        """Forward and backward: the gradient of fc's input is nobody's, nor that of the head."""
+        """Forward and backward. Neither the input of fc nor the head's weight has a gradient."""
         parts = self.forward(n)
         frozen = 2 * (parts["fc"] + parts["head"])
         return frozen + 3 * (parts["layers"] + parts["small heads"])
 
     def kept(self, n: Blocks, width: int) -> float:
-        """Bytes that autograd keeps of such a batch: of weights nothing but their masters."""
+        """Bytes that autograd keeps of such a batch; of weights it keeps only the masters."""
         config = self.config
-        rows, norm = n.blocks * config.block_size, 1 + self._twice_kept
+        rows, norm = n.blocks * config.block_size, 1 + self._extra_norm_copies
         numbers = self._kept_by_layers(n) + self._kept_by_mlps(n, width)
-        numbers += n.tokens * (1 + norm) * config.hidden_size  # fc's output, and the context
+        numbers += n.tokens * (1 + norm) * config.hidden_size  # output of fc, and the context
         numbers += (rows + n.tokens) * 2 * config.head_dim  # cos and sin
         numbers += n.picked * norm * config.hidden_size  # before the last norm
-        numbers += n.elements * config.hidden_size  # the gradient that the head leaves
+        numbers += n.elements * config.hidden_size  # gradients of the head's inputs
         return float(numbers * width) + self._kept_by_small_heads(n, width)
 
     def _kept_by_layers(self, n: Blocks) -> float:
-        """Of a row: the state before both norms, q, k, v, and what attention says, which the last
-        layer picks from. Of a token of the context: k and v."""
-        config, more, layers = self.config, self._twice_kept, len(self.draft.layers)
+        """Per row: the state before both norms, q, k, v, and the output of attention, of which the
+        last layer picks some rows. Per token of the context: k and v."""
+        config, extra, layers = self.config, self._extra_norm_copies, len(self.draft.layers)
         rows, keys = n.blocks * config.block_size, config.num_key_value_heads * config.head_dim
-        per_row = (1 + more) * (self._heads + keys) + keys + self._heads + config.hidden_size
-        numbers = layers * (rows * per_row + n.tokens * (2 + more) * keys)
+        per_row = (1 + extra) * (self._q_size + keys) + keys + self._q_size + config.hidden_size
+        numbers = layers * (rows * per_row + n.tokens * (2 + extra) * keys)
         numbers += (layers - 1) * rows * config.hidden_size
-        return float(numbers + n.picked * (config.hidden_size + self._heads))
+        return float(numbers + n.picked * (config.hidden_size + self._q_size))
 
     def _kept_by_mlps(self, n: Blocks, width: int) -> float:
-        """gate and up, of the last layers."""
+        """gate and up of the last layers; the other layers recompute them."""
         rows, dtype = (
             n.blocks * self.config.block_size,
             {4: torch.float32, 2: torch.bfloat16}[width],
@@ -95,14 +99,14 @@ class BlockWork(Work):
         return float(2 * self.config.intermediate_size * slots)
 
     @property
-    def _twice_kept(self) -> int:
-        """1 where a norm is several operations, which keep what they norm before and after: CPUs
-        have no single one."""
+    def _extra_norm_copies(self) -> int:
+        """1 on CPUs, where a norm consists of several operations that keep both their input and the
+        normed values; 0 where it is a single operation."""
         return int(self.draft.device.type == "cpu")
 
     def _kept_by_small_heads(self, n: Blocks, width: int) -> float:
-        """In the step's precision what the loss left of the Markov head's two factors, in float32
-        what the confidence head reads."""
+        """Gradients of the Markov head's two factors, and in float32 the inputs of the confidence
+        head."""
         config, kept = self.config, 0.0
         if self.draft.markov_head is not None:
             rank = config.markov_rank
@@ -113,13 +117,13 @@ class BlockWork(Work):
         return kept
 
     @property
-    def _heads(self) -> int:
+    def _q_size(self) -> int:
         return int(self.config.num_attention_heads * self.config.head_dim)
 
     # --- on average ------------------------------------------------------------------------------
 
-    def _usual(self, tokens: float, seen: float, share: float | None = None) -> Blocks:
-        """In so many tokens; `share` of them start a block (None: as many as training draws)."""
+    def _typical(self, tokens: float, seen: float, share: float | None = None) -> Blocks:
+        """Sizes for this many tokens, a `share` of which start a block (None: as in training)."""
         size = self.config.block_size
         if share is None:
             share = min(self.anchors / ANCHOR_TOKENS, SUPERVISED)
@@ -129,22 +133,23 @@ class BlockWork(Work):
         return Blocks(tokens, blocks, elements, elements, pairs)
 
     def step(self, seen: float = 0.0) -> float:
-        return self.training(self._usual(1.0, seen))
+        return self.training(self._typical(1.0, seen))
 
     def scored(self, seen: float = 0.0) -> float:
-        return sum(self.forward(self._usual(1.0, seen)).values())
+        return sum(self.forward(self._typical(1.0, seen)).values())
 
     def replayed(self, seen: float = 0.0) -> float:
-        return sum(self.forward(self._usual(1.0, seen, SUPERVISED)).values())
+        return sum(self.forward(self._typical(1.0, seen, SUPERVISED)).values())
 
     def kept_bytes(self, tokens: int, width: int, context: int = 1) -> float:
-        return self.kept(self._usual(tokens, 0.0), width)  # rows are never shared
+        return self.kept(self._typical(tokens, 0.0), width)  # rows are never shared
 
     def chunk_bytes(self, tokens: int, width: int) -> float:
-        """Logits that become their own gradient; on a CPU a copy of them for a moment. With the
-        target's distribution, that in float32, and on a CPU what compares the two."""
+        """Logits, which are overwritten by their gradient, and on a CPU a temporary copy of them.
+        With the target's distribution: that in float32, and on a CPU the temporaries that compare
+        the two."""
         copies = 2 if width == 4 else 1
-        scores = float(self._usual(tokens, 0.0).elements * self.config.draft_vocab_size)
+        scores = float(self._typical(tokens, 0.0).elements * self.config.draft_vocab_size)
         if self.by_target:
             return min(CHUNK, scores * (copies * width + 4 * 2 * copies))
         return min(CHUNK / 2, scores * copies * width)
@@ -153,12 +158,12 @@ class BlockWork(Work):
         return self.training(self.counted(plan))
 
     def counted(self, plan: Any) -> Blocks:
-        """Of a `BlockPlan`. Layers that slide are counted as if they did not."""
+        """The sizes of a `BlockPlan`. Sliding layers are counted as if they were not sliding."""
         rows = plan.blocks
         slot, first = rows.ends_host
         before = int((slot - first + 1).sum()) * rows.size
-        own = rows.size * (rows.size + 1) / 2 if self.config.causal else rows.size**2
-        pairs = before + len(rows) * own
+        inside = rows.size * (rows.size + 1) / 2 if self.config.causal else rows.size**2
+        pairs = before + len(rows) * inside
         return Blocks(len(plan.slot_T), len(rows), len(plan.element_P), len(plan.head), pairs)
 
     def target_logits(self, plan: Any) -> float:

@@ -1,8 +1,8 @@
-"""DFlash's objective: every token of a block against the text, or the target's distribution.
+"""DFlash's objective: every token of a block against the text or the target's distribution.
 
-Weights fall by depth (`gamma`), or follow D-PACE (arXiv 2605.18810): with s_k half the chance that
-the draft gives the text's token at depth k plus a half, depth k counts the sum over m >= k of
-s_0 s_1 ... s_m, roughly how many tokens are lost when it is wrong.
+Weights decay with depth (`gamma`) or follow D-PACE (arXiv 2605.18810): with q_k the probability
+that the draft gives to the text's token at depth k, and s_k = (1 + q_k) / 2, the weight of depth k
+is the sum over m >= k of s_0 s_1 ... s_m: roughly how many tokens are lost if it is wrong.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class DFlashTrainerModule(BlockTrainerModule):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
     `loss` is "text" (cross entropy with the text's token), or, against the target's distribution,
-    "tv" (half the distance), a `Loss` or its name in `losses.registry`.
+    "tv" (half the L1 distance), a `Loss` or its name in `losses.registry`.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class DFlashTrainerModule(BlockTrainerModule):
 
     @torch.no_grad()
     def acceptance(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> Tensor | None:
-        """What the whole step must know before it is scored: the mean acceptance, for a loss that
-        weighs by it; or, for D-PACE, the sum of all weights over micro-batches and ranks, which
-        takes a forward of the draft in advance. None: one micro-batch on one rank needs neither."""
+        """What depends on the whole step and must be computed before scoring: for a loss that is
+        weighted by it, the mean acceptance; for D-PACE, the sum of all weights over micro-batches
+        and ranks, which takes an extra forward pass of the draft. None for one micro-batch on one
+        rank, which needs neither."""
         if self.weights != "dpace":
             return super().acceptance(ready, world)
         if len(ready) <= 1 and world.size == 1:
@@ -101,8 +102,8 @@ class DFlashTrainerModule(BlockTrainerModule):
         if self.weights == "dpace":
             scores = self._text_scores(ready, hidden_PE, None, acceptance)
         else:
-            counts_N = torch.where(task.charged_N, coefficient_N, 0.0)
-            scores = self._text_scores(ready, hidden_PE, counts_N, None)
+            weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
+            scores = self._text_scores(ready, hidden_PE, weight_N, None)
         loss = scores.loss
         if self.weights == "dpace" and acceptance is None:  # this batch is the whole step
             total = scores.coefficient_N.sum()
@@ -114,7 +115,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         ready: ReadyBatch[BlockPlan],
         hidden_PE: Tensor,
         coefficient_N: Tensor | None,  # None: D-PACE's
-        total: Tensor | None,  # of D-PACE's weights, over the step
+        total: Tensor | None,  # sum of D-PACE's weights over the step
     ) -> TokenScores:
         plan = ready.plan
         charged_N = self._charged_elements(plan, ready.covered_M)
@@ -135,19 +136,19 @@ class DFlashTrainerModule(BlockTrainerModule):
 
 
 def dpace_weights(plan: BlockPlan, row_loss_N: Tensor, charged_N: Tensor) -> Tensor:
-    """[N] from the cross entropies of a plan's elements; 0 where an element does not pay."""
+    """[N] weights from the cross entropies of a plan's elements; 0 for elements not charged."""
     element_N, blocks = plan.head.element_N, plan.counts[0]
 
-    def by_block(values_P: Tensor) -> Tensor:  # [K, blocks]; deeper than a block goes, 0
+    def by_block(values_P: Tensor) -> Tensor:  # [K, blocks]; 0 beyond the depth of a block
         return torch.stack(
             [F.pad(part, (0, blocks - len(part))) for part in plan.by_depth(values_P)]
         )
 
-    pays_P = torch.zeros_like(plan.supervised_P)
-    pays_P[element_N] = charged_N
-    smooth_P = torch.ones_like(pays_P, dtype=row_loss_N.dtype)
+    charged_P = torch.zeros_like(plan.supervised_P)
+    charged_P[element_N] = charged_N
+    smooth_P = torch.ones_like(charged_P, dtype=row_loss_N.dtype)
     smooth_P[element_N] = torch.where(charged_N, 0.5 * (-row_loss_N).exp() + 0.5, 1.0)
-    upto_KB = by_block(smooth_P).cumprod(0) * by_block(pays_P)
-    weight_KB = upto_KB.flip(0).cumsum(0).flip(0)
+    product_KB = by_block(smooth_P).cumprod(0) * by_block(charged_P)
+    weight_KB = product_KB.flip(0).cumsum(0).flip(0)
     weight_P = torch.cat([row[:count] for row, count in zip(weight_KB, plan.counts, strict=True)])
     return torch.where(charged_N, weight_P[element_N], 0.0)

@@ -1,11 +1,11 @@
-"""DSpark's objective: three terms on a block whose tokens know the one before them.
+"""DSpark's objective: three terms on a block in which each token depends on the one before it.
 
     text_weight * CE with the text's token + distance_weight * |q - p|
         + confidence_weight * BCE of the confidence towards 1 - |q - p| / 2
 
 at every token of a block up to the first that is not supervised. q is softmax(head(state) + Markov
-head(previous token)); in training the previous token is the text's. 1 - |q - p| / 2 is the chance
-that the token is accepted; no gradient runs through it.
+head(previous token)); in training the previous token is the text's. 1 - |q - p| / 2 is the
+probability that the token is accepted; no gradient flows through it.
 """
 
 import torch
@@ -79,8 +79,8 @@ class DSparkTrainerModule(BlockTrainerModule):
     ) -> HeadLoss:
         draft, head = self.draft_model, self.draft_model.markov_head
         assert head is not None
-        features_NR = head.features(self._previous(ready), hidden_PE.dtype)
-        counts_N = torch.where(task.charged_N, coefficient_N, 0.0)
+        features_NR = head.features(self._previous_tokens(ready), hidden_PE.dtype)
+        weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
         scores = frozen_head_loss(
             hidden_PE,
             draft.lm_head.weight,
@@ -92,15 +92,15 @@ class DSparkTrainerModule(BlockTrainerModule):
                 ready.supervision,
                 self.chunk_rows,
             ),
-            coefficient_N=counts_N,
+            coefficient_N=weight_N,
             token=(features_NR, head.out_WR),
         )
         loss, row_loss_N = scores.loss, scores.row_loss_N
         if draft.confidence_head is not None and self.confidence_weight > 0:
             state_NE = hidden_PE.index_select(0, task.elements.element_N)
-            wanted_N = (1 - 0.5 * scores.distance_N).clamp(0, 1)
-            odds_N = draft.confidence_head(state_NE, features_NR)
-            wrong_N = F.binary_cross_entropy_with_logits(odds_N, wanted_N, reduction="none")
-            loss = loss + self.confidence_weight * (wrong_N * counts_N).sum()
-            row_loss_N = row_loss_N + self.confidence_weight * wrong_N.detach()
+            accepted_N = (1 - 0.5 * scores.distance_N).clamp(0, 1)
+            log_odds_N = draft.confidence_head(state_NE, features_NR)
+            bce_N = F.binary_cross_entropy_with_logits(log_odds_N, accepted_N, reduction="none")
+            loss = loss + self.confidence_weight * (bce_N * weight_N).sum()
+            row_loss_N = row_loss_N + self.confidence_weight * bce_N.detach()
         return HeadLoss(loss, row_loss_N, scores.correct_N)

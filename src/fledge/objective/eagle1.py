@@ -1,8 +1,8 @@
-"""EAGLE-1's objective: foretell the target's next hidden state, and what its head says of it.
+"""EAGLE-1's objective: predict the target's next hidden state, and the token its head derives.
 
     loss = feature_weight * smooth L1(state, h) + token_weight * soft CE(head(state), head(h))
 
-at every supervised slot t, h the target's state at t + 1. The calls are those of
+at every supervised slot t, where h is the target's state at t + 1. The interface is that of
 `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
@@ -27,10 +27,10 @@ from fledge.rollout.slots import RowMasks
 class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    The batch carries the target's last hidden states twice: as the one aux layer (unshifted: what
-    the draft reads) and as supervision (shifted: what it foretells). In training a rollout is one
-    step long and reads noisy features; in eval mode it is followed for `draft_tokens` steps, each
-    from the draft's own state, as in serving.
+    The batch carries the target's last hidden states twice: as the only aux layer (unshifted: what
+    the draft reads) and as supervision (shifted: what it predicts). In training a rollout is one
+    step long and reads noisy features; in eval mode it takes `draft_tokens` steps, each from the
+    draft's own state, as in serving.
     """
 
     draft_model: LlamaEagle1DraftModel
@@ -60,7 +60,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
             raise ValueError(
                 "target_head: it has a bias, which engines do not give an EAGLE-1 draft; use eagle3"
             )
-        draft_model.config.draft_tokens = draft_tokens  # for files that lose their run
+        draft_model.config.draft_tokens = draft_tokens  # kept in config.json
         self.draft_tokens = draft_tokens
         self.feature_weight, self.token_weight = feature_weight, token_weight
         self.feature_noise = feature_noise
@@ -70,12 +70,12 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         return self.draft_tokens
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
-        """One step from every supervised slot; in eval mode, as many as are drafted."""
+        """One step from every supervised slot; in eval mode `draft_tokens` steps."""
         training, device = self.draft_model.training, self.selected_token_ids.device
         depths = 1 if training else self.draft_tokens
         plan = plan_rollout(masks, num_depths=depths, device=device, ranks=self._ranks)
         if training and self.feature_noise > 0:
-            return noisy(plan, masks, self._drawn_seed() if seed is None else seed)
+            return noisy(plan, masks, self._sample_seed() if seed is None else seed)
         return NoisyPlan(**vars(plan))
 
     def _states(
@@ -90,10 +90,10 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         )
 
     def _charged(self, covered_N: Tensor) -> Tensor:
-        return covered_N  # all: the draft says what the target can
+        return covered_N  # all of them: the draft has the target's vocabulary
 
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
-        """Every step the same weight; training has one."""
+        """The same weight for every step; training has only one."""
         wide = torch.promote_types(dtype, torch.float32)
         present_K = (count_K > 0).to(wide)
         return present_K / present_K.sum().clamp_min(1) / count_K.clamp_min(1)
@@ -106,10 +106,10 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         coefficient_N: Tensor,
         acceptance: Tensor | None,
     ) -> HeadLoss:
-        truth = ready.supervision
-        if not isinstance(truth, HiddenSupervision):
+        supervision = ready.supervision
+        if not isinstance(supervision, HiddenSupervision):
             raise ValueError(
-                "supervision: EAGLE-1 foretells the target's last hidden states; "
+                "supervision: EAGLE-1 predicts the target's last hidden states; "
                 "use hidden supervision"
             )
         tokens = head_loss(
@@ -120,18 +120,20 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
             acceptance_L=acceptance,
         )
         elements = task.elements
-        true_NE = truth.hidden_SD.index_select(0, truth.slot_M.index_select(0, elements.target_N))
-        wrong_N = _distance(hidden_PE.index_select(0, elements.element_N), true_NE)
-        charge_N = torch.where(task.charged_N, coefficient_N, 0.0)
+        true_NE = supervision.hidden_SD.index_select(
+            0, supervision.slot_M.index_select(0, elements.target_N)
+        )
+        distance_N = _distance(hidden_PE.index_select(0, elements.element_N), true_NE)
+        weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
         return HeadLoss(
-            tokens.loss + self.feature_weight * (wrong_N * charge_N).sum(),
-            self.token_weight * tokens.row_loss_N + self.feature_weight * wrong_N.detach(),
+            tokens.loss + self.feature_weight * (distance_N * weight_N).sum(),
+            self.token_weight * tokens.row_loss_N + self.feature_weight * distance_N.detach(),
             tokens.correct_N,
         )
 
 
 def _distance(state_NE: Tensor, true_NE: Tensor) -> Tensor:
-    """[N] smooth L1, mean over channels."""
+    """[N] smooth L1 distance, averaged over channels."""
     wide = torch.promote_types(state_NE.dtype, torch.float32)
     channels_NE = F.smooth_l1_loss(state_NE.to(wide), true_NE.to(wide), reduction="none")
     return channels_NE.mean(dim=-1)

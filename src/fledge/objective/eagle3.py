@@ -1,6 +1,6 @@
 """EAGLE-3's training-time test: roll the draft out from every supervised slot and score each depth.
 
-The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
+The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
 
     `loss` is a `Loss` or its name in `losses.registry` ("ce", "kl", "hard", ...); `lk_loss_type`
     ("alpha" or "lambda", with `lk_kl_scale` and `lk_kl_decay`) replaces it. `compute_dtype` is the
-    dtype of the step's matrices when it differs from the parameters'. With `depth_keep` < 1 a
-    rollout in training is followed one depth deeper with that chance only, and weighted so that the
+    dtype of the step's matrix products if it differs from the parameters'. With `depth_keep` < 1,
+    training continues a rollout to the next depth with that probability only, weighted so that the
     expected gradient is that of the full unroll. `feature_dropout` is the share of the target's
-    features that training leaves out. `quantum` rounds the sizes of a step up (`rollout/even.py`):
-    for whole rollouts on one rank. `compact=False` and `attention="reference"` are the slow twins
-    that tests compare with.
+    features that training drops. `quantum` rounds the sizes of a step up (`rollout/even.py`), for
+    complete rollouts on one rank. `compact=False` and `attention="reference"` are the slow
+    implementations that tests compare with.
     """
 
     draft_model: LlamaEagle3DraftModel
@@ -74,23 +74,23 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
         self.feature_dropout, self.quantum = feature_dropout, quantum
-        draft_model.config.ttt_steps = ttt_steps  # files without their run say how deep they draft
+        draft_model.config.ttt_steps = ttt_steps  # kept in config.json, for use without the run
 
     @property
     def depths(self) -> int:
         return self.ttt_steps
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
-        """Every supervised element; with `depth_keep` a sample of them, drawn from `seed` (None:
-        from torch's generator), as are the features left out."""
+        """Plan every supervised element, or with `depth_keep` a sample of them. The sample and the
+        dropped features are drawn from `seed` (None: from torch's generator)."""
         drops = self.draft_model.training and self.feature_dropout > 0
         if seed is None:
-            seed = self._drawn_seed() if self._keep < 1 or drops else 0
+            seed = self._sample_seed() if self._depth_keep < 1 or drops else 0
         plan = plan_rollout(
             masks,
             num_depths=self.ttt_steps,
             compact=self.compact,
-            keep=self._keep,
+            keep=self._depth_keep,
             seed=seed,
             device=self.selected_token_ids.device,
             ranks=self._ranks,
@@ -100,15 +100,15 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
 
     @property
     def can_be_even(self) -> bool:
-        """Whether its steps may have round sizes (`quantum`)."""
+        """Whether the sizes of its steps may be rounded up (`quantum`)."""
         return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for batches of so many tokens: rollouts are about as many, or fewer."""
+        """The quantum for batches of `tokens` tokens, which start at most as many rollouts."""
         return max(64, tokens // sizes)
 
     @property
-    def _keep(self) -> float:
+    def _depth_keep(self) -> float:
         return self.depth_keep if self.draft_model.training else 1.0
 
     def _states(
@@ -122,15 +122,15 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         return torch.cat(states)
 
     def _charged(self, covered_N: Tensor) -> Tensor:
-        """Only where the draft can say the target's top token."""
+        """Only covered elements: those whose target's top token is in the draft vocabulary."""
         return covered_N
 
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         depth_K = torch.arange(self.ttt_steps, device=count_K.device, dtype=wide)
         decay_K = self.step_decay**depth_K
-        stands_for_K = self._keep**-depth_K  # how many elements each one that is left stands for
-        return decay_K / decay_K.sum() / count_K.clamp_min(1) * stands_for_K
+        represented_K = self._depth_keep**-depth_K  # elements that each sampled one represents
+        return decay_K / decay_K.sum() / count_K.clamp_min(1) * represented_K
 
 
 def simulated_accept_length(
@@ -138,8 +138,8 @@ def simulated_accept_length(
 ) -> float:
     """tau = 1 + sum over depths of hits / valid; a depth without valid slots adds nothing.
 
-    Every round yields the target's own token, and each drafted token as long as all before it held.
-    The value is a numpy float, which is a Python float.
+    Every round yields the target's own token, and each drafted token for which all tokens before it
+    were accepted. The value is a numpy float, which is a Python float.
     """
     hits = torch.as_tensor(step_prefix_hits).double().cpu().numpy()
     valid = torch.as_tensor(step_valid).double().cpu().numpy()

@@ -1,15 +1,15 @@
-"""Loss, metrics and gradients through a head that is not trained: one sweep over the vocabulary.
+"""Loss, metrics and gradients through a frozen head: one sweep over the vocabulary.
 
     row loss = text_weight * CE(q, the text's token) + distance_weight * |q - p|
 
-with q = softmax(head(state) + token head(previous token)), p the target's distribution. While a
-chunk's logits exist they become the losses and then the gradient of the logits, which goes back
-through the head at once: two products with the vocabulary, none repeated, no gradient of the head.
-Nothing of [elements, W] survives a chunk. A token head (`draft.block_heads`) is two thin factors,
-and both of them are trained.
+with q = softmax(head(state) + token head(previous token)) and p the target's distribution. While a
+chunk's logits exist, they yield the losses and are then replaced by their own gradient, which is
+propagated through the head at once: two products with the vocabulary, none of them repeated, and no
+gradient of the head. No [elements, W] tensor outlives its chunk. A token head (`draft.block_heads`)
+consists of two thin factors, and both are trained.
 
-`head_loss.py` does the same for heads that are trained and for the other losses. Elements come
-sorted by the slot that holds their target, as there.
+`head_loss.py` does the same for heads that are trained and for the other losses. As there, elements
+are sorted by the slot that holds their target.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ from fledge.objective.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
 
 TokenFactors = tuple[Tensor, Tensor]  # features [N, R] of the elements' previous tokens, and [W, R]
-Weigh = Callable[[Tensor], Tensor]  # row losses [N] -> what each counts
+Weigh = Callable[[Tensor], Tensor]  # row losses [N] -> their weights
 
 
 @dataclass(frozen=True)
 class TokenTask:
-    """Which elements are scored, against what."""
+    """Which elements are scored, and against what."""
 
     elements: HeadElements
-    label_N: Tensor  # the text's tokens, as the draft counts them
+    label_N: Tensor  # the text's tokens, as draft ids
     text_weight: float = 1.0
     distance_weight: float = 0.0
-    supervision: Supervision | None = None  # needed where the distance counts
+    supervision: Supervision | None = None  # needed if the distance has a weight
     chunk_rows: int | None = None  # None: as many as fit
 
 
@@ -44,8 +44,8 @@ class TokenTask:
 class TokenScores:
     loss: Tensor  # sum over elements of coefficient * row loss, differentiable
     row_loss_N: Tensor
-    correct_N: Tensor  # bool: the draft's top token is the text's
-    distance_N: Tensor  # |q - p|; 0 where it does not count
+    correct_N: Tensor  # bool: the draft's top token is the text's token
+    distance_N: Tensor  # |q - p|; 0 if the distance has no weight
     coefficient_N: Tensor
 
 
@@ -58,9 +58,9 @@ def frozen_head_loss(
     weigh: Weigh | None = None,
     token: TokenFactors | None = None,
 ) -> TokenScores:
-    """Score all elements. What each counts is known (`coefficient_N`), or follows from the row
-    losses of all of them (`weigh`; no gradient runs through it), which needs no second sweep:
-    gradients of states can be scaled afterwards, as those of a trained factor could not."""
+    """Score all elements. Their weights are given (`coefficient_N`) or computed from all row losses
+    (`weigh`, through which no gradient flows). The latter needs no second sweep, because gradients
+    of states can be scaled afterwards; those of a trained factor could not."""
     assert (coefficient_N is None) != (weigh is None)
     assert token is None or weigh is None, "a token head needs the coefficients beforehand"
     features_NR, out_WR = token or (None, None)
@@ -103,7 +103,7 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class _Sweep:
-    """One pass over the elements, and the gradients that it leaves."""
+    """One pass over the elements, and the gradients that it computes."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Sweep:
         return self.dhidden_PE, self.dfeatures_NR, dout
 
     def scale(self, coefficient_N: Tensor) -> None:
-        """Weigh states whose gradients were taken as if each element counted 1."""
+        """Scale the gradients of the states, which were computed with coefficients of 1."""
         if self.dhidden_PE is not None:
             scale_P = coefficient_N.new_zeros(len(self.hidden_PE))
             scale_P[self.task.elements.element_N] = coefficient_N
@@ -153,14 +153,15 @@ class _Sweep:
             logits_JW = self._logits(element_J, part)
             scored = self._score(logits_JW, part, slots, coefficient_N[part])
             row_loss_N[part], correct_N[part], distance_N[part], dlogits_JW = scored
-            self._send_back(dlogits_JW, element_J, part)
-            del logits_JW, scored, dlogits_JW  # before the next chunk's: each is half a gigabyte
+            self._backpropagate(dlogits_JW, element_J, part)
+            del logits_JW, scored, dlogits_JW  # before the next chunk: each takes half a gigabyte
         correct_N &= row_loss_N.isfinite()
         return row_loss_N, correct_N, distance_N
 
     def _chunk_rows(self) -> int:
-        spared = 4 if kernel_runs(self.hidden_PE, what="head loss") else 1  # copies in fp32
-        return max(1, spared * CHUNK_SCORES // len(self.head))
+        # the kernel makes no fp32 copies of the logits
+        copies_avoided = 4 if kernel_runs(self.hidden_PE, what="head loss") else 1
+        return max(1, copies_avoided * CHUNK_SCORES // len(self.head))
 
     def _logits(self, element_J: Tensor, part: slice) -> Tensor:
         logits_JW = F.linear(self.hidden_PE.index_select(0, element_J), self.head)
@@ -168,7 +169,7 @@ class _Sweep:
             logits_JW.addmm_(self.features_NR[part], self.token_out.t())
         return logits_JW
 
-    def _send_back(self, dlogits_JW: Tensor, element_J: Tensor, part: slice) -> None:
+    def _backpropagate(self, dlogits_JW: Tensor, element_J: Tensor, part: slice) -> None:
         if self.dhidden_PE is None:
             return
         self.dhidden_PE.index_copy_(0, element_J, dlogits_JW @ self.head)
@@ -181,17 +182,18 @@ class _Sweep:
     def _score(
         self, logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Row losses, hits, distances, and coefficient * gradient [J, W] in the logits' place."""
+        """Row losses, hits, distances, and coefficient * gradient [J, W]; the logits are
+        overwritten."""
         task, label_J = self.task, self.task.label_N[part]
         probs_MW, slot_J = self._probs(part, slots)
         if kernel_runs(logits_JW, what="head loss"):
             from fledge.kernels.text_rows import fused_text_rows
 
-            found = fused_text_rows(
+            scores = fused_text_rows(
                 logits_JW, probs_MW, slot_J, label_J, coefficient_J,
                 text_weight=task.text_weight, distance_weight=task.distance_weight,
             )  # fmt: skip
-            return *found, logits_JW
+            return *scores, logits_JW
         probs_JW = None
         if probs_MW is not None and slot_J is not None:
             probs_JW = probs_MW.index_select(0, slot_J)
@@ -204,7 +206,7 @@ class _Sweep:
         return loss_J, correct_J, distance_J, dlogits_JW
 
     def _probs(self, part: slice, slots: slice) -> tuple[Tensor | None, Tensor | None]:
-        """The target's distributions that a chunk needs, and each element's row of them."""
+        """The target's distributions that a chunk needs, and each element's row among them."""
         task = self.task
         if task.distance_weight == 0:
             return None, None
@@ -220,7 +222,7 @@ def text_rows(
     text_weight: float,
     distance_weight: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [J], distances [J] and the gradient with respect to the logits, which are used up."""
+    """Losses [J], distances [J] and the gradient of the logits; the logits are overwritten."""
     lse_J1 = logits_JW.logsumexp(dim=-1, keepdim=True)
     label_J1 = label_J[:, None]
     loss_J = text_weight * (lse_J1 - logits_JW.gather(1, label_J1)).squeeze(-1)
@@ -229,11 +231,11 @@ def text_rows(
         gradient_JW = q_JW.mul_(text_weight)
         distance_J = torch.zeros_like(loss_J)
     else:
-        apart_JW = q_JW - probs_JW
-        distance_J = apart_JW.abs().sum(-1)
-        side_JW = apart_JW.sign_()
-        mean_J1 = (q_JW * side_JW).sum(-1, keepdim=True)
-        factor_JW = side_JW.sub_(mean_J1).mul_(distance_weight).add_(text_weight)
+        difference_JW = q_JW - probs_JW
+        distance_J = difference_JW.abs().sum(-1)
+        sign_JW = difference_JW.sign_()
+        mean_J1 = (q_JW * sign_JW).sum(-1, keepdim=True)
+        factor_JW = sign_JW.sub_(mean_J1).mul_(distance_weight).add_(text_weight)
         gradient_JW = q_JW.mul_(factor_JW)
         loss_J = loss_J + distance_weight * distance_J
     minus_J1 = torch.full_like(label_J1, -text_weight, dtype=gradient_JW.dtype)

@@ -1,10 +1,10 @@
-"""Draft head, loss, metrics and their gradients, chunk by chunk: no [elements, W] survives a chunk.
+"""Draft head, loss, metrics and gradients, in chunks: no [elements, W] tensor outlives its chunk.
 
-The gradients are written out and taken in the forward pass, while a chunk's logits exist; the
-backward pass only scales what was kept: [elements, E] for the states and [W, E] for the head.
-A `losses.base.Loss` says what is computed here.
+Gradients are hand-written and computed in the forward pass, while a chunk's logits exist; the
+backward pass only scales what was saved: [elements, E] for the states and [W, E] for the head.
+The loss itself is defined by a `losses.base.Loss`.
 
-Elements come sorted by the slot that holds their target (`rollout.plan.HeadElements`), so a chunk
+Elements are sorted by the slot that holds their target (`rollout.plan.HeadElements`), so a chunk
 needs a short range of target slots and derives each slot's distribution once for all depths.
 """
 
@@ -27,24 +27,24 @@ from fledge.rollout.plan import HeadElements
 class HeadLoss:
     loss: Tensor  # sum over elements of coefficient * row loss, differentiable
     row_loss_N: Tensor  # per element, before the coefficient; elements as in `HeadElements`
-    correct_N: Tensor  # bool: the draft's top token is the target's
+    correct_N: Tensor  # bool: the draft's top token is the target's top token
 
 
 @dataclass(frozen=True)
 class HeadTask:
-    """Which elements are scored, against what, by which loss."""
+    """Which elements are scored, against which supervision, with which loss."""
 
     elements: HeadElements
     supervision: Supervision
     charged_N: Tensor  # bool
     loss: Loss
-    # depths, where each is a loss with means of its own; 1, where all elements are one loss: only a
-    # loss that weighs by mean acceptance asks
+    # the number of depths, if each is a loss with its own mean; 1, if all elements form one loss.
+    # Read only for losses that are weighted by mean acceptance
     num_losses: int
     chunk_rows: int | None = None  # None: as many as fit
 
     def which_loss(self) -> Tensor:
-        """[N] the loss that an element belongs to."""
+        """[N] index of the loss that each element belongs to."""
         depth_N = self.elements.depth_N
         return depth_N if self.num_losses > 1 else torch.zeros_like(depth_N)
 
@@ -54,15 +54,15 @@ def head_loss(
     head_WE: Tensor,
     task: HeadTask,
     *,
-    coefficient_N: Tensor,  # what a charged row's loss counts
+    coefficient_N: Tensor,  # weight of each row's loss, where it is charged
     acceptance_L: Tensor | None = None,
 ) -> HeadLoss:
-    """Score all elements. `hidden_PE` [all depths' rows, E] after the final norm.
+    """Score all elements. `hidden_PE` [rows of all depths, E] are the states after the final norm.
 
-    `acceptance_L` is the mean acceptance of each loss, for a loss that needs it; None: the mean
+    `acceptance_L` is the mean acceptance of each loss, for losses that need it; None takes the mean
     over the elements of this call.
-    `head_WE` may be an fp32 master of a bf16 step: it is cast to the states' dtype here, and its
-    gradient is summed over the chunks in fp32.
+    `head_WE` may be an fp32 master weight in a bf16 step: it is cast to the states' dtype here, and
+    its gradient is summed over the chunks in fp32.
     """
     weight_N = None
     if task.loss.needs_acceptance:
@@ -79,10 +79,10 @@ def head_loss(
 
 @torch.no_grad()
 def head_acceptance(hidden_PE: Tensor, head_WE: Tensor, task: HeadTask) -> Tensor:
-    """[2, L] float64: per loss the acceptance of its charged elements, summed, and their count.
+    """[2, L] float64: for each loss, the summed acceptance of its charged elements and their count.
 
-    A pass of its own over the logits: a third of the head's work, against two thirds for keeping
-    the gradients of both terms of a weighed loss apart.
+    This is a separate pass over the logits. It costs a third of the head's work; keeping the
+    gradients of both terms of a weighted loss apart would cost two thirds.
     """
     head = head_WE.to(hidden_PE.dtype)
     alpha_N = hidden_PE.new_zeros(len(task.elements), dtype=torch.float64)
@@ -94,20 +94,21 @@ def head_acceptance(hidden_PE: Tensor, head_WE: Tensor, task: HeadTask) -> Tenso
 
 
 def mean_acceptance(sums_2L: Tensor) -> Tensor:
-    """[L] from sums of `head_acceptance`; 0 of nothing."""
+    """[L] means from the sums of `head_acceptance`; 0 for a loss without elements."""
     return sums_2L[0] / sums_2L[1].clamp_min(1)
 
 
 def _wide(hidden_PE: Tensor) -> torch.dtype:
-    """What losses are computed in: at least fp32."""
+    """The dtype in which losses are computed: at least fp32."""
     return torch.promote_types(hidden_PE.dtype, torch.float32)
 
 
 def _chunk_rows(hidden_PE: Tensor, width: int, loss: Loss) -> int:
-    """As many as fit the memory of a chunk: the kernel has no fp32 copies of the logits."""
+    """As many rows as fit the memory of a chunk: more with the kernel, which makes no fp32 copies
+    of the logits."""
     fused = loss.kernel is not None and kernel_runs(hidden_PE, what="head loss")
-    copies_spared = 4 if fused else 1
-    return max(1, copies_spared * CHUNK_SCORES // width)
+    copies_avoided = 4 if fused else 1
+    return max(1, copies_avoided * CHUNK_SCORES // width)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -138,7 +139,7 @@ class _HeadLoss(torch.autograd.Function):
                 dhidden_PE.index_copy_(0, element_J, dlogits_JW @ head)
             if dhead_WE is not None:
                 _add_product(dhead_WE, dlogits_JW, x_JE)
-        correct_N &= row_loss_N.isfinite()  # the likeliest of NaN agrees with that of NaN
+        correct_N &= row_loss_N.isfinite()  # the argmaxes of two NaN rows agree
         loss = (row_loss_N * coefficient_N).sum()
         ctx.save_for_backward(dhidden_PE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
         ctx.mark_non_differentiable(row_loss_N, correct_N)
@@ -146,19 +147,19 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # a second copy of the head's gradient only for those who keep the graph
-        scaled = (
+        # scale in place, without a second copy of the head's gradient, unless the graph is retained
+        multiply = (
             torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
         )
         dhidden_PE, dhead_WE = (
-            None if grad is None else scaled(grad, grads[0].to(grad.dtype))
+            None if grad is None else multiply(grad, grads[0].to(grad.dtype))
             for grad in ctx.saved_tensors
         )
         return dhidden_PE, dhead_WE, None, None, None, None
 
 
 def _add_product(into_WE: Tensor, dlogits_JW: Tensor, x_JE: Tensor) -> None:
-    """into += dlogits.T @ x, summed in `into`'s fp32 by the product itself where a GPU can."""
+    """into += dlogits.T @ x. On a GPU the product itself accumulates in the fp32 of `into`."""
     if into_WE.is_cuda and into_WE.dtype == torch.float32 != x_JE.dtype:
         left_WJ = dlogits_JW.t()
         torch.addmm(into_WE, left_WJ, x_JE, out_dtype=torch.float32, out=into_WE)
@@ -168,21 +169,21 @@ def _add_product(into_WE: Tensor, dlogits_JW: Tensor, x_JE: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What a chunk's elements are scored against; slots are shared between depths."""
+    """What the elements of a chunk are scored against; slots are shared between depths."""
 
     slots_MW: Tensor  # the target's probabilities
-    slot_J: Tensor  # each element's row of them
+    slot_J: Tensor  # each element's row of `slots_MW`
     top_J: Tensor  # the target's top token
 
     def per_element(self) -> Tensor:
-        """The probabilities [J, W] that each element is scored against."""
+        """The target's probabilities [J, W], one row per element."""
         return self.slots_MW.index_select(0, self.slot_J)
 
 
 def _chunks(
     task: HeadTask, hidden_PE: Tensor, head: Tensor
 ) -> Iterator[tuple[slice, Tensor, _Targets]]:
-    """Chunk by chunk: which elements, their rows among the states, what the target says."""
+    """For each chunk: its slice of the elements, their rows among the states, their targets."""
     elements = task.elements
     rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head), task.loss)
     for part, slots in elements.chunks(rows):
@@ -193,7 +194,7 @@ def _chunks(
 
 
 def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
-    """The chance [J] that speculative sampling accepts the draft's token."""
+    """The probability [J] that speculative sampling accepts the draft's token."""
     if kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
@@ -205,7 +206,7 @@ def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
 def _score(
     logits_JW: Tensor, target: _Targets, loss: Loss, coefficient_J: Tensor, weight_J: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row losses [J], hits [J], and coefficient * gradient [J, W]; the logits are used up."""
+    """Row losses [J], hits [J], and coefficient * gradient [J, W]; the logits are overwritten."""
     if loss.kernel is not None and kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 

@@ -1,9 +1,8 @@
 """P-EAGLE's objective: sampled rollouts of a parallel-drafting draft, all depths in one pass.
 
-The calls are those of `rollout.RolloutTrainerModule`; docs/semantics.md has the rule. It differs
-from EAGLE-3's in four lines: rollouts are sampled, the draft runs all depths at once, every
-supervised element is charged (not only those whose target the draft can say), and no depth is worth
-less than another.
+The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules. It differs
+from EAGLE-3's objective in four points: rollouts are sampled, the draft runs all depths at once,
+every supervised element is charged (not only covered ones), and weights do not decay with depth.
 """
 
 import torch
@@ -21,20 +20,20 @@ from fledge.rollout.context import ContextRanks
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
 from fledge.rollout.slots import RowMasks
 
-EVALUATION_SEED = 0  # the same rollouts at every evaluation: what changes is the draft
+EVALUATION_SEED = 0  # the same rollouts at every evaluation, so that only the draft differs
 
 
 class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    What is sampled follows from `seed` (an argument of `prepare` and of the call). Without
-    one, a draft in training mode samples from torch's generator, and one in evaluation mode the
-    same rollouts every time.
+    `seed` (an argument of `prepare` and of the call) determines what is sampled. Without one, a
+    draft in training mode draws a seed from torch's generator, and a draft in evaluation mode
+    samples the same rollouts every time.
 
-    `sequence_partitions` cuts a batch into segments that run one after another: same loss, same
-    gradients, less memory, one more forward. `max_anchors` caps the rollouts of a row.
+    `sequence_partitions` splits a batch into segments that run one after another: same loss, same
+    gradients, less memory, one more forward pass. `max_anchors` caps the rollouts of a row.
     `balance_depths` gives every depth the same weight instead of every element. Loss, dtype and
-    chunk options are `Eagle3TrainerModule`'s, with KL as the default.
+    chunk options are those of `Eagle3TrainerModule`, with KL as the default loss.
     """
 
     draft_model: LlamaEagle3DraftModel
@@ -69,7 +68,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: must be a positive int, got {value!r}")
-        _settle_mask_token(draft_model, mask_token_id)
+        _resolve_mask_token(draft_model, mask_token_id)
         vocabulary = (selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
         options = (target_head, compute_dtype, chunk_rows, attention, context)
@@ -79,12 +78,12 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         self.down_sample_ratio_min = down_sample_ratio_min
         self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
         self.quantum = 0  # rounds the sizes of a step up (`rollout/even_parallel.py`)
-        trained_for = {
+        trained_with = {
             "num_depths": num_depths,
             "down_sample_ratio": down_sample_ratio,
             "down_sample_ratio_min": down_sample_ratio_min,
         }
-        draft_model.config.update(trained_for)  # files without their run say how deep they draft
+        draft_model.config.update(trained_with)  # kept in config.json, for use without the run
 
     @property
     def depths(self) -> int:
@@ -96,7 +95,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> ParallelPlan:
         if seed is None:
-            seed = self._drawn_seed() if self.draft_model.training else EVALUATION_SEED
+            seed = self._sample_seed() if self.draft_model.training else EVALUATION_SEED
         return plan_parallel(
             masks,
             num_depths=self.num_depths,
@@ -112,11 +111,11 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
 
     @property
     def can_be_even(self) -> bool:
-        """Whether its steps may have round sizes (`quantum`)."""
+        """Whether the sizes of its steps may be rounded up (`quantum`)."""
         return self.sequence_partitions == 1 and self.context is None
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for batches of so many tokens, each of which may start a rollout."""
+        """The quantum for batches of `tokens` tokens, each of which may start a rollout."""
         return max(16, tokens // sizes)
 
     def _states(
@@ -132,7 +131,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         )
 
     def _charged(self, covered_N: Tensor) -> Tensor:
-        """Wherever the loss mask is set, which is what made it an element."""
+        """All of them: elements exist only where the loss mask is set."""
         return torch.ones_like(covered_N)
 
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,18 +141,20 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         return (1.0 / count_K.sum().clamp_min(1).to(wide)).expand(self.num_depths)
 
 
-def _settle_mask_token(draft_model: LlamaEagle3DraftModel, mask_token_id: int | None) -> None:
-    """The id used at depths >= 1: given here or in the config, and kept in the config."""
+def _resolve_mask_token(draft_model: LlamaEagle3DraftModel, mask_token_id: int | None) -> None:
+    """Set the id for depths >= 1 in the config; if none is given, the config must have one."""
     config = draft_model.config
     if not config.parallel_drafting:
         raise ValueError("parallel_drafting: the draft was built without it; set it in its config")
-    known = config.mask_token_id
+    configured = config.mask_token_id
     if mask_token_id is None:
-        mask_token_id = known
+        mask_token_id = configured
     if mask_token_id is None or not 0 <= mask_token_id < config.vocab_size:
         raise ValueError(
             f"mask_token_id: must be in 0..{config.vocab_size - 1}, got {mask_token_id!r}"
         )
-    if known is not None and known != mask_token_id:
-        raise ValueError(f"mask_token_id: the draft was trained with {known}, got {mask_token_id}")
+    if configured is not None and configured != mask_token_id:
+        raise ValueError(
+            f"mask_token_id: the draft was trained with {configured}, got {mask_token_id}"
+        )
     config.mask_token_id = mask_token_id

@@ -1,10 +1,10 @@
-"""What every rollout objective shares: the call, the supervision, the head, the metrics.
+"""What all rollout objectives share: the calls, the supervision, the head, the metrics.
 
-`prepare` and `score` read top to bottom: plan, coverage; rollout, head + loss, metrics. An
-objective says how a batch is laid out (`plan`), what the draft computes on it (`_states`), which
-elements are charged (`_charged`) and what each depth weighs (`_coefficients`). The target's answer
-comes shifted (see `core.batch`); the only shift here is that of a loss mask on the host
-(`plan_rows`).
+`prepare` plans a batch and determines coverage; `score` runs the rollout, then head and loss, then
+the metrics. A subclass defines how a batch is laid out (`plan`), what the draft computes on it
+(`_states`), which elements are charged (`_charged`) and the weight of each depth
+(`_coefficients`). The target's answer arrives shifted (see `core.batch`); the only shift here is
+that of the loss mask on the host (`plan_rows`).
 """
 
 from abc import ABC, abstractmethod
@@ -50,19 +50,19 @@ Plan = TypeVar("Plan", bound=RolloutPlan)
 
 @dataclass(frozen=True)
 class ReadyBatch(Generic[Plan]):
-    """What can be known of a batch before the draft runs, so that it is found out only once."""
+    """Everything about a batch that is computed once, before the draft runs."""
 
     plan: Plan
-    input_ids: Tensor  # [B, T] of the batch; of several ranks on the same rows [L], cut already
-    aux_OD: Tensor  # [O, A * D] on the key axis, of which several ranks have a part each
+    input_ids: Tensor  # [B, T]; with several ranks on the same rows [L], this rank's part
+    aux_OD: Tensor  # [O, A * D] on the key axis; with several ranks, this rank's part
     supervision: Supervision
-    covered_M: Tensor  # bool per target slot: the draft can say the target's top token
-    charged_K: Tensor  # int64 per depth: what the loss is divided by; all that could be charged
+    covered_M: Tensor  # bool per target slot: the target's top token is in the draft vocabulary
+    charged_K: Tensor  # int64 per depth: chargeable elements, by which the loss is divided
 
 
-def _real(plan: RolloutPlan, which_N: Tensor) -> Tensor:
-    """Of some head elements those that are not there for the size alone."""
-    return which_N if plan.head.real_N is None else which_N & plan.head.real_N
+def _without_padding(plan: RolloutPlan, mask_N: Tensor) -> Tensor:
+    """A mask of head elements, without those that only pad the plan to a round size."""
+    return mask_N if plan.head.real_N is None else mask_N & plan.head.real_N
 
 
 class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
@@ -103,12 +103,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             )
         self._draft_head: TargetHead | None = None
 
-    # --- what an objective says -----------------------------------------------------------------
+    # --- what an objective defines --------------------------------------------------------------
 
     @property
     @abstractmethod
     def depths(self) -> int:
-        """Depths of a rollout: the length of every per-depth count."""
+        """Depths of a rollout: the length of all per-depth counts."""
 
     @property
     def reads_target(self) -> bool:
@@ -116,55 +116,55 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
 
     @property
     def _ranks(self) -> ContextRanks | None:
-        """The ranks that train on the same rows. What is measured in eval mode is each rank's own:
-        there is no backward pass to keep anything for."""
+        """The ranks that train on the same rows. None in eval mode, where every rank measures its
+        own rows: without a backward pass there is no memory to save by sharing."""
         return self.context if self.draft_model.training else None
 
-    def _drawn_seed(self) -> int:
-        """From torch's generator, where a call brings no seed."""
+    def _sample_seed(self) -> int:
+        """Draw a seed from torch's generator, for calls that pass none."""
         if self._ranks is not None:
             raise ValueError("seed: ranks on the same rows must sample alike; give the step's seed")
         return draw_seed()
 
     @property
     def _num_losses(self) -> int:
-        """How many means the loss is made of: one a depth, or 1 over all elements together."""
+        """The number of means that make up the loss: one per depth, or 1 over all elements."""
         return self.depths
 
     @abstractmethod
     def plan(self, masks: RowMasks, seed: int | None = None) -> Plan:
-        """Lay out the rollout on the draft's device; reading masks that are on the host costs no
-        sync. `seed` fixes what is sampled, where something is."""
+        """Lay out the rollout on the draft's device. Masks on the host are read without a
+        synchronization. `seed` determines all sampling."""
 
     @abstractmethod
     def _states(
         self, plan: Plan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
-        """Head inputs [all depths' rows end to end, E], after the final norm, computed in `dtype`
-        (None: the parameters')."""
+        """Head inputs [rows of all depths end to end, E], after the final norm, computed in `dtype`
+        (None: the dtype of the parameters)."""
 
     def _covered(self, plan: Plan, input_ids_BT: Tensor, supervision: Supervision) -> Tensor:
-        """[M] bool: the draft could say what each target slot asks for, the target's top token."""
+        """[M] bool: whether the target's top token at each slot is in the draft vocabulary."""
         return supervision.coverage()
 
     @abstractmethod
     def _charged(self, covered_N: Tensor) -> Tensor:
-        """Which head elements pay, given which of them the draft could say."""
+        """Which head elements are charged, given which of them are covered."""
 
     @abstractmethod
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
-        """[K] what one charged element of a depth counts in the loss."""
+        """[K] the weight of one charged element of each depth in the loss."""
 
     # --- a step ---------------------------------------------------------------------------------
 
     def plan_rows(self, rows: TokenBatch, seed: int) -> Plan:
-        """Lay out the rollout from rows on the host, which are not shifted: the loss mask moves
-        with its tokens (slot t reads token t + 1), as everything in the target's answer does."""
+        """Lay out the rollout from unshifted rows on the host. The loss mask is shifted with its
+        tokens (slot t reads token t + 1), as is everything in the target's answer."""
         return self.plan(RowMasks.of(rows, shift_left(rows.loss_mask)), seed)
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> ReadyBatch[Plan]:
-        """Plan a batch and count what it will be charged for: [K] of this count, summed over the
-        micro-batches and ranks of an optimizer step, is the `normalizer` of each of them."""
+        """Plan a batch and count its charged elements. The count [K], summed over all micro-batches
+        and ranks of an optimizer step, is the `normalizer` that `score` takes."""
         plan = self.plan_rows(rows, seed)
         inputs: dict[str, Any] = answer.to_trainer_inputs()
         return self.prepare_inputs(**inputs, plan=plan)
@@ -181,8 +181,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         seed: int | None = None,
         **rest: Tensor | None,  # the other supervisions (see `_supervision`), and packing
     ) -> ReadyBatch[Plan]:
-        """`prepare` with the arguments of the call. Without a plan it is made from the masks given:
-        one sync if they are on the device."""
+        """`prepare` from the arguments of `forward`. Without a plan, one is made from the masks,
+        which takes one synchronization if they are on the device."""
         packing = {name: rest.pop(name, None) for name in PACKING_FIELDS}
         rest["target_logits"] = target_logits
         rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
@@ -193,7 +193,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             covered_M = self._covered(plan, input_ids, supervision)
         if plan.asked_MK is None:
             charged_K = self._per_depth(plan, self._charged_elements(plan, covered_M))
-        else:  # thinned: the rest stands for all of them
+        else:  # sampled: the elements that were kept represent all of them
             charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
         if plan.share is None:
             inputs = (input_ids, plan.on_key_axis(aux_hidden_states))
@@ -203,17 +203,17 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
 
     @torch.no_grad()
     def acceptance(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> Tensor | None:
-        """[1 or K] the mean acceptance of charged elements over all micro-batches and ranks, per
-        depth where depths are losses of their own, for a loss that weighs by it: a forward of the
-        draft in advance. None: no such loss, or one micro-batch on one rank, whose mean `score`
-        takes from its own states."""
+        """[1 or K] the mean acceptance of charged elements over all micro-batches and ranks (per
+        depth where each depth is a loss of its own), for a loss that is weighted by it. This takes
+        an extra forward pass of the draft. None for other losses, and for one micro-batch on one
+        rank, where `score` takes the mean from its own states."""
         if not self.loss.needs_acceptance or (len(ready) <= 1 and world.size == 1):
             return None
         device, head_WE = self.selected_token_ids.device, self.draft_model.lm_head.weight
         sums_2L = torch.zeros(2, self._num_losses, dtype=torch.float64, device=device)
-        with no_autocast(device.type) as asked_dtype:
+        with no_autocast(device.type) as autocast_dtype:
             for batch in ready:
-                hidden_PE = self._hidden(batch, asked_dtype)
+                hidden_PE = self._hidden(batch, autocast_dtype)
                 sums_2L += head_acceptance(hidden_PE, head_WE, self._head_task(batch))
         return mean_acceptance(world.sum_(sums_2L))
 
@@ -221,23 +221,23 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self,
         ready: ReadyBatch[Plan],
         normalizer: Tensor | None = None,  # [K]; None: this batch is the whole step
-        acceptance: Tensor | None = None,  # of the step, as `acceptance` gives it
+        acceptance: Tensor | None = None,  # of the step, as returned by `acceptance`
     ) -> RolloutOutput:
-        """Loss and metrics. With the step's `normalizer` and `acceptance` the losses of its
-        micro-batches add up to the loss of the step, however it is cut.
+        """Loss and metrics. With the step's `normalizer` and `acceptance`, the losses of its
+        micro-batches add up to the loss of the step, however the step is split.
 
-        Under torch.autocast its dtype is the step's, unless the module has a `compute_dtype`; the
-        backward pass belongs outside, as always.
+        Under torch.autocast the step computes in autocast's dtype, unless the module has a
+        `compute_dtype`; the backward pass belongs outside the context, as usual.
         """
         plan, count_K = ready.plan, ready.charged_K if normalizer is None else normalizer
-        with no_autocast(self.selected_token_ids.device.type) as asked_dtype:
-            hidden_PE = self._hidden(ready, asked_dtype)
+        with no_autocast(self.selected_token_ids.device.type) as autocast_dtype:
+            hidden_PE = self._hidden(ready, autocast_dtype)
             task = self._head_task(ready)
             coefficient_N = self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N]
             scored = self._score(ready, task, hidden_PE, coefficient_N, acceptance)
             loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
-            # a target that the draft cannot say is a rejection, charged or not
-            covered_N = _real(plan, ready.covered_M[plan.head.target_N])
+            # an element that is not covered is a rejection, charged or not
+            covered_N = _without_padding(plan, ready.covered_M[plan.head.target_N])
             charged_K = self._per_depth(plan, task.charged_N)
             return self._output(
                 plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N
@@ -260,8 +260,9 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         normalizer: Tensor | None = None,  # [K]
         seed: int | None = None,
     ) -> RolloutOutput:
-        """Loss and metrics of one batch: `prepare_inputs` and `score`. With `normalizer` it is one
-        of several; a loss that weighs by acceptance wants those scored as `train_step` does."""
+        """Loss and metrics of one batch: `prepare_inputs`, then `score`. Pass `normalizer` if the
+        batch is one of several; with a loss that is weighted by acceptance, these have to be scored
+        as `train_step` does it."""
         ready = self.prepare_inputs(
             input_ids, attention_mask, loss_mask, aux_hidden_states, target_logits, seed=seed,
             target_probs=target_probs, position_mask=position_mask,
@@ -270,17 +271,18 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         )  # fmt: skip
         return self.score(ready, normalizer)
 
-    # --- its parts ------------------------------------------------------------------------------
+    # --- the parts of a step --------------------------------------------------------------------
 
-    def _hidden(self, ready: ReadyBatch[Plan], asked_dtype: torch.dtype | None) -> Tensor:
+    def _hidden(self, ready: ReadyBatch[Plan], autocast_dtype: torch.dtype | None) -> Tensor:
+        """Head inputs of a batch, see `_states`."""
         plan, input_ids = ready.plan, ready.input_ids
         if plan.share is None:
             input_ids = plan.on_key_axis(input_ids)
-        return self._states(plan, ready.aux_OD, input_ids, self.compute_dtype or asked_dtype)
+        return self._states(plan, ready.aux_OD, input_ids, self.compute_dtype or autocast_dtype)
 
     def _charged_elements(self, plan: Plan, covered_M: Tensor) -> Tensor:
-        """[N] bool"""
-        return _real(plan, self._charged(covered_M[plan.head.target_N]))
+        """[N] bool: which head elements of a plan are charged."""
+        return _without_padding(plan, self._charged(covered_M[plan.head.target_N]))
 
     def _head_task(self, ready: ReadyBatch[Plan]) -> HeadTask:
         elements = ready.plan.head
@@ -298,7 +300,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         ready: ReadyBatch[Plan],
         task: HeadTask,
         hidden_PE: Tensor,
-        coefficient_N: Tensor,  # what a charged element counts in the loss
+        coefficient_N: Tensor,  # weight of a charged element in the loss
         acceptance: Tensor | None,
     ) -> HeadLoss:
         head_WE = self.draft_model.lm_head.weight
@@ -331,11 +333,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         )
 
     def _at_all_depths(self, count_K: Tensor) -> Tensor:
-        """Counts of a plan that may be shallower than the figures that are kept."""
+        """Pad counts with zeros: a plan may be shallower than the metrics."""
         return F.pad(count_K, (0, self.depths - len(count_K)))
 
     def _check_shapes(self, input_ids: Tensor, **given: Tensor | None) -> None:
-        """Everything fits the rows, the draft and its vocabulary, or is named."""
+        """Raise ValueError for a tensor that does not fit the rows, the draft or its vocabulary."""
         rows_BT, config = list(input_ids.shape), self.draft_model.config
         aux_width = config.num_aux_hidden_states * config.target_hidden_size
         shapes = {
@@ -354,7 +356,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
                 raise ValueError(f"{name}: must be {shape}, got {list(tensor.shape)}")
 
     def _per_depth(self, plan: Plan, values_N: Tensor) -> Tensor:
-        """[K] sums of per-element values; counts in int64."""
+        """[K] sums of per-element values; in int64 for counts."""
         if not values_N.is_floating_point():
             values_N = values_N.to(torch.int64)
         return values_N.new_zeros(self.depths).index_add_(0, plan.head.depth_N, values_N)
@@ -368,9 +370,9 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         position_mask: Tensor | None = None,  # [B, T, 1]
         target_last_hidden_states: Tensor | None = None,  # [B, T, D]
     ) -> Supervision:
-        given = (target_logits, target_probs, target_last_hidden_states)
-        one = sum(answer is not None for answer in given) == 1
-        if not one or (target_probs is None) != (position_mask is None):
+        encodings = (target_logits, target_probs, target_last_hidden_states)
+        exactly_one = sum(encoding is not None for encoding in encodings) == 1
+        if not exactly_one or (target_probs is None) != (position_mask is None):
             raise ValueError(
                 "supervision: give exactly one of target_logits, target_probs with position_mask, "
                 "target_last_hidden_states"
@@ -390,7 +392,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         return VocabularyTensors(self.selected_token_ids, self.selected_token_mask)
 
     def _heads(self, device: torch.device) -> tuple[TargetHead, TargetHead]:
-        """The target's head on the batch's device, and its rows of the draft vocabulary."""
+        """The target's head on the batch's device, and its rows for the draft vocabulary."""
         if self.target_head is None:
             raise ValueError("target_head: needed to read target_last_hidden_states")
         if self.target_head.weight_VD.device != device:

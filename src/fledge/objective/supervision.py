@@ -1,8 +1,8 @@
 """The target's answer at the slots that hold targets, in any of the three encodings.
 
 Three encodings, one interface: probabilities for a range of slots when a chunk of the loss needs
-them, and coverage (is the target's top token one the draft can say?) for all slots before. Nothing
-of [slots, V] exists for longer than a chunk unless the batch itself brought it.
+them, and, before that, coverage (is the target's top token in the draft vocabulary?) for all slots.
+No [slots, V] tensor outlives a chunk, unless it is part of the batch.
 """
 
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ class Supervision(Protocol):
         ...
 
     def coverage(self) -> Tensor:
-        """[M] bool: the draft can say the target's top token."""
+        """[M] bool: the target's top token is in the draft vocabulary."""
         ...
 
 
 @dataclass(frozen=True)
 class VocabularyTensors:
-    """The draft's tokens: their target ids [W] in draft order, and membership [V]."""
+    """The draft vocabulary: target ids [W] in draft order, and membership [V]."""
 
     ids_W: Tensor
     member_V: Tensor
@@ -70,7 +70,7 @@ class HiddenSupervision:
     hidden_SD: Tensor
     slot_M: Tensor
     head: TargetHead
-    draft_head: TargetHead  # the head's rows of the draft vocabulary, all that probabilities need
+    draft_head: TargetHead  # the head's rows for the draft vocabulary, enough for probabilities
     vocabulary: VocabularyTensors
 
     @torch.no_grad()
@@ -90,13 +90,14 @@ class HiddenSupervision:
 
 
 def _chunks(slot_M: Tensor, width: int) -> tuple[Tensor, ...]:
-    """On a GPU so many rows that the product does not wait for the head's weights."""
+    """Slots in chunks. On a GPU these have enough rows that the product is not bound by reading
+    the head's weights."""
     rows = max(1, CHUNK_SCORES // width)
     return torch.split(slot_M, max(rows, 2048) if slot_M.is_cuda else rows)
 
 
 def head_rows(head: TargetHead, vocabulary: VocabularyTensors) -> TargetHead:
-    """The head cut down to the draft vocabulary (the head itself when that is the whole one)."""
+    """The head reduced to the draft vocabulary (the head itself if that is the full vocabulary)."""
     if len(vocabulary.ids_W) == len(vocabulary.member_V):
         return head
     bias_V = head.bias_V

@@ -1,12 +1,12 @@
 """Block attention (DFlash, DSpark): the context before a block, plus the block itself.
 
 The queries of block n see the keys of its document up to `slot`, which is everything strictly
-before the block's first token, and the keys of their own block: all of them, or, if `causal`, up
-to their own. With a `window`, keys as far back as that or further are hidden; places are counted
-from the query's own. Context keys are never queried. Rotary positions are applied before.
+before the block's first token, and the keys of their own block: all of them, or, if `causal`, those
+up to their own. With a `window`, keys that are `window` or more places before the query are hidden.
+Context tokens have no queries. Rotary positions are applied before attention.
 
-`block_visible` is the rule as a dense matrix, `reference_blocks` the definition on top of it. On a
-CPU the context part is `blocked.py`'s; on a GPU `triton_block.py` does both.
+`block_visible` is the rule as a dense matrix, `reference_blocks` the definition based on it. On a
+CPU the context part is computed by `blocked.py`; on a GPU `triton_block.py` computes both parts.
 
 Shapes: N blocks of J queries, T key axis, R query heads that share a key head.
 """
@@ -30,15 +30,15 @@ from fledge.rollout.block_plan import BlockRows
 
 @dataclass(frozen=True)
 class Again:
-    """How a backward pass makes the inputs of attention once more, from what is kept anyway."""
+    """How a backward pass recomputes the inputs of attention, from tensors that are kept anyway."""
 
     kept: tuple[Tensor, ...]
-    make: Callable[..., tuple[Tensor, ...]]  # q, the context's keys and values, the own ones
+    make: Callable[..., tuple[Tensor, ...]]  # kept -> q, k and v of the context, k and v of blocks
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How far the queries of a layer look."""
+    """Which keys the queries of a layer see."""
 
     causal: bool = False  # inside the block
     window: int | None = None
@@ -54,8 +54,8 @@ def block_attention(
     kind: AttentionKind = "fast",
     again: Again | None = None,
 ) -> Tensor:
-    """Attend; [N, J, H, C] in the dtype of q. With `again` these inputs are not kept for the
-    backward pass."""
+    """The attention output [N, J, H, C], in the dtype of q. With `again` the inputs are recomputed
+    in the backward pass instead of kept."""
     if kind == "reference":
         return reference_blocks(q_NJHC, context, own, rows, sight)
     if kernel_runs(q_NJHC, *context, *own):
@@ -67,7 +67,7 @@ def block_attention(
 
 
 def block_visible(rows: BlockRows, num_keys: int, sight: Sight) -> tuple[Tensor, Tensor]:
-    """Which context keys each query sees [N, J, T], and which of its own block's [J, J]."""
+    """Which context keys each query sees [N, J, T], and which keys of its own block [J, J]."""
     place_J = torch.arange(rows.size, device=rows.slot_N.device)
     key_T = torch.arange(num_keys, device=rows.slot_N.device)
     slot_N11, first_N11 = rows.slot_N[:, None, None], rows.first_N[:, None, None]
@@ -88,9 +88,9 @@ def reference_blocks(
 ) -> Tensor:
     """The definition: all scores side by side, one softmax in fp32."""
     wide = torch.promote_types(q_NJHC.dtype, torch.float32)
-    share = q_NJHC.shape[2] // own[0].shape[2]
-    keys_THC, values_THC = (x.to(wide).repeat_interleave(share, dim=1) for x in context)
-    keys_NJHC, values_NJHC = (x.to(wide).repeat_interleave(share, dim=2) for x in own)
+    heads_per_key = q_NJHC.shape[2] // own[0].shape[2]
+    keys_THC, values_THC = (x.to(wide).repeat_interleave(heads_per_key, dim=1) for x in context)
+    keys_NJHC, values_NJHC = (x.to(wide).repeat_interleave(heads_per_key, dim=2) for x in own)
     q = q_NJHC.to(wide) * q_NJHC.shape[-1] ** -0.5
     context_NJT, own_JJ = block_visible(rows, len(keys_THC), sight)
     before = torch.einsum("njhc,thc->nhjt", q, keys_THC)
@@ -100,14 +100,14 @@ def reference_blocks(
         [before.masked_fill(~context_NJT[:, None], hidden), inside.masked_fill(~own_JJ, hidden)], -1
     )
     weights = scores.softmax(dim=-1)
-    seen = len(keys_THC)
-    out = torch.einsum("nhjt,thc->njhc", weights[..., :seen], values_THC)
-    out = out + torch.einsum("nhji,nihc->njhc", weights[..., seen:], values_NJHC)
+    num_keys = len(keys_THC)
+    out = torch.einsum("nhjt,thc->njhc", weights[..., :num_keys], values_THC)
+    out = out + torch.einsum("nhji,nihc->njhc", weights[..., num_keys:], values_NJHC)
     return out.to(q_NJHC.dtype)
 
 
 class _BlockAttention(torch.autograd.Function):
-    """One softmax over both parts, differentiated apart as `blocked.py` explains."""
+    """One softmax over both parts, differentiated separately as explained in `blocked.py`."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _BlockAttention(torch.autograd.Function):
         q_NJHC, k_TGC, v_TGC, keys_NJGC, values_NJGC = tensors
         flat = q_NJHC.flatten(0, 1)
         out, lse = prefix_forward(flat, k_TGC, v_TGC, rows.flat(sight.window))
-        out = torch.where(lse.isfinite()[..., None], out, 0.0)  # a window may hide all of it
+        out = torch.where(lse.isfinite()[..., None], out, 0.0)  # a window may hide all keys
         scores_NGRJJ = _own_scores(q_NJHC, keys_NJGC, rows, sight)
         before_NGRJ = _by_head(lse.view(q_NJHC.shape[:3]), keys_NJGC.shape[2])
         total_NGRJ = torch.logaddexp(before_NGRJ, scores_NGRJJ.logsumexp(-1))
@@ -148,21 +148,21 @@ class _BlockAttention(torch.autograd.Function):
         dq = dq.view(q_NJHC.shape) + dq_own.flatten(2, 3)
         dkeys = torch.einsum("ngrji,njgrc->nigc", dscores, q)
         dvalues = torch.einsum("ngrji,njgrc->nigc", weights, dout)
-        found = zip((dq, dk_TGC, dv_TGC, dkeys, dvalues), inputs, strict=True)
-        return None, None, None, *(grad.to(own.dtype) for grad, own in found)
+        pairs = zip((dq, dk_TGC, dv_TGC, dkeys, dvalues), inputs, strict=True)
+        return None, None, None, *(grad.to(x.dtype) for grad, x in pairs)
 
 
 def keep_inputs(
     ctx: Any, again: Again | None, inputs: tuple[Tensor, ...], *results: Tensor
 ) -> None:
-    """Keep what the backward pass needs: the inputs, or what they are made of."""
+    """Keep what the backward pass needs: the inputs, or the tensors to recompute them from."""
     ctx.make = None if again is None else again.make
     sources = inputs if again is None else tuple(x.detach() for x in again.kept)
     ctx.save_for_backward(*sources, *results)
 
 
 def kept_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """The inputs, and the two results."""
+    """The inputs, recomputed if necessary, and the two results."""
     *sources, out, lse = ctx.saved_tensors
     if ctx.make is None:
         return tuple(sources), out, lse

@@ -1,8 +1,8 @@
 """Rollout attention in memory linear in T: blocks of queries against only the keys they can see.
 
 One softmax runs over the prefix and the chain together, so its gradient needs only the row's total
-log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated apart
-with the same two numbers, and nothing of size [rows, keys] outlives a block.
+log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated
+separately with the same two numbers, and no [rows, keys] tensor outlives a block.
 
 The definition is `reference_attention` in `reference.py`. On a GPU the kernels behind `triton.py`
 replace this file wherever `kernel_runs`.
@@ -28,7 +28,8 @@ def blocked_attention(
 
 
 def apply_chain(function: Any, *args: Any) -> Tensor:
-    """An autograd function of (q, k, v, rows, *chain keys, *chain values), given pairs of them."""
+    """Apply an autograd function of (q, k, v, rows, *chain keys, *chain values); the last argument
+    is the chain as (keys, values) pairs."""
     *prefix, chain = args
     out: Tensor = function.apply(*prefix, *(k for k, _ in chain), *(v for _, v in chain))
     return out
@@ -68,7 +69,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of scores and sums: fp32, or better if the input is."""
+    """The dtype of scores and sums: fp32, or wider if the input is."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -79,7 +80,7 @@ def _grouped(x_NHC: Tensor, num_groups: int) -> Tensor:
 
 
 def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
-    """Whether the GPU kernel takes these tensors; if not, the log says once why."""
+    """Whether the GPU kernel supports these tensors; if not, the reason is logged once."""
     unsupported = None
     if q_NHC.dtype not in KERNEL_DTYPES:
         unsupported = f"{q_NHC.dtype} is not one of {KERNEL_DTYPES}"
@@ -94,7 +95,7 @@ def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
 
 
 def _blocks(rows: QueryRows) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """(row indices, key range, which scores are hidden) of every block."""
+    """(row indices, key range, mask of hidden scores) of every block."""
     for block in rows.blocks:
         index = rows.order_N[block.row_start : block.row_end]
         key = torch.arange(block.key_start, block.key_end, device=index.device)
@@ -103,7 +104,7 @@ def _blocks(rows: QueryRows) -> Iterator[tuple[Tensor, slice, Tensor]]:
 
 
 def _by_group(x_NHC: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """The block's rows as [G, rows * R, C], wide: one matrix per key head."""
+    """The block's rows as [G, rows * R, C] in the wide dtype: one matrix per key head."""
     block = _grouped(x_NHC.index_select(0, index).to(_wide(x_NHC)), num_groups)
     return block.transpose(0, 1).flatten(1, 2)
 
@@ -127,7 +128,7 @@ def _block_scores(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
 def prefix_forward(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the prefix alone: output [N, H, C] and log-sum-exp [N, H], both wide."""
+    """Attention over the prefix only: output [N, H, C] and log-sum-exp [N, H], both wide."""
     groups, wide = k_TGC.shape[1], _wide(q_NHC)
     k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
     out_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
@@ -172,7 +173,7 @@ def prefix_backward(
 
 
 def _chain_scores(q_NHC: Tensor, keys_NGC: Tensor) -> Tensor:
-    """[N, H]: each query with the one key that its own rollout left at some depth."""
+    """[N, H]: the score of each query with the key of its own rollout at one depth."""
     q = _grouped(q_NHC.to(_wide(q_NHC)), keys_NGC.shape[1])
     scores_NGR = (q * keys_NGC.unsqueeze(2)).sum(-1)
     return scores_NGR.flatten(1, 2).mul_(q_NHC.shape[-1] ** -0.5)
@@ -181,11 +182,12 @@ def _chain_scores(q_NHC: Tensor, keys_NGC: Tensor) -> Tensor:
 def merge_chain(
     out_NHC: Tensor, lse_NH: Tensor, q_NHC: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Fold the chain's few scores into the prefix's output."""
+    """Combine the chain's scores and values with the prefix's output; returns output and total
+    log-sum-exp."""
     scores = [_chain_scores(q_NHC, keys_NGC) for keys_NGC in keys]
     total_NH = torch.logsumexp(torch.stack([lse_NH, *scores]), dim=0)
     out_NHC = out_NHC * (lse_NH - total_NH).exp()[..., None]
-    out_NGRC = _grouped(out_NHC, values[0].shape[1])  # a view: filled in place
+    out_NGRC = _grouped(out_NHC, values[0].shape[1])  # a view, updated in place
     for score_NH, values_NGC in zip(scores, values, strict=True):
         weight = _grouped((score_NH - total_NH).exp()[..., None], values_NGC.shape[1])
         out_NGRC.addcmul_(weight, values_NGC.unsqueeze(2).to(out_NGRC.dtype))

@@ -1,11 +1,11 @@
-"""Causal attention of documents that stand end to end in one row, forward only.
+"""Causal attention of documents packed end to end in one row, forward only.
 
-What a target needs for packed rows: the rollout's causal prefix with every slot as a row and no
-chain. A slot sees the keys from `first` up to itself; a sliding window is a later `first`. The
-definition is `reference_attention` in `reference.py`.
+Targets use it for packed rows. It is the causal prefix of rollout attention, with every slot as a
+row and no chain. A slot sees the keys from `first` up to itself; a sliding window is a later
+`first`. The definition is `reference_attention` in `reference.py`.
 
-The kernel is an operator of its own (`fledge::attend_documents`), so that compiled layers call it
-as it is.
+It is registered as a custom operator (`fledge::attend_documents`), which compiled layers call
+without tracing into it.
 """
 
 import torch
@@ -18,7 +18,7 @@ from fledge.rollout.plan import QueryRows
 def attend_documents(
     q_NHC: Tensor, k_NGC: Tensor, v_NGC: Tensor, first_N: Tensor, slot_N: Tensor
 ) -> Tensor:
-    """[N, H, C]; scores are divided by the root of C, as everywhere. `slot_N` is 0 .. N - 1."""
+    """[N, H, C]; scores are divided by the square root of C, as usual. `slot_N` is 0 .. N - 1."""
     from fledge.kernels.attention.triton import Chain, Job
 
     rows = QueryRows(slot_N, first_N, slot_N)

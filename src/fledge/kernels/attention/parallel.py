@@ -1,12 +1,12 @@
 """Rollout attention with all depths in one call, for P-EAGLE.
 
-Visibility as in `reference.py`: depth-0 keys up to the anchor, and the row's own rollout up
-to its own depth. Queries are the flat axis Q of `parallel_plan.py`, depth-0 rows first, then the
-chain rows, whose own keys and values are the chain. One pass serves every row's prefix; the chain
-is folded in per depth, by the arithmetic that EAGLE-3's chain uses. On a GPU one kernel does both
+Visibility is as in `reference.py`: depth-0 keys up to the anchor, and the row's own rollout up to
+its own depth. Queries are the flat axis Q of `parallel_plan.py`: depth-0 rows first, then the chain
+rows, whose own keys and values are the chain. One pass computes the prefix of all rows; the chain
+is added per depth, with the same arithmetic as EAGLE-3's chain. On a GPU one kernel does both
 (`triton_parallel.py`).
 
-`parallel_visible` is the rule as a dense matrix, `reference_parallel` the definition on top of it.
+`parallel_visible` is the rule as a dense matrix, `reference_parallel` the definition based on it.
 
 Shapes: Q queries, of which the last M are chain rows; T key axis.
 """
@@ -36,10 +36,10 @@ def parallel_attention(
     rows: QueryRows,
     counts: Sequence[int],  # chain rows at depths 1, 2, ...: nested, see `parallel_plan.py`
     *,
-    starts_K: Tensor | None = None,  # where each depth's chain rows begin; None: not on the device
+    starts_K: Tensor | None = None,  # first chain row of each depth; None: computed from counts
     kind: AttentionKind = "fast",
 ) -> Tensor:
-    """Attend; [Q, H, C] in the dtype of q."""
+    """The attention output [Q, H, C], in the dtype of q."""
     if kind == "reference":
         return reference_parallel(q_QHC, prefix, chain, rows, counts)
     if kernel_runs(q_QHC, *prefix, *chain):
@@ -51,15 +51,15 @@ def parallel_attention(
 
 
 def parallel_visible(rows: QueryRows, counts: Sequence[int], num_keys: int) -> Tensor:
-    """[Q, T + M]: which depth-0 slots, and which chain rows, each query sees."""
+    """[Q, T + M]: which depth-0 slots and which chain rows each query sees."""
     device = rows.slot_N.device
     depth_M = torch.repeat_interleave(
         torch.arange(1, len(counts) + 1, device=device), torch.tensor(counts, device=device).long()
     )
     depth_Q = torch.cat([depth_M.new_zeros(len(rows) - len(depth_M)), depth_M])
     anchor_M = rows.slot_N[len(rows) - len(depth_M) :]
-    own = (rows.slot_N[:, None] == anchor_M) & (depth_M <= depth_Q[:, None])
-    return torch.cat([prefix_visible(rows, num_keys), own], dim=1)
+    own_chain = (rows.slot_N[:, None] == anchor_M) & (depth_M <= depth_Q[:, None])
+    return torch.cat([prefix_visible(rows, num_keys), own_chain], dim=1)
 
 
 def reference_parallel(
@@ -78,9 +78,10 @@ def reference_parallel(
 
 
 def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, list[slice]]]:
-    """Per depth d: its queries on the Q axis, and the chain rows of its rollouts at depths 1..d.
+    """For each depth d: its queries on the Q axis, and its rollouts' chain rows at depths 1..d.
 
-    Rollouts are in the same order at every depth, so those of depth d are the first of each.
+    Rollouts are in the same order at every depth, so those that reach depth d come first at each
+    shallower depth.
     """
     starts = [sum(counts[:depth]) for depth in range(len(counts))]
     first = num_rows - sum(counts)
@@ -96,13 +97,13 @@ class _ParallelAttention(torch.autograd.Function):
     def forward(ctx: Any, rows: QueryRows, counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
         q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC = tensors
         out_QHC, lse_QH = prefix_forward(q_QHC, k_TGC, v_TGC, rows)
-        for part, own in _own_chains(len(rows), counts):
+        for part, own_chain in _own_chains(len(rows), counts):
             out_QHC[part], lse_QH[part] = merge_chain(
                 out_QHC[part],
                 lse_QH[part],
                 q_QHC[part],
-                [keys_MGC[at] for at in own],
-                [values_MGC[at] for at in own],
+                [keys_MGC[depth] for depth in own_chain],
+                [values_MGC[depth] for depth in own_chain],
             )
         out_QHC = out_QHC.to(q_QHC.dtype)
         ctx.rows, ctx.counts = rows, counts
@@ -119,12 +120,12 @@ class _ParallelAttention(torch.autograd.Function):
         )
         dkeys_MGC = torch.zeros_like(keys_MGC, dtype=lse_QH.dtype)
         dvalues_MGC = torch.zeros_like(dkeys_MGC)
-        for part, own in _own_chains(len(ctx.rows), ctx.counts):
+        for part, own_chain in _own_chains(len(ctx.rows), ctx.counts):
             row = (dout_QHC[part], lse_QH[part], delta_QH[part])
-            for at in own:
-                dq, dk, dv = chain_backward(q_QHC[part], keys_MGC[at], values_MGC[at], *row)
+            for depth in own_chain:
+                dq, dk, dv = chain_backward(q_QHC[part], keys_MGC[depth], values_MGC[depth], *row)
                 dq_QHC[part] += dq
-                dkeys_MGC[at] += dk
-                dvalues_MGC[at] += dv
+                dkeys_MGC[depth] += dk
+                dvalues_MGC[depth] += dv
         wide = (dq_QHC, dk_TGC, dv_TGC, dkeys_MGC, dvalues_MGC)
         return (None, None, *(grad.to(q_QHC.dtype) for grad in wide))

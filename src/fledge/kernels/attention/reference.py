@@ -1,9 +1,9 @@
 """Rollout attention: a causal prefix of depth-0 keys, plus the row's own chain.
 
 A row at depth k with its anchor at slot t sees the depth-0 keys of its own document up to t, and
-the keys that its own rollout left at depths 1..k. `reference_attention` is the definition, short
-and dense; `blocked.py` computes the same without a [rows, keys] matrix, and on a GPU the kernels
-behind `triton.py` do. Rotary positions are applied before.
+the keys of its own rollout at depths 1..k. `reference_attention` is the definition, short and
+dense; `blocked.py` computes the same without a [rows, keys] matrix, as do the kernels behind
+`triton.py` on a GPU. Rotary positions are applied before attention.
 """
 
 from collections.abc import Sequence
@@ -27,23 +27,23 @@ def rollout_attention(
     chain: Sequence[KeysValues] = (),
     kind: AttentionKind = "fast",
 ) -> Tensor:
-    """Attend; [N, H, C] in the dtype of q.
+    """The attention output [N, H, C], in the dtype of q.
 
     `chain` holds (keys, values) [>= N, G, C] of depths 1..k; rows of depth k are the first N of
-    every shallower depth (see `plan.py`), so the surplus is cut off here.
+    every shallower depth (see `plan.py`), so the others are cut off here.
     """
     if kind == "fast" and kernel_runs(q_NHC, k_TGC, v_TGC, *(x for pair in chain for x in pair)):
         from fledge.kernels.attention.triton import fused_attention
 
         return fused_attention(q_NHC, k_TGC, v_TGC, rows, chain)
     count = len(rows)
-    cut = [(keys[:count], values[:count]) for keys, values in chain]
+    own_chain = [(keys[:count], values[:count]) for keys, values in chain]
     attend = reference_attention if kind == "reference" else blocked_attention
-    return attend(q_NHC, k_TGC, v_TGC, rows, cut)
+    return attend(q_NHC, k_TGC, v_TGC, rows, own_chain)
 
 
 def prefix_visible(rows: QueryRows, num_keys: int) -> Tensor:
-    """[N, T]: key u is in the row's document and not after its anchor."""
+    """[N, T]: whether a key is in the row's document and not after its anchor."""
     key_T = torch.arange(num_keys, device=rows.slot_N.device)
     return (key_T >= rows.first_N[:, None]) & (key_T <= rows.slot_N[:, None])
 

@@ -1,8 +1,8 @@
-"""Rollout attention on a GPU: launches the kernels of `triton_queries.py` and
-`triton_keys.py`, and ties them into autograd.
+"""Rollout attention on a GPU: launches the kernels of `triton_queries.py` and `triton_keys.py`, and
+connects them to autograd.
 
 Same results as `reference.reference_attention`. Importing this file imports Triton: `reference.py`
-does so only after `blocked.kernel_runs` has found tensors that the kernels support.
+does so only if `blocked.kernel_runs` accepts the tensors.
 
 Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
 """
@@ -21,7 +21,8 @@ from fledge.kernels.attention.blocked import KeysValues, apply_chain
 from fledge.kernels.gate import on_device_of
 from fledge.rollout.plan import QueryRows
 
-SHORT_CHAIN = 8  # chains up to here share one compilation: TTT 7 needs 6, P-EAGLE's 8 depths 7
+# Chains up to this length share one compilation: 7 TTT steps need 6, P-EAGLE's 8 depths need 7.
+SHORT_CHAIN = 8
 GRANULE = 32  # every key block is a multiple of this many keys
 
 
@@ -33,7 +34,7 @@ class Tile:
     stages: int
 
 
-# By padded head dim. Chosen for Hopper: what fits its shared memory and spills few registers.
+# By padded head dim. Tuned for Hopper: these fit its shared memory and spill few registers.
 TILES: dict[str, dict[int, Tile]] = {
     "attend": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "query_grad": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
@@ -51,7 +52,7 @@ def tile_for(kernel: str, channels: int, dtype: torch.dtype) -> Tile:
 def fused_attention(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
-    """Attend; the chain's tensors may have more rows than q, which are ignored."""
+    """The attention output. Rows of the chain's tensors beyond those of q are ignored."""
     return apply_chain(_FusedAttention, q_NHC, k_TGC, v_TGC, rows, chain)
 
 
@@ -78,18 +79,18 @@ class _FusedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Nested:
-    """Chains of all depths in one tensor, rows of all depths asking at once (P-EAGLE)."""
+    """Chains of all depths in one tensor, with queries of all depths in one call (P-EAGLE)."""
 
-    starts_K: Tensor  # where each depth's rows begin in the chain; one past the last at the end
+    starts_K: Tensor  # first chain row of each depth, followed by the number of chain rows
     depth: int
     longest: int  # rows of the first depth
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Keys of all depths with one pair of strides, and values with another.
+    """Keys of all depths, which share their strides, and values, which share theirs.
 
-    One tensor a depth; with `nested`, one tensor in all.
+    There is one tensor per depth; with `nested`, one tensor in total.
     """
 
     keys: list[Tensor]
@@ -117,13 +118,13 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _addressable(x: Tensor) -> bool:
-    """Channels side by side; rows and heads may lie apart, heads as far as 32 bits reach (rows'
-    offsets have 64 bits in the kernels, heads' have not)."""
+    """Whether the kernels can address x: channels must be contiguous, rows and heads may be
+    strided. Kernels compute row offsets in 64 bits, but head offsets must fit in 32 bits."""
     return x.stride(-1) == 1 and x.shape[1] * x.stride(1) <= 2**31
 
 
 class Job:
-    """One call's tensors and what all of its launches have in common."""
+    """The tensors of one call, and the arguments that its kernel launches share."""
 
     def __init__(
         self, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Chain
@@ -139,7 +140,7 @@ class Job:
         else:
             self.starts, self.depth = chain.nested.starts_K, chain.nested.depth
             self.first_chain, self.max_chain = len(rows) - len(chain.keys[0]), 0
-        # Unused places hold any tensor at all: the kernels count up to `depth`.
+        # Unused places may hold any tensor: the kernels read only the first `depth`.
         unused = self.max_chain - len(chain.keys)
         self.ck = (*chain.keys, *[self.k] * unused)
         self.cv = (*chain.values, *[self.v] * unused)
@@ -167,7 +168,7 @@ class Job:
         return triton.cdiv(len(self.rows) * options["GROUP"], options["BLOCK_M"]), self.groups
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Output [N, H, C] and total log-sum-exp [N, H] in fp32."""
+        """Output [N, H, C], and total log-sum-exp [N, H] in fp32."""
         out_NHC = self.q.new_empty(self.q.shape)
         lse_NH = self.q.new_empty(self.q.shape[:2], dtype=torch.float32)
         options = self.options("attend")
@@ -223,7 +224,7 @@ class Job:
         return bounds, count
 
     def chain_grad(self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor) -> list[Tensor]:
-        """dk of every depth, then dv of every depth; zero for the rows that q does not have."""
+        """dk of every depth, then dv of every depth; zero for rows beyond those of q."""
         tensors = self.chain.tensors
         if not tensors:
             return []

@@ -1,18 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Block attention on a GPU: the context's keys, and the block's own, in one running softmax.
+"""Block attention on a GPU: the context's keys and the block's own in one running softmax.
 
 Same results as `block.reference_blocks`. A *tile* is BLOCK_M consecutive (query, head) pairs of one
 key head: pair m is query m // GROUP of the flat axis of all blocks' queries, head m % GROUP. Blocks
 are sorted by where they start, so a tile's context is one interval of keys, shared by all queries
-of its blocks, and its blocks' own keys are one interval of the flat axis: both are products of
-whole tiles, the second mostly masked, but a tile's blocks are few.
+of its blocks, and its blocks' own keys are one interval of the flat axis. Both parts are products
+of whole tiles; the second is mostly masked, but a tile has only a few blocks.
 
     attend        forward
-    query_grad    dq, and delta = sum(out * dout) for those below
+    query_grad    dq, and delta = sum(out * dout) for the kernels below
     own_grad      dk, dv of the blocks' own keys
 
-dk, dv of the context are `triton_keys.key_grad`'s, every query a row. No atomics: results repeat
-bit for bit. Importing this file imports Triton.
+dk, dv of the context are computed by `triton_keys.key_grad`, with every query as a row. The kernels
+use no atomics, so results are reproducible bit for bit. Importing this file imports Triton.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ from fledge.kernels.attention.triton_queries import (
 )
 from fledge.rollout.block_plan import BlockRows
 
-CHANGING = ["slot", "first", "num_queries"]  # by the batch
+CHANGING = ["slot", "first", "num_queries"]  # arguments that change from batch to batch
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def _tile_of_blocks(
     SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The tile's blocks [low, high], and (begin, full, end): it sees context keys [begin, end), all
-    of its queries see [begin, full)."""
+    """The tile's blocks [low, high], and (begin, full, end): the tile sees context keys
+    [begin, end), and all of its queries see [begin, full)."""
     low = tile * BLOCK_M // (GROUP * SIZE)
     high = (tl.minimum((tile + 1) * BLOCK_M, num_queries * GROUP) - 1) // (GROUP * SIZE)
     begin = tl.load(first + low).to(tl.int32)
@@ -64,7 +64,7 @@ def _tile_of_blocks(
 
 @triton.jit
 def _queries(slot, first, m, live, SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr):
-    """Of each pair: its query on the flat axis, and the first and last context key that it sees."""
+    """For each pair: its query on the flat axis, and the first and last context key it sees."""
     query = (m // GROUP).to(tl.int64)
     block = query // SIZE
     slot_M = tl.load(slot + block, mask=live, other=-1).to(tl.int32)
@@ -76,7 +76,7 @@ def _queries(slot, first, m, live, SIZE: tl.constexpr, WINDOW: tl.constexpr, GRO
 
 @triton.jit
 def _own_seen(query, u, SIZE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which own keys `u` a query sees; both on the flat axis, broadcast against each other."""
+    """Which of the blocks' own keys `u` a query sees; both are on the flat axis and broadcast."""
     seen = query // SIZE == u // SIZE
     if CAUSAL:
         seen = seen & (u <= query)
@@ -93,7 +93,7 @@ def attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest tiles first
     group = tl.program_id(1)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = m < num_queries * GROUP
@@ -109,16 +109,16 @@ def attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(low * SIZE, (high + 1) * SIZE, BLOCK_N):
         u = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
-        there = u < (high + 1) * SIZE
-        keys = load_rows(own_k + group * ok_head, u * ok_row, there, CHANNELS, BLOCK_C)
+        live_U = u < (high + 1) * SIZE
+        keys = load_rows(own_k + group * ok_head, u * ok_row, live_U, CHANNELS, BLOCK_C)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (SCALE * LOG2E)
-        seen = _own_seen(query[:, None], u[None, :], SIZE, WINDOW, CAUSAL) & there[None, :]
+        seen = _own_seen(query[:, None], u[None, :], SIZE, WINDOW, CAUSAL) & live_U[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         fade = tl.exp2(peak - higher)
         weights = tl.exp2(scores - higher[:, None])
         total = total * fade + tl.sum(weights, 1)
-        values = load_rows(own_v + group * ov_head, u * ov_row, there, CHANNELS, BLOCK_C)
+        values = load_rows(own_v + group * ov_head, u * ov_row, live_U, CHANNELS, BLOCK_C)
         acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
         peak = higher
 
@@ -166,11 +166,11 @@ def query_grad(
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for start in tl.range(low * SIZE, (high + 1) * SIZE, BLOCK_N):
         u = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
-        there = u < (high + 1) * SIZE
-        keys = load_rows(own_k + group * ok_head, u * ok_row, there, CHANNELS, BLOCK_C)
-        values = load_rows(own_v + group * ov_head, u * ov_row, there, CHANNELS, BLOCK_C)
+        live_U = u < (high + 1) * SIZE
+        keys = load_rows(own_k + group * ok_head, u * ok_row, live_U, CHANNELS, BLOCK_C)
+        values = load_rows(own_v + group * ov_head, u * ov_row, live_U, CHANNELS, BLOCK_C)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (SCALE * LOG2E)
-        seen = _own_seen(query[:, None], u[None, :], SIZE, WINDOW, CAUSAL) & there[None, :]
+        seen = _own_seen(query[:, None], u[None, :], SIZE, WINDOW, CAUSAL) & live_U[None, :]
         weights = tl.where(seen, tl.exp2(scores - lse2[:, None]), 0.0)
         dweights = tl.dot(douts, tl.trans(values), input_precision="ieee")
         dscores = weights * (dweights - delta_M[:, None])
@@ -196,12 +196,12 @@ def own_grad(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of own keys, from the queries of their blocks."""
+    """dk, dv of a tile of the blocks' own keys, from the queries of these blocks."""
     group = tl.program_id(1)
     u = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = u < num_queries
-    keys = load_rows(own_k + group * ok_head, u * ok_row, there, CHANNELS, BLOCK_C)
-    values = load_rows(own_v + group * ov_head, u * ov_row, there, CHANNELS, BLOCK_C)
+    live_U = u < num_queries
+    keys = load_rows(own_k + group * ok_head, u * ok_row, live_U, CHANNELS, BLOCK_C)
+    values = load_rows(own_v + group * ov_head, u * ov_row, live_U, CHANNELS, BLOCK_C)
     low = tl.program_id(0) * BLOCK_N // SIZE
     last = tl.minimum((tl.program_id(0) + 1) * BLOCK_N, num_queries) - 1
     stop = (last // SIZE + 1) * SIZE * GROUP
@@ -226,8 +226,8 @@ def own_grad(
         dscores = weights * (dweights - delta_M[None, :])
         grad_k = tl.dot(dscores.to(queries.dtype), queries, grad_k, input_precision="ieee")
     element_N = u * (HEADS // GROUP) + group
-    store_rows(dk, element_N * CHANNELS, grad_k * SCALE, there, CHANNELS, BLOCK_C)
-    store_rows(dv, element_N * CHANNELS, grad_v, there, CHANNELS, BLOCK_C)
+    store_rows(dk, element_N * CHANNELS, grad_k * SCALE, live_U, CHANNELS, BLOCK_C)
+    store_rows(dv, element_N * CHANNELS, grad_v, live_U, CHANNELS, BLOCK_C)
 
 
 def fused_blocks(
@@ -238,7 +238,7 @@ def fused_blocks(
     sight: Sight,
     again: Again | None = None,
 ) -> Tensor:
-    """`block.block_attention`."""
+    """`block.block_attention` on a GPU."""
     out: Tensor = _FusedBlocks.apply(rows, sight, again, q_NJHC, *context, *own)
     return out
 
@@ -260,13 +260,13 @@ class _FusedBlocks(torch.autograd.Function):
         job = BlockJob(ctx.rows, ctx.sight, *tensors)
         dout = grads[0].contiguous().flatten(0, 1)
         dq, delta = job.query_grad(out, dout, lse)
-        context = job.context_grad(dout, lse, delta)
-        own = job.own_grad(dout, lse, delta)
-        return None, None, None, dq.view(tensors[0].shape), *context, *own
+        context_grads = job.context_grad(dout, lse, delta)
+        own_grads = job.own_grad(dout, lse, delta)
+        return None, None, None, dq.view(tensors[0].shape), *context_grads, *own_grads
 
 
 class BlockJob(Job):
-    """One call's tensors, queries and own keys on one flat axis."""
+    """The tensors of one call, with queries and the blocks' own keys on one flat axis."""
 
     def __init__(
         self,
@@ -280,9 +280,9 @@ class BlockJob(Job):
     ) -> None:
         flat = blocks.flat(sight.window)
         super().__init__(q_NJHC.flatten(0, 1), k_TGC, v_TGC, flat, Chain([], []))
-        own = Chain.of([keys_NJGC.flatten(0, 1), values_NJGC.flatten(0, 1)])
+        own_pair = Chain.of([keys_NJGC.flatten(0, 1), values_NJGC.flatten(0, 1)])
         self.blocks, self.sight, self.own_shape = blocks, sight, keys_NJGC.shape
-        (self.own_k,), (self.own_v,) = own.keys, own.values
+        (self.own_k,), (self.own_v,) = own_pair.keys, own_pair.values
         self.own_strides = [step for x in (self.own_k, self.own_v) for step in x.stride()[:2]]
         self.starts_at = (blocks.slot_N, blocks.first_N)
         self.sees = {"SIZE": blocks.size, "WINDOW": sight.window or 0, "CAUSAL": sight.causal}
@@ -312,15 +312,16 @@ class BlockJob(Job):
         return dq, delta
 
     def context_grad(self, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """dk, dv of the context. With a window, which rows see a block of keys is read off what the
-        first query of a block sees, the furthest; all of them are masked one by one."""
+        """dk, dv of the context. With a window, the rows that see a range of keys are bounded by
+        what the first query of each block sees, since it sees furthest back; within these bounds
+        every row is masked individually."""
         if self.sight.window is None or len(self.rows) == 0:
             return self.key_grad(dout, lse, delta)
         reach = self.blocks.slot_N + 2 - self.sight.window
         lowest = torch.maximum(self.blocks.first_N, reach).repeat_interleave(self.blocks.size)
         exact, self.order = self.order, (self.rows.order_N, self.rows.slot_N, lowest)
         bounds, count = self._row_bounds()
-        bounds[2].fill_(-1)  # no row is known to see all of a block
+        bounds[2].fill_(-1)  # mask all rows: none is assumed to see all keys of a range
         dk_TGC, dv_TGC = (self.k.new_empty(self.k.shape) for _ in range(2))
         options = self.options("key_grad")
         with self.device:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Rollout attention as Triton kernels: gradients of keys and values (see `triton_queries.py`)."""
+"""Triton kernels of rollout attention: gradients of keys and values (see `triton_queries.py`)."""
 
 import triton
 import triton.language as tl
@@ -12,9 +12,11 @@ def row_bounds(
     order, slot, first, bounds, num_rows, num_bounds, steps,
     GRANULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For the key g * GRANULE of every g, rows (in order) with slot < key, first < key and <= key.
+    """For the key g * GRANULE of every g: the number of rows with slot < key, with first < key, and
+    with first <= key.
 
-    Each count is a binary search, whose number of steps the host knows; bounds is [3, num_bounds].
+    Each count is a binary search over rows in slot order; the host passes its number of steps.
+    `bounds` is [3, num_bounds].
     """
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = g.to(tl.int64) * GRANULE
@@ -42,7 +44,7 @@ def _key_grad_rows(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the (row, head) pairs [begin, end) say about a block of keys."""
+    """Add the gradients of a block of keys and values from the (row, head) pairs [begin, end)."""
     for start in tl.range(begin, end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         live = m < end
@@ -83,12 +85,12 @@ def key_grad(
 
     # Rows [begin, end) see some of these keys; rows [full, end) see all of them, provided that
     # none of their documents begins inside the block.
-    here = block * (BLOCK_N // GRANULE)
-    after = tl.minimum(here + BLOCK_N // GRANULE, num_bounds - 1)
-    begin = tl.load(bounds + here)
-    end = tl.load(bounds + num_bounds + after)
-    one_document = tl.load(bounds + 2 * num_bounds + here) == end
-    full = tl.where(one_document, tl.minimum(tl.load(bounds + after), end), end)
+    low = block * (BLOCK_N // GRANULE)
+    high = tl.minimum(low + BLOCK_N // GRANULE, num_bounds - 1)
+    begin = tl.load(bounds + low)
+    end = tl.load(bounds + num_bounds + high)
+    one_document = tl.load(bounds + 2 * num_bounds + low) == end
+    full = tl.where(one_document, tl.minimum(tl.load(bounds + high), end), end)
 
     grad_k = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
@@ -113,7 +115,7 @@ def _key_grad_own(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add what each row's query heads say about one key of its own."""
+    """Add the gradients of one chain key and value per row, from the row's query heads."""
     for r in range(GROUP):
         head = group * GROUP + r
         element = row * HEADS + head
@@ -136,11 +138,11 @@ def chain_grad(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, MAX_CHAIN: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of every chain key of a block of rows, summed over the query heads of its group."""
+    """dk, dv of all chain keys of a block of rows, summed over the query heads of the group."""
     group = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = row < num_rows
-    own = (row * (HEADS // GROUP) + group) * CHANNELS
+    offset = (row * (HEADS // GROUP) + group) * CHANNELS
     for j in tl.static_range(MAX_CHAIN):
         if j < depth:
             keys = load_rows(chain_k[j] + group * ck_head, row * ck_row, live, CHANNELS, BLOCK_C)
@@ -151,8 +153,8 @@ def chain_grad(
                 grad_k, grad_v, keys.to(tl.float32), values.to(tl.float32), q, q_row, q_head,
                 dout, lse, delta, row, live, group, HEADS, GROUP, SCALE, CHANNELS, BLOCK_C,
             )  # fmt: skip
-            store_rows(dchain_k[j], own, grad_k * SCALE, live, CHANNELS, BLOCK_C)
-            store_rows(dchain_v[j], own, grad_v, live, CHANNELS, BLOCK_C)
+            store_rows(dchain_k[j], offset, grad_k * SCALE, live, CHANNELS, BLOCK_C)
+            store_rows(dchain_v[j], offset, grad_v, live, CHANNELS, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["starts", "first_chain", "depth"])
@@ -162,7 +164,7 @@ def nested_chain_grad(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows of all depths: key j of a rollout is read by its depths j and deeper.
+    """`chain_grad` for rows of all depths: key j of a rollout is read by its depths j and deeper.
 
     `starts` ends with the number of chain rows.
     """
@@ -176,12 +178,12 @@ def nested_chain_grad(
     grad_k = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     grad_v = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for d in range(j, depth):
-        asking = tl.load(starts + d) + place
+        query = tl.load(starts + d) + place
         grad_k, grad_v = _key_grad_own(
             grad_k, grad_v, keys.to(tl.float32), values.to(tl.float32), q, q_row, q_head,
-            dout, lse, delta, first_chain + asking, asking < tl.load(starts + d + 1), group,
+            dout, lse, delta, first_chain + query, query < tl.load(starts + d + 1), group,
             HEADS, GROUP, SCALE, CHANNELS, BLOCK_C,
         )  # fmt: skip
-    own = (at * (HEADS // GROUP) + group) * CHANNELS
-    store_rows(dchain_k, own, grad_k * SCALE, live, CHANNELS, BLOCK_C)
-    store_rows(dchain_v, own, grad_v, live, CHANNELS, BLOCK_C)
+    offset = (at * (HEADS // GROUP) + group) * CHANNELS
+    store_rows(dchain_k, offset, grad_k * SCALE, live, CHANNELS, BLOCK_C)
+    store_rows(dchain_v, offset, grad_v, live, CHANNELS, BLOCK_C)

@@ -1,4 +1,4 @@
-"""P-EAGLE's attention on a GPU: rows of all depths in the kernels of `triton_queries.py`.
+"""P-EAGLE's attention on a GPU: rows of all depths at once, in the kernels of `triton_queries.py`.
 
 Same results as `parallel.reference_parallel`. Importing this file imports Triton.
 """
@@ -23,13 +23,13 @@ def fused_parallel(
     chain: KeysValues,
     rows: QueryRows,
     counts: Sequence[int],
-    starts_K: Tensor | None = None,  # given where a step is recorded: no copy from the host can be
+    starts_K: Tensor | None = None,  # required in recorded steps, which cannot copy from the host
 ) -> Tensor:
-    """`parallel.parallel_attention`: chain rows last, `counts` of them at depths 1, 2, ..."""
+    """`parallel.parallel_attention` on a GPU."""
     present = [count for count in counts if count]
     if starts_K is None:
         starts = torch.tensor([0, *accumulate(counts)])
-        # not blocking: a tensor this small is copied before the call returns
+        # non-blocking is safe: a tensor this small is copied before the call returns
         starts_K = starts.to(q_QHC.device, non_blocking=True)
     nested = Nested(starts_K, len(present), max(present, default=0))
     out: Tensor = _FusedParallel.apply(rows, nested, q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]

@@ -1,27 +1,27 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Rollout attention as Triton kernels: what queries need; keys have `triton_keys.py`.
+"""Triton kernels of rollout attention: forward pass and query gradients (`triton_keys.py`: keys).
 
 A *tile* is BLOCK_M consecutive (row, query head) pairs of one key head, rows in slot order: pair m
 is row order[m // GROUP], head m % GROUP, so any number of query heads per key head fills a tile.
-Rows sorted by slot are sorted by document too. So a tile's keys are one interval, read off its
-first and its last row, and the rows that can see a block of keys are one interval as well.
+Rows sorted by slot are also sorted by document. So a tile's keys are one interval, determined by
+its first and last row, and the rows that can see a block of keys are one interval as well.
 
-The kernels, none with atomics, so that results repeat bit for bit:
+The kernels use no atomics, so results are reproducible bit for bit:
 
     attend        one pass over the tile's keys, the row's own chain first, one running softmax
-    query_grad    dq: the same walk; also leaves delta = sum(out * dout) for those below
-    key_grad      dk, dv: one program per block of keys walks over the rows that see it
-                  (row_bounds says which)
+    query_grad    dq: the same pass; also stores delta = sum(out * dout) for the kernels below
+    key_grad      dk, dv: one program per block of keys iterates over the rows that see it
+                  (determined by row_bounds)
     chain_grad    dk, dv of the chains: each belongs to one rollout (nested_chain_grad: P-EAGLE's)
 
-The chain is a tuple of tensors, one a depth, of which a row reads its own row (EAGLE-3: all rows
-are equally deep); or, NESTED, it lies in one tensor, depth after depth from `starts`, and rows of
-all depths ask at once (P-EAGLE: the row at place i of its depth reads place i of each depth up to
-its own).
+The chain is a tuple of tensors, one per depth, of each of which a row reads its own row (EAGLE-3:
+all rows have the same depth). If NESTED, it is one tensor with the depths one after another, each
+beginning at its entry of `starts`, and rows of all depths are in one call (P-EAGLE: the row at
+place i of its depth reads place i of each depth up to its own).
 
 Scores, softmax and sums are fp32. Sizes that change from batch to batch are plain arguments that
-Triton does not specialize on: one compilation serves them all. Only the shapes of the model, and
-the longest chain, are compiled in.
+Triton does not specialize on, so one compilation serves them all. Only the shapes of the model and
+the longest chain are compile-time constants.
 """
 
 import triton
@@ -29,13 +29,14 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-NOTHING_YET = tl.constexpr(-1e30)  # a running maximum that, unlike -inf, can be subtracted
-CHANGING = ["order", "slot", "first", "starts", "num_rows", "depth", "first_chain"]  # by the batch
+NOTHING_YET = tl.constexpr(-1e30)  # initial running maximum; can be subtracted, unlike -inf
+# Arguments that change from batch to batch.
+CHANGING = ["order", "slot", "first", "starts", "num_rows", "depth", "first_chain"]
 
 
 @triton.jit
 def load_rows(base, offset_R, live_R, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """[rows, BLOCK_C] from element offsets; zero beyond the channels and where nothing lives."""
+    """[rows, BLOCK_C] from element offsets; zero beyond the channels and for rows not live."""
     c = tl.arange(0, BLOCK_C)
     live = live_R[:, None]
     if CHANNELS != BLOCK_C:
@@ -69,15 +70,15 @@ def _tile_keys(order, slot, first, tile, num_rows, GROUP, BLOCK_M, BLOCK_N):
 
 @triton.jit
 def _place_in_rollouts(row, starts, depth, first_chain):
-    """How deep each row of P-EAGLE's flat axis is, and its place among the rows of its depth."""
+    """The depth of each row of P-EAGLE's flat axis, and its place among the rows of that depth."""
     chain_row = row - first_chain
-    deep = tl.zeros_like(row)
+    row_depth = tl.zeros_like(row)
     begin = tl.zeros_like(row)
     for j in range(depth):
         start = tl.load(starts + j)
-        deep += tl.where(chain_row >= start, 1, 0)
+        row_depth += tl.where(chain_row >= start, 1, 0)
         begin = tl.where(chain_row >= start, start, begin)
-    return deep, chain_row - begin
+    return row_depth, chain_row - begin
 
 
 # --- forward -----------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def _place_in_rollouts(row, starts, depth, first_chain):
 
 @triton.jit
 def _attend_own(acc, peak_M, total_M, q, keys, values, has_M, SCALE: tl.constexpr):
-    """Add one key of its own to each row's running softmax, where it has one."""
+    """Add one key of the row's own chain to its running softmax, for rows that have one."""
     score_M = tl.sum(q.to(tl.float32) * keys.to(tl.float32), 1) * (SCALE * LOG2E)
     score_M = tl.where(has_M, score_M, float("-inf"))
     higher_M = tl.maximum(peak_M, score_M)
@@ -101,7 +102,7 @@ def _attend_keys(
     SCALE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [begin, end) to a running softmax."""
+    """Add the keys [begin, end) to a running softmax."""
     for start in tl.range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = n < end
@@ -130,7 +131,7 @@ def attend(
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     NESTED: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest tiles first
     group = tl.program_id(1)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = m < num_rows * GROUP
@@ -147,10 +148,10 @@ def attend(
             values = load_rows(chain_v[j] + group * cv_head, row * cv_row, live, CHANNELS, BLOCK_C)
             acc, peak, total = _attend_own(acc, peak, total, queries, keys, values, live, SCALE)
     if NESTED:
-        deep, place = _place_in_rollouts(row, starts, depth, first_chain)
+        row_depth, place = _place_in_rollouts(row, starts, depth, first_chain)
         for j in range(depth):
             at = tl.load(starts + j) + place
-            has = live & (j < deep)
+            has = live & (j < row_depth)
             keys = load_rows(chain_k[0] + group * ck_head, at * ck_row, has, CHANNELS, BLOCK_C)
             values = load_rows(chain_v[0] + group * cv_head, at * cv_row, has, CHANNELS, BLOCK_C)
             acc, peak, total = _attend_own(acc, peak, total, queries, keys, values, has, SCALE)
@@ -179,7 +180,7 @@ def attend(
 
 @triton.jit
 def _query_grad_own(acc, q, dout, lse2_M, delta_M, keys, values, has_M, SCALE: tl.constexpr):
-    """Add what one key of its own sends back to each row, where it has one."""
+    """Add the gradient from one key of the row's own chain, for rows that have one."""
     score_M = tl.sum(q.to(tl.float32) * keys.to(tl.float32), 1) * (SCALE * LOG2E)
     dweight_M = tl.sum(dout.to(tl.float32) * values.to(tl.float32), 1)
     dscore_M = tl.exp2(score_M - lse2_M) * (dweight_M - delta_M)
@@ -239,10 +240,10 @@ def query_grad(
             values = load_rows(chain_v[j] + group * cv_head, row * cv_row, live, CHANNELS, BLOCK_C)
             acc = _query_grad_own(acc, queries, douts, lse2, delta_M, keys, values, live, SCALE)
     if NESTED:
-        deep, place = _place_in_rollouts(row, starts, depth, first_chain)
+        row_depth, place = _place_in_rollouts(row, starts, depth, first_chain)
         for j in range(depth):
             at = tl.load(starts + j) + place
-            has = live & (j < deep)
+            has = live & (j < row_depth)
             keys = load_rows(chain_k[0] + group * ck_head, at * ck_row, has, CHANNELS, BLOCK_C)
             values = load_rows(chain_v[0] + group * cv_head, at * cv_row, has, CHANNELS, BLOCK_C)
             acc = _query_grad_own(acc, queries, douts, lse2, delta_M, keys, values, has, SCALE)

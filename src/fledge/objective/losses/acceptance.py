@@ -1,4 +1,4 @@
-"""Acceptance: not a loss, but what the LK losses raise."""
+"""Acceptance: not a loss itself, but the quantity that the LK losses maximize."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def acceptance(logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
-    """alpha = sum min(p, q): the chance that speculative sampling accepts the draft's token."""
+    """alpha = sum min(p, q): the probability that speculative sampling accepts a drafted token."""
     return probs_NW.minimum(logits_NW.softmax(dim=-1)).sum(-1)
 
 

@@ -1,8 +1,8 @@
-"""What a loss is: its definition, its gradient rows, and optionally a kernel that computes both.
+"""The base of all losses: a definition, gradient rows, and optionally a kernel that computes both.
 
 A new loss is a frozen dataclass in a file of its own and one line in `registry.py`. Its fields are
-what a recipe may say under `objective.loss`. These files import neither torch nor pydantic when
-loaded: recipes are read without the one, steps run without the other.
+the settings that a recipe may give under `objective.loss`. Importing these files imports neither
+torch nor pydantic: recipes are read without the former, steps run without the latter.
 
 Shapes: N rows of one loss, J rows of a chunk, W draft vocabulary.
 """
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def parameter(default: float, about: str, **bounds: float) -> Any:
-    """A field of a loss: what it means, and what pydantic's `Field` should hold it to (ge, le)."""
+    """A field of a loss, with its description and the bounds for pydantic's `Field` (ge, le)."""
     return field(default=default, metadata={"about": about, "bounds": bounds})
 
 
 class Loss(ABC):
-    """One number a row, from the draft's logits and the target's probabilities."""
+    """One number per row, from the draft's logits and the target's probabilities."""
 
     kind: ClassVar[str]
     """Its name in recipes."""
 
     kernel: ClassVar[str | None] = None
-    """Its name in `kernels.head_rows`; None: `rows` runs on a GPU too."""
+    """Its name in `kernels.head_rows`; None if there is no kernel and `rows` also runs on GPUs."""
 
     needs_acceptance: ClassVar[bool] = False
-    """Rows are weighed by the mean acceptance of all rows: see `weight`."""
+    """Whether rows are weighted by the mean acceptance of all rows: see `weight`."""
 
     @abstractmethod
     def definition(self, logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
@@ -39,14 +39,15 @@ class Loss(ABC):
     def rows(
         self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
     ) -> "tuple[Tensor, Tensor]":
-        """Losses [J] and their gradients with respect to the logits [J, W], which are used up.
+        """Losses [J] and their gradients with respect to the logits [J, W]; the logits may be
+        overwritten.
 
-        Derived from the definition, which must treat every row by itself. A loss that writes its
-        gradient out is faster and needs less memory.
+        This default differentiates the definition, which must treat every row independently. A
+        loss with a hand-written gradient is faster and needs less memory.
         """
         import torch
 
-        assert not self.needs_acceptance, f"{self.kind}: a weighed loss writes its rows itself"
+        assert not self.needs_acceptance, f"{self.kind}: a weighted loss must define rows()"
         with torch.enable_grad():
             logits_JW = logits_JW.detach().requires_grad_()
             loss_J = self.definition(logits_JW, probs_JW)
@@ -54,10 +55,11 @@ class Loss(ABC):
         return loss_J.detach(), dlogits_JW
 
     def weight(self, mean_acceptance: "Tensor") -> "Tensor":
-        """What `rows` is given as `weight_J`, where the loss needs acceptance; no gradient.
+        """The weight that `rows` is passed as `weight_J`, for losses that need acceptance. No
+        gradient flows through it.
 
         The mean is taken over all micro-batches and ranks of an optimizer step, so that the
-        gradient does not depend on how the step is cut.
+        gradient does not depend on how the step is split.
         """
         raise NotImplementedError
 
@@ -65,6 +67,6 @@ class Loss(ABC):
 def reference_loss(
     logits_NW: "Tensor", probs_NW: "Tensor", charged_N: "Tensor", loss: Loss
 ) -> "Tensor":
-    """The loss of one depth: the mean over charged rows; 0 when there are none."""
+    """The loss of one depth: the mean over charged rows; 0 if there are none."""
     logits_NW, probs_NW = logits_NW[charged_N], probs_NW[charged_N].to(logits_NW.dtype)
     return loss.definition(logits_NW, probs_NW).sum() / max(len(logits_NW), 1)

@@ -31,13 +31,13 @@ def soft_cross_entropy(logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
 
 
 def cross_entropy_rows(logits_JW: "Tensor", probs_JW: "Tensor") -> "tuple[Tensor, Tensor, Tensor]":
-    """Losses [J], the draft's probabilities [J, W] in place of its logits, the target's mass."""
+    """Losses [J], the draft's probabilities [J, W] (overwriting its logits), the target's mass."""
     lse_J1 = logits_JW.logsumexp(dim=-1, keepdim=True)
-    mass_J = probs_JW.sum(-1)  # 1 up to how the probabilities were stored
+    mass_J = probs_JW.sum(-1)  # 1, up to the precision in which the probabilities were stored
     loss_J = lse_J1.squeeze(-1) * mass_J - (probs_JW * logits_JW).sum(-1)
     return loss_J, logits_JW.sub_(lse_J1).exp_(), mass_J
 
 
 def cross_entropy_gradient(q_JW: "Tensor", probs_JW: "Tensor", mass_J: "Tensor") -> "Tensor":
-    """The gradient with respect to the logits, in place of the draft's probabilities."""
+    """The gradient with respect to the logits; overwrites the draft's probabilities."""
     return q_JW.mul_(mass_J[:, None]).sub_(probs_JW)

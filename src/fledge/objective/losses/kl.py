@@ -1,4 +1,4 @@
-"""KL(target || draft): the cross entropy less the target's own entropy."""
+"""KL(target || draft): the cross entropy minus the target's own entropy."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KLDivergence(CrossEntropy):
-    """KL(target || draft): the gradient of ce, and 0 for a perfect draft."""
+    """KL(target || draft): same gradient as ce, and 0 for a perfect draft."""
 
     kind = "kl"
     kernel = "kl"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LkAlpha(Loss):
-    """LK-alpha: -log acceptance; 0 where acceptance is 0, which has no direction to offer."""
+    """LK-alpha: -log acceptance; 0 where acceptance is 0, which has no gradient."""
 
     kind = "lk_alpha"
     kernel = "alpha"

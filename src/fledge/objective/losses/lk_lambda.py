@@ -1,4 +1,4 @@
-"""LK-lambda (arXiv 2602.23881): from cross entropy to acceptance, as acceptance grows."""
+"""LK-lambda (arXiv 2602.23881): moves from cross entropy to acceptance as acceptance grows."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,13 +27,13 @@ class LkLambda(Loss):
     needs_acceptance = True
 
     def definition(self, logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
-        """The rows are all rows of the loss: they share one mean acceptance."""
+        """Expects all rows of the loss, because they share one mean acceptance."""
         alpha_N = acceptance(logits_NW, probs_NW)
         weight = self.weight(alpha_N.sum() / max(len(alpha_N), 1))
         return weight * soft_cross_entropy(logits_NW, probs_NW) + (1 - weight) * (1 - alpha_N)
 
     def weight(self, mean_acceptance: "Tensor") -> "Tensor":
-        """The share of the cross entropy."""
+        """The weight of the cross entropy."""
         return self.scale * (-self.decay * mean_acceptance.detach()).exp()
 
     def rows(

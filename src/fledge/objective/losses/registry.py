@@ -1,4 +1,4 @@
-"""All losses by the name that recipes use. A new one is its own file, and one line here."""
+"""All losses by the name that recipes use. A new one is a file of its own and one line here."""
 
 from fledge.core.registry import Registry
 from fledge.objective.losses.base import Loss
@@ -13,7 +13,7 @@ LOSSES: Registry[type[Loss]] = Registry(
         "lk_lambda": "fledge.objective.losses.lk_lambda:LkLambda",
     },
 )
-_LK_TYPES = {"alpha": "lk_alpha", "lambda": "lk_lambda"}  # as trainer modules call them
+_LK_TYPES = {"alpha": "lk_alpha", "lambda": "lk_lambda"}  # the names in trainer modules
 
 
 def loss_of(
@@ -22,17 +22,17 @@ def loss_of(
     lk_kl_scale: float = 1.0,
     lk_kl_decay: float = 3.0,
 ) -> Loss:
-    """The loss that the arguments of a trainer module name: `lk_loss_type` replaces `loss`."""
+    """The loss that a trainer module's arguments select: `lk_loss_type` replaces `loss`."""
     if lk_loss_type is not None and lk_loss_type not in _LK_TYPES:
         raise ValueError(f"lk_loss_type: 'alpha', 'lambda' or None, got {lk_loss_type!r}")
     if not 0 <= lk_kl_scale <= 1:
         raise ValueError(f"lk_kl_scale: must be in [0, 1], got {lk_kl_scale!r}")
     if not lk_kl_decay >= 0:
         raise ValueError(f"lk_kl_decay: must be >= 0, got {lk_kl_decay!r}")
-    named = lk_loss_type or loss
-    if isinstance(named, Loss):
-        return named
-    name = _LK_TYPES.get(named, named)
+    selected = lk_loss_type or loss
+    if isinstance(selected, Loss):
+        return selected
+    name = _LK_TYPES.get(selected, selected)
     if name not in LOSSES:
         raise ValueError(f"loss: must be one of {tuple(LOSSES)}, got {loss!r}")
     parameters = {"scale": lk_kl_scale, "decay": lk_kl_decay} if name == "lk_lambda" else {}

@@ -7,8 +7,8 @@ from fledge.objective.losses.hard import HardCrossEntropy
 
 @dataclass(frozen=True)
 class TextCrossEntropy(HardCrossEntropy):
-    """Cross entropy with the token that stands in the text, for objectives that know it: where the
-    target wrote the text, a sample of its distribution. Its "probabilities" are one at that token.
+    """Cross entropy with the token that follows in the text, for objectives that have the text. If
+    the target wrote it, the token is a sample of its distribution. The "probabilities" are one-hot.
     """
 
     kind = "text"

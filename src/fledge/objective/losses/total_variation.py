@@ -1,4 +1,4 @@
-"""Total variation: half of the distance between the distributions, 1 - acceptance."""
+"""Total variation: half the L1 distance between the distributions, which is 1 - acceptance."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TotalVariation(Loss):
-    """Half the sum of |draft - target|: the chance that speculative sampling rejects."""
+    """Half the sum of |draft - target|: the probability that speculative sampling rejects."""
 
     kind = "tv"
 
@@ -23,8 +23,8 @@ class TotalVariation(Loss):
     ) -> "tuple[Tensor, Tensor]":
         lse_J1 = logits_JW.logsumexp(dim=-1, keepdim=True)
         q_JW = logits_JW.sub_(lse_J1).exp_()
-        apart_JW = q_JW - probs_JW
-        loss_J = 0.5 * apart_JW.abs().sum(-1)
-        side_JW = apart_JW.sign_()
-        mean_J1 = (q_JW * side_JW).sum(-1, keepdim=True)
-        return loss_J, q_JW.mul_(side_JW.sub_(mean_J1)).mul_(0.5)
+        difference_JW = q_JW - probs_JW
+        loss_J = 0.5 * difference_JW.abs().sum(-1)
+        sign_JW = difference_JW.sign_()
+        mean_J1 = (q_JW * sign_JW).sum(-1, keepdim=True)
+        return loss_J, q_JW.mul_(sign_JW.sub_(mean_J1)).mul_(0.5)
