@@ -86,7 +86,7 @@ class Eagle3TargetBackend(ABC):
         self.supervision = supervision
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """Run the target once over these rows, which may lie on any device."""
+        """Run the target once over these rows, which may be on any device."""
         return self.generate_batch(*rows.arguments())
 
     def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
@@ -142,7 +142,7 @@ class Eagle3TargetBackend(ABC):
         """Head, sizes, dtype and fingerprints, computed once. Optional for a backend that answers
         with logits: only `hidden` supervision, caches and servers need the head."""
         raise BadInput(
-            f"{type(self).__name__} says nothing about its target's head",
+            f"{type(self).__name__} does not describe its target's head",
             fix="use supervision 'logits', or give the backend an info()",
         )
 

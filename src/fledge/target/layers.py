@@ -46,12 +46,12 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     _, layers = _find(model)
     if isinstance(layers, nn.ModuleList):
         return list(layers)
-    wanted = [str(i) for i in range(len(layers))]
-    if set(layers.keys()) != set(wanted):
+    names = [str(i) for i in range(len(layers))]
+    if set(layers.keys()) != set(names):
         raise BadInput(
             f"decoder layers must be keyed '0' .. '{len(layers) - 1}', got {sorted(layers.keys())}"
         )
-    return [layers[key] for key in wanted]
+    return [layers[name] for name in names]
 
 
 def describe_final_norm(model: nn.Module, *, bare: bool = False) -> FinalNorm | None:
@@ -159,16 +159,16 @@ def validate_aux_layer_ids(
     concatenation; without ids, return the default ones."""
     if aux_layer_ids is None:
         return default_aux_layer_ids(depth, count or EAGLE3_AUX_LAYERS)
-    wanted = "" if count is None else f"{in_words(count)} "
+    number = "" if count is None else f"{in_words(count)} "
     try:
         given = list(aux_layer_ids)
         ids = [index(i) for i in given]  # accepts integers of numpy and torch too
     except TypeError:
-        raise BadInput(f"aux_layer_ids must be {wanted}integers, got {aux_layer_ids!r}") from None
+        raise BadInput(f"aux_layer_ids must be {number}integers, got {aux_layer_ids!r}") from None
     if any(isinstance(i, bool) for i in given):
         raise BadInput(f"aux_layer_ids must be integers, got {given}")
     if not ids or len(ids) != (count or len(ids)):
-        raise BadInput(f"aux_layer_ids must be exactly {wanted}layers, got {len(ids)}: {ids}")
+        raise BadInput(f"aux_layer_ids must be exactly {number}layers, got {len(ids)}: {ids}")
     if len(set(ids)) != len(ids):
         raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
     last = depth if len(ids) == 1 else depth - 1  # engines return the last state only on its own

@@ -63,7 +63,7 @@ class HfTarget(LoadedTarget):
     @model_validator(mode="after")
     def _check_kept_states(self) -> "HfTarget":
         if self.parallel.ranks > 1 and (self.keep_states_gb or self.keep_states_host_gb):
-            raise ValueError("keep_states_gb needs a target of its own: leave parallel out")
+            raise ValueError("keep_states_gb needs a target that is not shared: leave parallel out")
         return self
 
 

@@ -39,7 +39,7 @@ def installed_version() -> str:
         ) from error
     if version not in VERSIONS:
         raise BadInput(
-            f"fledge does not support SGLang {version}",
+            f"SGLang {version} is not supported by fledge",
             where="target.backend=sglang",
             fix=f"install one of {', '.join(VERSIONS)}",
         )

@@ -41,7 +41,7 @@ def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) 
                 f"{name}: SGLang then returns aux states in place of the last hidden state, and "
                 "drafts learn from both",
                 where="engine_args",
-                fix="leave it out: both are taken inside SGLang (target.aux_layer_ids says which)",
+                fix="leave it out: both are taken inside SGLang (target.aux_layer_ids names them)",
             )
         if name not in names:
             raise BadInput(

@@ -32,7 +32,7 @@ def check_version(version: str) -> None:
     """Reject a vLLM version for whose internals `worker` was not written."""
     if not any(version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
         raise BadInput(
-            f"this backend does not support vLLM {version}, only {', '.join(KNOWN_VERSIONS)}",
+            f"vLLM {version} is not supported by this backend, only {', '.join(KNOWN_VERSIONS)}",
             fix=_install(),
         )
 
